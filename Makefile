@@ -1,0 +1,41 @@
+# make setup | quickstart | test | check. Everything lives in .venv; a second run takes seconds.
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(if $(shell python$(v) -c "" 2>/dev/null && echo y),python$(v))))
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# megatron-core's oldest supported release, installed beside the default one without its dependencies.
+OLDEST := $(VENV)/megatron-core-0.12.1
+
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: setup quickstart test check clean
+
+setup: $(STAMP) $(OLDEST)/.installed
+
+$(STAMP): requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11, 3.12 or 3.10; none was found (or give PYTHON=/path/to/python)"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(OLDEST)/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) megatron-core==0.12.1
+	touch $@
+
+quickstart: setup
+	$(BIN)/mindspeed run --nproc 2 examples/first_training_loop/train.py --tensor-model-parallel-size 2
+
+test: setup
+	$(BIN)/python -m pytest
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/conventions
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""MindSpeed: Megatron on any device, fast."""

@@ -1,0 +1,1 @@
+"""The LLM suite: data, checkpoints, training, chat, evaluation."""
