@@ -1,0 +1,6 @@
+"""What a device is. The only room that says torch.cuda, torch_npu, nccl, hccl or gloo."""
+
+from mindspeed.device.base import Device, DeviceError
+from mindspeed.device.choice import current, known
+
+__all__ = ["Device", "DeviceError", "current", "known"]

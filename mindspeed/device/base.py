@@ -1,0 +1,99 @@
+"""The protocol that every device answers to."""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+
+class DeviceError(RuntimeError):
+    """A device was asked for that this machine cannot offer."""
+
+
+class Device(abc.ABC):
+    """One kind of device: where tensors live, how ranks talk, which generator draws the numbers."""
+
+    name: ClassVar[str]
+    backend: ClassVar[str]
+    """The process-group backend native to this device."""
+    deterministic_env: ClassVar[Mapping[str, str]] = {}
+    """Environment variables that pin the order of reductions in this device's libraries."""
+
+    @abc.abstractmethod
+    def unusable_reason(self) -> str | None:
+        """Say why this device cannot be used here, or None when it can."""
+
+    @abc.abstractmethod
+    def facade(self) -> AbstractContextManager[object]:
+        """Redirect code written for torch.cuda to this device while entered."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of the current rank, ready for tensor factories."""
+        return torch.device(self.name, self.index())
+
+    @abc.abstractmethod
+    def index(self) -> int:
+        """Return the index of the current device on this machine."""
+
+    @abc.abstractmethod
+    def set_index(self, index: int) -> None:
+        """Make one local device the current one."""
+
+    @abc.abstractmethod
+    def count(self) -> int:
+        """Count the local devices."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all work queued on the current device is done."""
+
+    @abc.abstractmethod
+    def default_generator(self) -> torch.Generator:
+        """Return the generator that random ops on this device draw from."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator of the current device."""
+        self.default_generator().manual_seed(seed)
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return a copy of the generator state of the current device."""
+        return self.default_generator().get_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Put the generator of the current device into a saved state."""
+        self.default_generator().set_state(state)
+
+    @abc.abstractmethod
+    def memory_allocated(self) -> int:
+        """Return the bytes in use now."""
+
+    @abc.abstractmethod
+    def max_memory_allocated(self) -> int:
+        """Return the largest number of bytes in use since the peak was last reset."""
+
+    @abc.abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Start a new measurement of the peak."""
+
+    @abc.abstractmethod
+    def stream(self) -> Any:
+        """Create a new stream."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> Any:
+        """Return the stream that work is queued on now."""
+
+    @abc.abstractmethod
+    def event(self, timing: bool = False) -> Any:
+        """Create an event."""
+
+    def make_deterministic(self) -> None:
+        """Ask torch and this device's libraries for bitwise repeatable results."""
+        os.environ.update(self.deterministic_env)
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,39 @@
+"""NVIDIA GPUs, where speed is measured."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from mindspeed.device.accelerator import Accelerator
+
+
+class Cuda(Accelerator):
+    """Megatron's native device: nothing is redirected, so nothing is slower."""
+
+    name = "cuda"
+    backend = "nccl"
+    # cuBLAS needs a fixed workspace and NCCL a fixed algorithm to sum in the same order every run.
+    deterministic_env = {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+    }
+
+    def unusable_reason(self) -> str | None:
+        """Say what torch lacks to use a GPU."""
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device: check the driver and CUDA_VISIBLE_DEVICES"
+        return None
+
+    def facade(self) -> AbstractContextManager[object]:
+        """Redirect nothing."""
+        return nullcontext()
+
+    def make_deterministic(self) -> None:
+        """Also keep cuDNN from choosing kernels by timing them."""
+        super().make_deterministic()
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,24 @@
+"""Who asks: Megatron and the user's scripts are answered by the facade, other libraries truthfully.
+
+torch itself, transformers and the like take "cuda is available" as leave to use real CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+
+
+def is_other_library(depth: int = 2) -> bool:
+    """Say whether the caller `depth` frames up is an installed library other than Megatron."""
+    frame = sys._getframe(depth)
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package != "megatron" and _is_installed(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_installed(filename: str) -> bool:
+    return filename.startswith(_LIBRARY_FOLDERS) or filename.startswith("<frozen")

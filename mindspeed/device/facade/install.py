@@ -1,0 +1,62 @@
+"""Put the stand-ins in place, find the copies Megatron took earlier, and take it all back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING
+
+from mindspeed.device.facade import cuda_calls, groups, tensors
+
+if TYPE_CHECKING:
+    from mindspeed.device.cpu import Cpu
+
+_ABSENT = object()
+
+
+class Facade:
+    """Redirects torch.cuda and device="cuda" to the cpu between install and remove."""
+
+    def __init__(self, cpu: Cpu) -> None:
+        self._cpu = cpu
+        self._undo: list[tuple[object, str, object]] = []
+
+    def __enter__(self) -> Facade:
+        originals: dict[int, object] = {}
+        for redirections in (cuda_calls, tensors, groups):
+            for owner, name, stand_in in redirections.redirections(self._cpu):
+                original = getattr(owner, name, None)
+                if isinstance(owner, ModuleType) and callable(original):
+                    originals[id(original)] = stand_in
+                self._set(owner, name, stand_in)
+        for module, name, stand_in in list(_megatron_copies(originals)):
+            self._set(module, name, stand_in)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._undo:
+            owner, name, original = self._undo.pop()
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def _set(self, owner: object, name: str, value: object) -> None:
+        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+
+def _megatron_copies(originals: dict[int, object]) -> Iterator[tuple[ModuleType, str, object]]:
+    """Find `from torch.cuda import x` copies in Megatron modules that were imported before us."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] != "megatron":
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in originals:
+                yield module, name, originals[id(value)]
