@@ -1,0 +1,72 @@
+"""Megatron-style command-line flags, generated from an options class."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic.fields import FieldInfo
+
+from mindspeed.config.annotations import choices, element, without_none
+from mindspeed.config.explain import Spelling, build
+from mindspeed.config.options import Options
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+def flag_name(field: str) -> str:
+    """Return the flag of a field: use_fused_swiglu is --use-fused-swiglu."""
+    return Spelling.FLAG.name_of(field)
+
+
+def add_flags(
+    parser: argparse._ActionsContainer,
+    options_class: type[Options],
+    defaults: Options | None = None,
+) -> None:
+    """Add one flag per field, except those that the parser already has.
+
+    `defaults` are the values of flags that are not given; without it, the defaults of the class.
+    """
+    for field, info in options_class.model_fields.items():
+        if flag_name(field) in parser._option_string_actions:
+            continue
+        default = info.get_default(call_default_factory=True)
+        default = default if defaults is None else getattr(defaults, field)
+        parser.add_argument(flag_name(field), dest=field, **_keywords(info, default))
+
+
+def from_namespace(options_class: type[OptionsT], namespace: argparse.Namespace) -> OptionsT:
+    """Take the fields of an options class out of a parsed namespace; other names are not ours."""
+    given = vars(namespace)
+    fields = (field for field in options_class.model_fields if field in given)
+    return build(options_class, {field: given[field] for field in fields}, Spelling.FLAG)
+
+
+def _keywords(info: FieldInfo, default: Any) -> dict[str, Any]:
+    """Return the add_argument keywords of a field."""
+    keywords: dict[str, Any] = {"default": default, "help": _help(info, default)}
+    annotation, _ = without_none(info.annotation)
+    if annotation is bool:
+        # A switch that is off by default needs no --no-x; one that is on needs a way to be off.
+        return keywords | {"action": argparse.BooleanOptionalAction if default else "store_true"}
+    if (item := element(annotation)) is not None:
+        annotation, keywords["nargs"] = item, "+"
+    if values := choices(annotation):
+        return keywords | {"type": type(values[0]), "choices": values}
+    return keywords | {"type": annotation, "metavar": _metavar(annotation)}
+
+
+def _metavar(annotation: Any) -> str:
+    return {int: "N", float: "X"}.get(annotation, "TEXT")
+
+
+def _help(info: FieldInfo, default: Any) -> str:
+    text = " ".join((info.description or "").split()).replace("%", "%%")
+    if default is None or default is False:
+        return text
+    shown: object = " ".join(map(str, default)) if _is_list(default) else default
+    return f"{text} (default: {shown})"
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,26 @@
+"""The base of every options class."""
+
+from typing import Any, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from mindspeed.config.annotations import choices, in_words, without_none
+
+
+class Options(BaseModel):
+    """Named, typed, unchangeable values; the string under a field is its help text."""
+
+    # strict: True is not 1 and "3" is not 3, so a typing slip in a file is never guessed away.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_declared(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation, _ = without_none(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, list) and get_origin(annotation) is tuple:
+            return tuple(value)  # YAML and argparse have lists only; a frozen object holds tuples
+        if isinstance(value, bool) and choices(annotation):
+            raise ValueError(f"give {in_words(annotation)}")  # pydantic takes True for Literal[1]
+        return value

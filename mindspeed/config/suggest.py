@@ -1,0 +1,60 @@
+"""Nearest names for what was mistyped."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable
+from typing import NoReturn
+
+LISTED = 20
+"""How many known names an error lists in full; beyond that only the nearest are named."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate most like `name`, or None when nothing is near."""
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return "did you mean x?", or the known names when nothing is near."""
+    known = sorted(set(candidates))
+    match = nearest(name, known)
+    if match is not None:
+        return f"did you mean {match}?"
+    if len(known) > LISTED:
+        known = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+        return f"the most similar known names are {one_of(known)}"
+    return f"known: {', '.join(known)}"
+
+
+def one_of(values: Iterable[object]) -> str:
+    """Join values as "a, b or c"."""
+    words = [str(value) for value in values]
+    return " or ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def suggest_flags(parser: argparse.ArgumentParser) -> None:
+    """Let the parser's own error end with the nearest flag or choice for what it did not know."""
+    plain_error = parser.error
+
+    def error(message: str) -> NoReturn:
+        known = {*parser._option_string_actions, *_choices(parser)}
+        hints = (
+            f"{word}: {did_you_mean(word, known)}"
+            for word in _unknown_words(message)
+            if nearest(word, known)
+        )
+        plain_error("; ".join([message, *dict.fromkeys(hints)]))
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def _unknown_words(message: str) -> list[str]:
+    _, _, rest = message.partition("unrecognized arguments: ")
+    flags = [word.partition("=")[0] for word in rest.split() if word.startswith("-")]
+    return flags + re.findall(r"invalid choice: '([^']+)'", message)
+
+
+def _choices(parser: argparse.ArgumentParser) -> list[str]:
+    return [str(choice) for action in parser._actions for choice in action.choices or ()]
