@@ -1,0 +1,147 @@
+"""Run a Python function as N ranks, each in a fresh process that starts in milliseconds."""
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from mindspeed.launch.environment import LOOPBACK, rank_environment
+from mindspeed.launch.output import last_words
+from mindspeed.launch.process import die_with_parent
+from mindspeed.launch.rendezvous import Rendezvous
+from mindspeed.launch.supervision import Rank, Verdict, describe_exit, dump_stacks, stop, watch
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or hung: `rank` says which, `traceback` shows where."""
+
+    def __init__(self, rank: int, reason: str, where: str) -> None:
+        super().__init__(f"{reason}\n{where}")
+        self.rank = rank
+        self.traceback = where
+
+
+class _FunctionRank:
+    def __init__(self, rank: int, process: Any, pipe: Connection, log: Path) -> None:
+        self.rank = rank
+        self.process = process
+        self.value: Any = None
+        self.answer: Connection | None = pipe
+        self._log = log
+        self._error = ""
+        self._failed_at = 0.0
+
+    def receive(self) -> None:
+        assert self.answer is not None
+        try:
+            self.value, self._error, self._failed_at = pickle.loads(self.answer.recv_bytes())
+        except EOFError:  # it died before it could answer
+            self._failed_at = time.monotonic()
+        self.answer.close()
+        self.answer = None
+
+    def exit_code(self) -> int | None:
+        # The answer is written before the exit; until it has been read the rank counts as running.
+        return self.process.exitcode if self.answer is None else None
+
+    def failed_at(self) -> float:
+        return self._failed_at
+
+    def last_words(self) -> str:
+        return self._error or last_words(self._log.read_text(errors="replace"))
+
+    def signal(self, number: int) -> None:
+        if self.process.exitcode is None:
+            os.kill(self.process.pid, number)
+
+
+def call(
+    function: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    timeout: float,
+    preload: Sequence[str] = (),
+) -> list[Any]:
+    """Call function(*arguments) in world ranks and return what each returned, by rank.
+
+    The processes are forked from a server that has imported the preload modules once.
+    """
+    multiprocessing.set_forkserver_preload(list(preload))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, Rendezvous() as rendezvous:
+        rendezvous.serve()
+        work = pickle.dumps((function, arguments))
+        ranks: list[_FunctionRank] = []
+        try:
+            for rank in range(world):
+                environment = rank_environment(rank, world, host=LOOPBACK, port=rendezvous.port)
+                ranks.append(_start(rank, environment, work, Path(folder, f"{rank}.log")))
+            verdict = watch(ranks, lambda seconds: _pump(ranks, seconds), timeout)
+            _raise_failure(verdict, ranks, timeout)
+            return [rank.value for rank in ranks]
+        finally:
+            stop(ranks, lambda seconds: _pump(ranks, seconds))
+            sys.stdout.write(
+                "".join(Path(folder, f"{rank.rank}.log").read_text() for rank in ranks)
+            )
+
+
+def _start(rank: int, environment: dict[str, str], work: bytes, log: Path) -> _FunctionRank:
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    log.touch()
+    process = context.Process(target=_serve_rank, args=(environment, work, sender, str(log)))
+    process.start()
+    sender.close()
+    return _FunctionRank(rank, process, receiver, log)
+
+
+def _serve_rank(environment: dict[str, str], work: bytes, answer: Connection, log: str) -> None:
+    die_with_parent(os.getppid())()
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        function, arguments = pickle.loads(work)
+        answer.send_bytes(pickle.dumps((function(*arguments), "", 0.0)))
+    except BaseException:
+        answer.send_bytes(pickle.dumps((None, traceback.format_exc(), time.monotonic())))
+        answer.close()
+        sys.exit(1)
+
+
+def _pump(ranks: Sequence[_FunctionRank], seconds: float) -> None:
+    waiting = {rank.answer: rank for rank in ranks if rank.answer is not None}
+    ending = [rank.process.sentinel for rank in ranks if rank.process.exitcode is None]
+    for ready in multiprocessing.connection.wait([*waiting, *ending], seconds):
+        if ready in waiting:
+            waiting[ready].receive()
+
+
+def _raise_failure(verdict: Verdict, ranks: Sequence[_FunctionRank], timeout: float) -> None:
+    if verdict.hung:
+        dump_stacks(verdict.hung, lambda seconds: _pump(ranks, seconds))
+        where = "\n".join(f"rank {rank.rank}:\n{rank.last_words()}" for rank in verdict.hung)
+        names = ", ".join(str(rank.rank) for rank in verdict.hung)
+        raise RankFailed(
+            verdict.hung[0].rank,
+            f"time-out after {timeout:g} s: still running: rank {names}",
+            where,
+        )
+    failed: Rank | None = verdict.failed
+    if failed is not None:
+        reason = f"rank {failed.rank} of {len(ranks)} {describe_exit(failed.exit_code() or 0)}"
+        raise RankFailed(failed.rank, reason, failed.last_words())

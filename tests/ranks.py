@@ -1,0 +1,33 @@
+"""Run a test function in several gloo ranks of this machine."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from mindspeed.launch import RankFailed, call
+
+__all__ = ["RankFailed", "run_ranks"]
+
+_PRELOAD = "tests.preload"
+
+
+def run_ranks(
+    function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 120
+) -> list[Any]:
+    """Call function(*arguments) in each of world ranks and return their values, rank 0's first.
+
+    function lives at the top of a module. RANK, LOCAL_RANK and WORLD_SIZE are set, the adaptor is imported and
+    torch.distributed is ready. The first rank that fails is raised as RankFailed with its traceback.
+    """
+    return call(_in_group, world, function, arguments, timeout, timeout=timeout, preload=[_PRELOAD])
+
+
+def _in_group(function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> Any:
+    import torch.distributed
+
+    import tests.preload  # noqa: F401  # already there, unless the server could not import it
+
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    value = function(*arguments)
+    torch.distributed.destroy_process_group()
+    return value
