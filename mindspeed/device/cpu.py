@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from mindspeed.device.amx import avoid_trapping_amx
 from mindspeed.device.base import Device
 from mindspeed.device.timeline import Event, Stream
 
@@ -26,6 +27,10 @@ class Cpu(Device):
     def unusable_reason(self) -> str | None:
         """Never: the cpu is always there."""
         return None
+
+    def prepare(self) -> None:
+        """Make half precision safe on machines that misreport AMX."""
+        avoid_trapping_amx()
 
     def facade(self) -> AbstractContextManager[object]:
         """Send calls of torch.cuda to the cpu."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from mindspeed.device.facade import cuda_calls, groups, tensors
+from mindspeed.device.facade import compilation, cuda_calls, groups, noise, tensors
 
 if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
@@ -24,8 +23,8 @@ class Facade:
 
     def __enter__(self) -> Facade:
         originals: dict[int, object] = {}
-        for redirections in (cuda_calls, tensors, groups):
-            for owner, name, stand_in in redirections.redirections(self._cpu):
+        for part in (compilation, cuda_calls, tensors, groups, noise):
+            for owner, name, stand_in in list(part.redirections(self._cpu)):
                 original = getattr(owner, name, None)
                 if isinstance(owner, ModuleType) and callable(original):
                     originals[id(original)] = stand_in
@@ -54,9 +53,7 @@ class Facade:
 
 def _megatron_copies(originals: dict[int, object]) -> Iterator[tuple[ModuleType, str, object]]:
     """Find `from torch.cuda import x` copies in Megatron modules that were imported before us."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.split(".")[0] != "megatron":
-            continue
+    for module in compilation.megatron_modules():
         for name, value in list(vars(module).items()):
             if id(value) in originals:
                 yield module, name, originals[id(value)]

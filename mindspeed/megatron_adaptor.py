@@ -1,0 +1,6 @@
+"""The one import: `import mindspeed.megatron_adaptor` under `import torch`."""
+
+from mindspeed import device
+
+device.current().prepare()
+device.current().facade().__enter__()
