@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import pytest  # noqa: F401
 import torch
 
 # One thread: ranks share few cores, and a forked process must not inherit a thread pool.

@@ -16,8 +16,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(*arguments) in each of world ranks and return their values, rank 0's first.
 
-    function lives at the top of a module. RANK, LOCAL_RANK and WORLD_SIZE are set, the adaptor is imported and
-    torch.distributed is ready. The first rank that fails is raised as RankFailed with its traceback.
+    function lives at the top of a module. RANK, LOCAL_RANK and WORLD_SIZE are set, the adaptor is
+    imported and torch.distributed is ready. The first rank to fail is raised as RankFailed.
     """
     return call(_in_group, world, function, arguments, timeout, timeout=timeout, preload=[_PRELOAD])
 

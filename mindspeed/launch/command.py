@@ -13,10 +13,17 @@ from types import FrameType
 from typing import BinaryIO
 
 from mindspeed.launch.environment import LOOPBACK, rank_environment
-from mindspeed.launch.output import Relay, Tail
+from mindspeed.launch.output import Relay, Tail, last_words, stacks
 from mindspeed.launch.process import die_with_parent
 from mindspeed.launch.rendezvous import Rendezvous
-from mindspeed.launch.supervision import Verdict, describe_exit, dump_stacks, stop, watch
+from mindspeed.launch.supervision import (
+    Verdict,
+    describe_failure,
+    describe_hang,
+    dump_stacks,
+    stop,
+    watch,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,8 @@ class Outcome:
     """What the launcher's caller should exit with and say."""
 
     exit_code: int
-    message: str = ""
+    summary: str = ""
+    detail: str = ""
 
 
 class _Interrupted(BaseException):
@@ -49,7 +57,7 @@ class _CommandRank:
         return self._ended_at
 
     def last_words(self) -> str:
-        return self.tail.text()
+        return last_words(self.tail.text())
 
     def signal(self, number: int) -> None:
         try:
@@ -66,7 +74,7 @@ def launch(
     all_ranks: bool = False,
     host: str = LOOPBACK,
 ) -> Outcome:
-    """Run command in nproc processes until all end; the first failure or the time-out ends them all."""
+    """Run command in nproc processes until all end; a failure or the time-out ends all of them."""
     ranks: list[_CommandRank] = []
     relay = Relay()
     try:
@@ -114,35 +122,26 @@ def _follow(rank: _CommandRank, relay: Relay, all_ranks: bool) -> None:
 
 
 def _judge(
-    verdict: Verdict, ranks: Sequence[_CommandRank], relay: Relay, timeout: float | None
+    verdict: Verdict[_CommandRank],
+    ranks: Sequence[_CommandRank],
+    relay: Relay,
+    timeout: float | None,
 ) -> Outcome:
+    relay.muted = True  # what follows comes in the outcome, one rank after the other
     if verdict.hung:
-        return Outcome(1, _explain_hang(verdict, ranks, relay, timeout))
+        dump_stacks(verdict.hung, relay.pump)
+        dumps = [_prefixed(rank.rank, stacks(rank.tail.text())) for rank in verdict.hung]
+        return Outcome(1, describe_hang(verdict.hung, ranks, timeout), "\n".join(dumps))
     failed = verdict.failed
     if failed is None:
         return Outcome(0)
-    code = failed.exit_code() or 0
-    if code == 2:
-        # Rank 0 has been shown as it ran, so its own report of the same mistake is already on the screen.
-        return Outcome(2, "" if ranks[0].exit_code() == 2 else failed.last_words())
-    relay.muted = True
-    summary = f"rank {failed.rank} of {len(ranks)} {describe_exit(code)}; the others were stopped"
+    if failed.exit_code() == 2:
+        # Rank 0 is shown as it runs: its own report of the same mistake is already on the screen.
+        return Outcome(2, detail="" if ranks[0].exit_code() == 2 else failed.last_words())
+    summary = describe_failure(failed, ranks)
     if failed.rank == 0:
         return Outcome(1, f"{summary}; its output is above")
-    return Outcome(1, f"{_prefixed(failed.rank, failed.last_words())}\n{summary}")
-
-
-def _explain_hang(
-    verdict: Verdict, ranks: Sequence[_CommandRank], relay: Relay, timeout: float | None
-) -> str:
-    relay.muted = True  # the stacks come in the message, one rank after the other
-    for rank in ranks:
-        rank.tail.clear()
-    dump_stacks(verdict.hung, relay.pump)
-    stacks = [_prefixed(rank.rank, rank.last_words()) for rank in verdict.hung]
-    names = ", ".join(str(rank.rank) for rank in verdict.hung)
-    summary = f"time-out after {timeout:g} s: still running: rank {names} of {len(ranks)}"
-    return "\n".join([*stacks, f"{summary}; where each was is shown above; all were stopped"])
+    return Outcome(1, summary, _prefixed(failed.rank, failed.last_words()))
 
 
 def _prefixed(rank: int, text: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 LOOPBACK = "127.0.0.1"
 
-# Each communication library opens sockets of its own beside the store and picks an interface by itself
-# unless its variable says which one.
+# Each communication library opens sockets of its own beside the store, on an interface it picks by
+# itself unless its variable names one.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 
@@ -28,7 +28,7 @@ def rank_environment(
         for name in _INTERFACE_VARIABLES:
             environment.setdefault(name, interface)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    # On SIGABRT (and on a crash) Python then writes the stack of every thread: how hangs are explained.
+    # On SIGABRT, and on a crash, Python then writes the stack of every thread: it explains a hang.
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     # Output reaches us in the order it was written, and the last lines survive a crash.
     environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -39,8 +39,8 @@ def rank_environment(
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR=LOOPBACK if host in ("0.0.0.0", "::") else host,
         MASTER_PORT=str(port),
-        # env:// then connects every rank as a client; otherwise rank 0 would open a second store that
-        # listens on all interfaces.
+        # env:// then makes every rank a client; otherwise rank 0 would open a store of its own, on
+        # all interfaces.
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     return environment

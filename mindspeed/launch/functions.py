@@ -16,10 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.launch.environment import LOOPBACK, rank_environment
-from mindspeed.launch.output import last_words
+from mindspeed.launch.output import last_words, stacks
 from mindspeed.launch.process import die_with_parent
 from mindspeed.launch.rendezvous import Rendezvous
-from mindspeed.launch.supervision import Rank, Verdict, describe_exit, dump_stacks, stop, watch
+from mindspeed.launch.supervision import (
+    Verdict,
+    describe_failure,
+    describe_hang,
+    dump_stacks,
+    stop,
+    watch,
+)
 
 
 class RankFailed(RuntimeError):
@@ -58,7 +65,11 @@ class _FunctionRank:
         return self._failed_at
 
     def last_words(self) -> str:
-        return self._error or last_words(self._log.read_text(errors="replace"))
+        return self._error or last_words(self.output())
+
+    def output(self) -> str:
+        """Return all that the rank has written."""
+        return self._log.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
         if self.process.exitcode is None:
@@ -131,17 +142,13 @@ def _pump(ranks: Sequence[_FunctionRank], seconds: float) -> None:
             waiting[ready].receive()
 
 
-def _raise_failure(verdict: Verdict, ranks: Sequence[_FunctionRank], timeout: float) -> None:
+def _raise_failure(
+    verdict: Verdict[_FunctionRank], ranks: Sequence[_FunctionRank], timeout: float
+) -> None:
     if verdict.hung:
         dump_stacks(verdict.hung, lambda seconds: _pump(ranks, seconds))
-        where = "\n".join(f"rank {rank.rank}:\n{rank.last_words()}" for rank in verdict.hung)
-        names = ", ".join(str(rank.rank) for rank in verdict.hung)
-        raise RankFailed(
-            verdict.hung[0].rank,
-            f"time-out after {timeout:g} s: still running: rank {names}",
-            where,
-        )
-    failed: Rank | None = verdict.failed
-    if failed is not None:
-        reason = f"rank {failed.rank} of {len(ranks)} {describe_exit(failed.exit_code() or 0)}"
-        raise RankFailed(failed.rank, reason, failed.last_words())
+        where = "\n".join(f"rank {rank.rank}:\n{stacks(rank.output())}" for rank in verdict.hung)
+        raise RankFailed(verdict.hung[0].rank, describe_hang(verdict.hung, ranks, timeout), where)
+    if verdict.failed is not None:
+        failed = verdict.failed
+        raise RankFailed(failed.rank, describe_failure(failed, ranks), failed.last_words())

@@ -21,22 +21,25 @@ class Tail:
         """Remember data, forgetting the oldest."""
         self._kept = (self._kept + data)[-_KEPT_BYTES:]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._kept = b""
-
     def text(self) -> str:
-        """Return the last traceback and what follows it, or else the last lines."""
-        return last_words(self._kept.decode(errors="replace"))
+        """Return what is kept."""
+        return self._kept.decode(errors="replace")
 
 
 def last_words(text: str) -> str:
     """Cut output down to what explains its end."""
     lines = text.rstrip().splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    # The first of a chain of tracebacks is the cause ("During handling of ..."), and all are in the kept part.
+    # The first of several tracebacks is the cause ("During handling of the above ...").
     first = starts[0] if starts else max(0, len(lines) - _LAST_LINES)
     return "\n".join(lines[first:])
+
+
+def stacks(text: str) -> str:
+    """Cut what Python writes on SIGABRT down to the stacks of its threads."""
+    dump = text[text.rfind("Fatal Python error: Aborted") :]
+    kept = dump.partition("\n")[2].partition("\nExtension modules:")[0]
+    return kept.strip() or "no Python stack was written"
 
 
 class Relay:

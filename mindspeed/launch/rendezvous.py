@@ -21,11 +21,11 @@ class Rendezvous:
         self._store: Any = None
 
     def serve(self) -> None:
-        """Answer the ranks; those that connected earlier have been waiting in the socket's queue."""
-        from torch.distributed import TCPStore
+        """Answer the ranks; those that connected earlier wait in the queue of the socket."""
+        import torch.distributed
 
         # The store owns and closes the descriptor from here on.
-        self._store = TCPStore(
+        self._store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             self.host,
             self.port,
             is_master=True,

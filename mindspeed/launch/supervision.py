@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 # Waits up to the given seconds for the ranks' output or end, and takes in what has arrived.
 Pump = Callable[[float], None]
@@ -40,15 +40,18 @@ class Rank(Protocol):
         """Send a signal to the rank and to what it started; one that is gone is no error."""
 
 
+R = TypeVar("R", bound=Rank)
+
+
 @dataclass(frozen=True)
-class Verdict:
-    """How a job ended: `failed` names the rank to blame, `hung` those that ran out of time."""
+class Verdict(Generic[R]):
+    """How a job ended: `failed` is the rank to blame, `hung` are those that ran out of time."""
 
-    failed: Rank | None = None
-    hung: tuple[Rank, ...] = ()
+    failed: R | None = None
+    hung: tuple[R, ...] = ()
 
 
-def watch(ranks: Sequence[Rank], pump: Pump, timeout: float | None) -> Verdict:
+def watch(ranks: Sequence[R], pump: Pump, timeout: float | None) -> Verdict[R]:
     """Wait until every rank has ended well, one has failed, or the time is over."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -62,17 +65,17 @@ def watch(ranks: Sequence[Rank], pump: Pump, timeout: float | None) -> Verdict:
             return Verdict(hung=running)
 
 
-def _first_failure(ranks: Sequence[Rank], pump: Pump) -> Rank:
-    # Ranks that lost their peer die within milliseconds of it, sometimes before it is gone itself, so
-    # look at all that fail together. A wrong configuration (2) is reported by every rank: wait for them.
+def _first_failure(ranks: Sequence[R], pump: Pump) -> R:
+    # A rank that lost its peer dies milliseconds after it, or even before it is quite gone: look at
+    # all that fail together. A wrong configuration (2) is reported by every rank: wait for them.
     usage = any(rank.exit_code() == 2 for rank in ranks)
     _wait(ranks, pump, _GRACE if usage else _SETTLE)
     failed = [rank for rank in ranks if rank.exit_code()]
-    return min(failed, key=lambda r: (bool(_PEER_LOST.search(r.last_words())), r.failed_at()))
+    return min(failed, key=lambda rank: (_lost_peer(rank), rank.failed_at()))
 
 
 def dump_stacks(ranks: Sequence[Rank], pump: Pump) -> None:
-    """Make hanging ranks write the Python stack of every thread to their output, and die of it."""
+    """Make hanging ranks write the stack of every thread to their output, which ends them."""
     for rank in ranks:
         rank.signal(signal.SIGABRT)
     _wait(ranks, pump, _DUMP_TIME)
@@ -91,8 +94,25 @@ def stop(ranks: Sequence[Rank], pump: Pump, grace: float = _GRACE) -> None:
         _wait(ranks, pump, grace)
 
 
-def describe_exit(code: int) -> str:
-    """Put an exit code or a deadly signal into words."""
+def describe_failure(failed: Rank, ranks: Sequence[Rank]) -> str:
+    """Say in one line which rank failed and how."""
+    ended = [rank for rank in ranks if rank.exit_code() == 0]
+    # Then the failure is often just that: a rank that left its loop one step before the others.
+    early = f"; {_names(ended)} had already ended without an error" if ended else ""
+    return f"rank {failed.rank} of {len(ranks)} {_describe_exit(failed.exit_code() or 0)}{early}"
+
+
+def describe_hang(hung: Sequence[Rank], ranks: Sequence[Rank], timeout: float | None) -> str:
+    """Say in one line which ranks ran out of time."""
+    return f"time-out after {timeout:g} s, {_names(hung)} of {len(ranks)} still running"
+
+
+def _names(ranks: Sequence[Rank]) -> str:
+    numbers = ", ".join(str(rank.rank) for rank in ranks)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -101,6 +121,10 @@ def describe_exit(code: int) -> str:
         name = f"signal {-code}"
     hint = " (is the machine out of memory?)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
+
+
+def _lost_peer(rank: Rank) -> bool:
+    return _PEER_LOST.search(rank.last_words()) is not None
 
 
 def _wait(ranks: Sequence[Rank], pump: Pump, seconds: float) -> None:
