@@ -2,5 +2,4 @@
 
 from mindspeed import device
 
-device.current().prepare()
 device.current().facade().__enter__()

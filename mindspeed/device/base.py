@@ -28,9 +28,6 @@ class Device(abc.ABC):
     def unusable_reason(self) -> str | None:
         """Say why this device cannot be used here, or None when it can."""
 
-    def prepare(self) -> None:
-        """Do what must happen before the first tensor op of the process, if anything."""
-
     @abc.abstractmethod
     def facade(self) -> AbstractContextManager[object]:
         """Redirect code written for torch.cuda to this device while entered."""

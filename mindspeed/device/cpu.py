@@ -28,14 +28,11 @@ class Cpu(Device):
         """Never: the cpu is always there."""
         return None
 
-    def prepare(self) -> None:
-        """Make half precision safe on machines that misreport AMX."""
-        avoid_trapping_amx()
-
     def facade(self) -> AbstractContextManager[object]:
         """Send calls of torch.cuda to the cpu."""
         from mindspeed.device.facade import Facade
 
+        avoid_trapping_amx()
         return Facade(self)
 
     @property
