@@ -75,6 +75,7 @@ def launch(
     host: str = LOOPBACK,
 ) -> Outcome:
     """Run command in nproc processes until all end; a failure or the time-out ends all of them."""
+    deadline = None if timeout is None else time.monotonic() + timeout
     ranks: list[_CommandRank] = []
     relay = Relay()
     try:
@@ -87,7 +88,7 @@ def launch(
                     _follow(started, relay, all_ranks)
                 # Importing torch takes a second or two, which the ranks need for the same import.
                 rendezvous.serve()
-                verdict = watch(ranks, relay.pump, timeout)
+                verdict = watch(ranks, relay.pump, deadline)
                 return _judge(verdict, ranks, relay, timeout)
             finally:
                 stop(ranks, relay.pump)

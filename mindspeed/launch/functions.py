@@ -5,12 +5,13 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mindspeed.launch.output import last_words, stacks
 from mindspeed.launch.process import die_with_parent
 from mindspeed.launch.rendezvous import Rendezvous
 from mindspeed.launch.supervision import (
+    Pump,
     Verdict,
     describe_failure,
     describe_hang,
@@ -73,7 +75,8 @@ class _FunctionRank:
 
     def signal(self, number: int) -> None:
         if self.process.exitcode is None:
-            os.kill(self.process.pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
 
 def call(
@@ -87,23 +90,22 @@ def call(
 
     The processes are forked from a server that has imported the preload modules once.
     """
+    deadline = time.monotonic() + timeout
     multiprocessing.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, Rendezvous() as rendezvous:
         rendezvous.serve()
         work = pickle.dumps((function, arguments))
         ranks: list[_FunctionRank] = []
+        pump = partial(_pump, ranks)
         try:
             for rank in range(world):
                 environment = rank_environment(rank, world, host=LOOPBACK, port=rendezvous.port)
                 ranks.append(_start(rank, environment, work, Path(folder, f"{rank}.log")))
-            verdict = watch(ranks, lambda seconds: _pump(ranks, seconds), timeout)
-            _raise_failure(verdict, ranks, timeout)
+            _raise_failure(watch(ranks, pump, deadline), ranks, pump, timeout)
             return [rank.value for rank in ranks]
         finally:
-            stop(ranks, lambda seconds: _pump(ranks, seconds))
-            sys.stdout.write(
-                "".join(Path(folder, f"{rank.rank}.log").read_text() for rank in ranks)
-            )
+            stop(ranks, pump)
+            sys.stdout.write("".join(rank.output() for rank in ranks))
 
 
 def _start(rank: int, environment: dict[str, str], work: bytes, log: Path) -> _FunctionRank:
@@ -123,8 +125,8 @@ def _serve_rank(environment: dict[str, str], work: bytes, answer: Connection, lo
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         function, arguments = pickle.loads(work)
         answer.send_bytes(pickle.dumps((function(*arguments), "", 0.0)))
@@ -143,10 +145,10 @@ def _pump(ranks: Sequence[_FunctionRank], seconds: float) -> None:
 
 
 def _raise_failure(
-    verdict: Verdict[_FunctionRank], ranks: Sequence[_FunctionRank], timeout: float
+    verdict: Verdict[_FunctionRank], ranks: Sequence[_FunctionRank], pump: Pump, timeout: float
 ) -> None:
     if verdict.hung:
-        dump_stacks(verdict.hung, lambda seconds: _pump(ranks, seconds))
+        dump_stacks(verdict.hung, pump)
         where = "\n".join(f"rank {rank.rank}:\n{stacks(rank.output())}" for rank in verdict.hung)
         raise RankFailed(verdict.hung[0].rank, describe_hang(verdict.hung, ranks, timeout), where)
     if verdict.failed is not None:

@@ -1,12 +1,15 @@
 """Take in what ranks write: pass it on, and keep the last of it for an error message."""
 
 import os
+import re
 import selectors
 from typing import BinaryIO
 
 _KEPT_BYTES = 65536
 _CHUNK = 65536
 _LAST_LINES = 40
+# torch marks the lines of an uncaught traceback like this; we name the rank ourselves.
+_TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 # Enough to empty a full pipe (1 MiB at most), and a bound for a rank that never stops writing.
 _ROUNDS = 16
 
@@ -27,10 +30,10 @@ class Tail:
 
 
 def last_words(text: str) -> str:
-    """Cut output down to what explains its end."""
-    lines = text.rstrip().splitlines()
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    """Cut output down to what explains its end: its tracebacks, or else its last lines."""
+    lines = _TORCH_PREFIX.sub("", text).rstrip().splitlines()
     # The first of several tracebacks is the cause ("During handling of the above ...").
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
     first = starts[0] if starts else max(0, len(lines) - _LAST_LINES)
     return "\n".join(lines[first:])
 

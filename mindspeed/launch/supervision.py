@@ -51,9 +51,8 @@ class Verdict(Generic[R]):
     hung: tuple[R, ...] = ()
 
 
-def watch(ranks: Sequence[R], pump: Pump, timeout: float | None) -> Verdict[R]:
-    """Wait until every rank has ended well, one has failed, or the time is over."""
-    deadline = None if timeout is None else time.monotonic() + timeout
+def watch(ranks: Sequence[R], pump: Pump, deadline: float | None) -> Verdict[R]:
+    """Wait until every rank has ended well, one has failed, or the deadline (monotonic) is over."""
     while True:
         pump(_TICK)
         if any(rank.exit_code() for rank in ranks):
@@ -104,7 +103,7 @@ def describe_failure(failed: Rank, ranks: Sequence[Rank]) -> str:
 
 def describe_hang(hung: Sequence[Rank], ranks: Sequence[Rank], timeout: float | None) -> str:
     """Say in one line which ranks ran out of time."""
-    return f"time-out after {timeout:g} s, {_names(hung)} of {len(ranks)} still running"
+    return f"time-out after {timeout:g} s with {_names(hung)} of {len(ranks)} still running"
 
 
 def _names(ranks: Sequence[Rank]) -> str:
