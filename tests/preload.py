@@ -1,19 +1,23 @@
 """What every test rank needs, imported once by the server from which ranks are forked."""
 
-import importlib.util
+import importlib
+import os
 
-import pytest  # noqa: F401
 import torch
+
+IMPORTED_BY = os.getpid()
 
 # One thread: ranks share few cores, and a forked process must not inherit a thread pool.
 torch.set_num_threads(1)
 
-if importlib.util.find_spec("mindspeed.megatron_adaptor") is not None:
-    import mindspeed.megatron_adaptor  # noqa: F401
-
-import megatron.core.distributed  # noqa: E402, F401
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
-import megatron.core.models.gpt.gpt_model  # noqa: E402, F401
-import megatron.core.optimizer  # noqa: E402, F401
-import megatron.core.pipeline_parallel.schedules  # noqa: E402, F401
-import megatron.core.tensor_parallel  # noqa: E402, F401
+for _name in (
+    "mindspeed.megatron_adaptor",  # before anything of Megatron, as in a user's script
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel",
+    "pytest",
+):
+    importlib.import_module(_name)

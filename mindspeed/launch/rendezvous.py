@@ -4,6 +4,7 @@ import socket
 from types import TracebackType
 from typing import Any
 
+from mindspeed.config import ConfigError
 from mindspeed.launch.environment import LOOPBACK
 
 
@@ -15,7 +16,10 @@ class Rendezvous:
         try:
             self._socket = socket.create_server((host, 0), family=family, backlog=1024)
         except OSError as error:
-            raise RuntimeError(f"cannot listen on {host}: {error}") from error
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"cannot listen on {host} ({reason}): give an address of this machine"
+            ) from error
         self.host = host
         self.port: int = self._socket.getsockname()[1]
         self._store: Any = None

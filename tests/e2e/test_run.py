@@ -1,0 +1,195 @@
+"""`mindspeed run` as a user sees it: output, exit codes, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sockets import descendants, listening_addresses, running
+
+# Every script first leaves the pid of its rank, and of a child of that rank, in the working folder.
+_PREAMBLE = """
+import os, signal, subprocess, sys, time
+rank = int(os.environ["RANK"])
+child = subprocess.Popen(["sleep", "1000"]) if "with-child" in sys.argv else None
+for name, pid in ((f"{rank}.pid", os.getpid()), (f"{rank}.child", child and child.pid)):
+    if pid:
+        open(name + ".new", "w").write(str(pid))
+        os.rename(name + ".new", name)
+"""
+
+_GLOO = """
+import torch, torch.distributed as dist
+dist.init_process_group()
+"""
+
+
+def _start(folder: Path, body: str, *options: str, arguments: tuple[str, ...] = ()):
+    (folder / "script.py").write_text(_PREAMBLE + body)
+    command = [sys.executable, "-m", "mindspeed", "run", *options, "script.py", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def _run(folder: Path, body: str, *options: str, arguments: tuple[str, ...] = ()):
+    process = _start(folder, body, *options, arguments=arguments)
+    out, err = process.communicate(timeout=60)
+    assert not _left_behind(folder)
+    return process.returncode, out, err
+
+
+def _pids(folder: Path) -> list[int]:
+    return [
+        int(file.read_text()) for ending in ("pid", "child") for file in folder.glob(f"*.{ending}")
+    ]
+
+
+def _left_behind(folder: Path) -> list[int]:
+    return [pid for pid in _pids(folder) if running(pid)]
+
+
+def _until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_ranks_meet_and_rank_0_is_shown_as_it_is(tmp_path: Path) -> None:
+    body = _GLOO + "total = torch.ones(2); dist.all_reduce(total); print(rank, total.tolist())"
+    code, out, err = _run(tmp_path, body, "--nproc", "2")
+    assert (code, out) == (0, "0 [2.0, 2.0]\n"), err
+
+
+def test_all_ranks_are_shown_on_demand_with_their_arguments(tmp_path: Path) -> None:
+    body = "print(rank, sys.argv[1:])"
+    options = ("--nproc", "2", "--all-ranks")
+    code, out, _ = _run(tmp_path, body, *options, arguments=("--nproc", "7", "-m"))
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"[rank {r}] {r} ['--nproc', '7', '-m']" for r in (0, 1)]
+
+
+def test_a_module_is_run_with_m(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mindspeed", "run", "-m", "json.tool", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "json.tool" in done.stdout
+
+
+def test_a_rank_that_raises_is_named_and_the_others_leave(tmp_path: Path) -> None:
+    body = _GLOO + "dist.barrier()\nif rank == 1: raise ValueError('boom')\ndist.barrier()"
+    code, _, err = _run(tmp_path, body, "--nproc", "3")
+    assert code == 1
+    assert err.endswith("mindspeed run: rank 1 of 3 ended with exit code 1\n")
+    assert "[rank 1] ValueError: boom\n" in err
+    assert "[rank 2]" not in err
+
+
+def test_a_killed_rank_is_named_and_its_children_leave_too(tmp_path: Path) -> None:
+    body = "if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(1000)"
+    started = time.monotonic()
+    code, _, err = _run(tmp_path, body, "--nproc", "2", arguments=("with-child",))
+    assert code == 1
+    assert "mindspeed run: rank 1 of 2 was killed by SIGSEGV\n" in err
+    assert len(_pids(tmp_path)) == 4 and time.monotonic() - started < 30
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    body = (
+        "if rank == 0: signal.signal(signal.SIGTERM, signal.SIG_IGN); open('deaf', 'w')\n"
+        "else:\n"
+        "    while not os.path.exists('deaf'): time.sleep(0.01)\n"
+        "    os._exit(3)\n"
+        "time.sleep(1000)"
+    )
+    code, _, err = _run(tmp_path, body, "--nproc", "2")
+    assert (code, err) == (1, "mindspeed run: rank 1 of 2 ended with exit code 3\n")
+
+
+def test_a_hang_names_the_ranks_and_shows_where_they_are(tmp_path: Path) -> None:
+    body = "def waiting():\n    time.sleep(1000)\nif rank > 0: waiting()"
+    code, _, err = _run(tmp_path, body, "--nproc", "3", "--timeout", "4")
+    assert code == 1
+    assert "time-out after 4 s with ranks 1, 2 of 3 still running" in err
+    where = f"line {_PREAMBLE.count(chr(10)) + 2} in waiting"
+    assert all(f"[rank {rank}]   File" in err for rank in (1, 2)) and err.count(where) == 2
+
+
+def test_a_configuration_error_is_printed_once(tmp_path: Path) -> None:
+    body = "time.sleep(0.3 * (rank == 0)); sys.exit(sys.stderr.write('no such flag\\n') and 2)"
+    code, out, err = _run(tmp_path, body, "--nproc", "3")
+    assert (code, out, err) == (2, "", "no such flag\n")
+
+
+def test_a_configuration_error_of_one_rank_is_printed_too(tmp_path: Path) -> None:
+    body = "if rank == 1: sys.exit(sys.stderr.write('bad on 1\\n') and 2)"
+    assert _run(tmp_path, body, "--nproc", "2") == (2, "", "bad on 1\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_launcher_takes_its_ranks_along(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    process = _start(tmp_path, "time.sleep(1000)", "--nproc", "2", arguments=("with-child",))
+    _until(lambda: len(_pids(tmp_path)) == 4)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "all ranks have ended" in err
+    assert not _left_behind(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children of a killed parent")
+def test_a_launcher_killed_outright_leaves_no_rank(tmp_path: Path) -> None:
+    process = _start(tmp_path, "time.sleep(1000)", "--nproc", "2")
+    _until(lambda: len(_pids(tmp_path)) == 2)
+    process.kill()
+    process.communicate(timeout=30)
+    _until(lambda: not _left_behind(tmp_path), seconds=5)
+
+
+def test_nothing_of_the_job_listens_beyond_loopback(tmp_path: Path) -> None:
+    body = _GLOO + (
+        "dist.new_group([0, 1]); dist.barrier(); open(f'{rank}.ready', 'w')\n"
+        "while not os.path.exists('go'): time.sleep(0.05)"
+    )
+    process = _start(tmp_path, body, "--nproc", "2")
+    _until(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
+    addresses = {address for address, _ in listening_addresses(descendants(process.pid))}
+    (tmp_path / "go").touch()
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert addresses == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nproc", "0", "script.py"], "--nproc 0: give the number of ranks"),
+        (["--timeout", "-1", "script.py"], "--timeout -1: give a number of seconds"),
+        (["nowhere.py"], "nowhere.py does not exist"),
+        (["."], ". is a folder"),
+        (["-m", "no_such_package.module"], "no module named no_such_package"),
+        ([], "nothing to run"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mindspeed.cli.main import main
+
+    assert main(["run", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_an_address_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    code, _, err = _run(tmp_path, "", "--host", "192.0.2.1")
+    assert code == 2
+    assert "cannot listen on 192.0.2.1" in err and len(err.splitlines()) == 1
+    assert os.listdir(tmp_path) == ["script.py"]
