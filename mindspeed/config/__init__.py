@@ -1,18 +1,22 @@
 """Typed, strict options with three front doors: flags, YAML files and keyword arguments."""
 
+from mindspeed.config.annotations import CommaSeparated
 from mindspeed.config.errors import ConfigError
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, flag_name, from_namespace
+from mindspeed.config.layout import check_layout
 from mindspeed.config.options import Options
 from mindspeed.config.suggest import did_you_mean, nearest, one_of, suggest_flags
 from mindspeed.config.yaml_file import load_yaml
 
 __all__ = [
+    "CommaSeparated",
     "ConfigError",
     "Options",
     "Spelling",
     "add_flags",
     "build",
+    "check_layout",
     "did_you_mean",
     "flag_name",
     "from_namespace",

@@ -5,6 +5,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from mindspeed.config.suggest import one_of
 
+
+class CommaSeparated:
+    """Mark a tuple field, as in Annotated[tuple[int, ...], CommaSeparated], that is also "0,5"."""
+
+
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -27,6 +32,14 @@ def element(annotation: Any) -> Any:
 def choices(annotation: Any) -> tuple[Any, ...]:
     """Return the values that a Literal allows, nothing for other types."""
     return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def split_commas(text: str, item: type) -> tuple[Any, ...]:
+    """Split "0,5" into elements of the given type."""
+    try:
+        return tuple(item(word) for word in text.split(",")) if text.strip() else ()
+    except ValueError:
+        raise ValueError(f"give {in_words(item)}, or several with commas between") from None
 
 
 def in_words(annotation: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from mindspeed.config.annotations import choices, element, without_none
+from mindspeed.config.annotations import CommaSeparated, choices, element, without_none
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.options import Options
 
@@ -35,11 +35,16 @@ def add_flags(
         parser.add_argument(flag_name(field), dest=field, **_keywords(info, default))
 
 
-def from_namespace(options_class: type[OptionsT], namespace: argparse.Namespace) -> OptionsT:
+def from_namespace(
+    options_class: type[OptionsT],
+    namespace: argparse.Namespace,
+    defaults: Options | None = None,
+) -> OptionsT:
     """Take the fields of an options class out of a parsed namespace; other names are not ours."""
-    given = vars(namespace)
-    fields = (field for field in options_class.model_fields if field in given)
-    return build(options_class, {field: given[field] for field in fields}, Spelling.FLAG)
+    values = {} if defaults is None else dict(defaults)
+    fields = options_class.model_fields.keys() & vars(namespace).keys()
+    values.update((field, getattr(namespace, field)) for field in fields)
+    return build(options_class, values, Spelling.FLAG)
 
 
 def _keywords(info: FieldInfo, default: Any) -> dict[str, Any]:
@@ -49,6 +54,8 @@ def _keywords(info: FieldInfo, default: Any) -> dict[str, Any]:
     if annotation is bool:
         # A switch that is off by default needs no --no-x; one that is on needs a way to be off.
         return keywords | {"action": argparse.BooleanOptionalAction if default else "store_true"}
+    if CommaSeparated in info.metadata:
+        return keywords | {"type": str, "metavar": "N,N,..."}
     if (item := element(annotation)) is not None:
         annotation, keywords["nargs"] = item, "+"
     if values := choices(annotation):
@@ -62,7 +69,7 @@ def _metavar(annotation: Any) -> str:
 
 def _help(info: FieldInfo, default: Any) -> str:
     text = " ".join((info.description or "").split()).replace("%", "%%")
-    if default is None or default is False:
+    if default in (None, False, ()):
         return text
     shown: object = " ".join(map(str, default)) if _is_list(default) else default
     return f"{text} (default: {shown})"

@@ -4,7 +4,14 @@ from typing import Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from mindspeed.config.annotations import choices, in_words, without_none
+from mindspeed.config.annotations import (
+    CommaSeparated,
+    choices,
+    element,
+    in_words,
+    split_commas,
+    without_none,
+)
 
 
 class Options(BaseModel):
@@ -18,7 +25,10 @@ class Options(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_declared(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation, _ = without_none(cls.model_fields[info.field_name or ""].annotation)
+        field = cls.model_fields[info.field_name or ""]
+        annotation, _ = without_none(field.annotation)
+        if isinstance(value, str) and CommaSeparated in field.metadata:
+            return split_commas(value, element(annotation))
         if isinstance(value, list) and get_origin(annotation) is tuple:
             return tuple(value)  # YAML and argparse have lists only; a frozen object holds tuples
         if isinstance(value, bool) and choices(annotation):

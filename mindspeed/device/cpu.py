@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -62,19 +63,16 @@ class Cpu(Device):
 
     def memory_allocated(self) -> int:
         """Return the resident set of this process."""
-        try:
-            with open("/proc/self/statm") as statm:
-                return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:
-            return self.max_memory_allocated()
+        return _status("VmRSS") or _peak_of_process()
 
     def max_memory_allocated(self) -> int:
         """Return the peak resident set of this process."""
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return max(_status("VmHWM") or _peak_of_process(), self.memory_allocated())
 
     def reset_peak_memory(self) -> None:
-        """The operating system keeps the peak of the whole process; it cannot be reset."""
+        """Start a new measurement; only Linux can, elsewhere the peak is that of the process."""
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as clear_refs:
+            clear_refs.write("5")
 
     def stream(self) -> Stream:
         """Create a stream that runs everything at once, in order."""
@@ -87,3 +85,17 @@ class Cpu(Device):
     def event(self, timing: bool = False) -> Event:
         """Create an event that reads the host clock."""
         return Event(enable_timing=timing)
+
+
+def _status(key: str) -> int:
+    """Read one size, in bytes, of what Linux tells about this process; 0 elsewhere."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _peak_of_process() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

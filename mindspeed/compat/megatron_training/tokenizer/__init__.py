@@ -1,0 +1,1 @@
+"""The tokenizer package of the megatron.training stand-in."""

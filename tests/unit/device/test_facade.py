@@ -1,0 +1,159 @@
+"""While the facade is installed, code for torch.cuda runs on the cpu; then all is as before."""
+
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+from mindspeed.device.cpu import Cpu
+from mindspeed.device.facade import Facade
+
+SPELLINGS = ["cuda", "cuda:3", torch.device("cuda"), torch.device("cuda", 1), 0]
+
+
+@pytest.fixture
+def cpu():
+    return Cpu()
+
+
+@pytest.fixture
+def facade(cpu):
+    with Facade(cpu):
+        yield
+
+
+def snapshot():
+    owners = (torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.distributed)
+    return {(id(owner), name): value for owner in owners for name, value in vars(owner).items()}
+
+
+def test_it_is_reversible(cpu):
+    before = snapshot()
+    with Facade(cpu):
+        assert snapshot() != before
+    assert snapshot() == before
+
+
+@pytest.mark.parametrize("device", SPELLINGS, ids=str)
+def test_every_spelling_of_a_cuda_device_lands_on_the_cpu(facade, device):
+    made = [
+        torch.zeros(2, device=device),
+        torch.tensor([1.0], device=device),
+        torch.randn(2, device=device),
+        torch.arange(3, device=device, pin_memory=True),
+        torch.empty_like(torch.ones(2), device=device),
+        torch.ones(2).to(device),
+        torch.ones(2).to(device=device, non_blocking=True),
+        torch.ones(2).cuda(device).pin_memory(),
+        torch.ones(2).new_zeros(3, device=device),
+        torch.nn.Linear(2, 2).to(device).weight,
+        torch.nn.Linear(2, 2, device=device).cuda(device).weight,
+        torch.rand(2, generator=torch.Generator(device=device).manual_seed(1), device=device),
+    ]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
+def test_other_devices_are_left_alone(facade):
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    assert torch.ones(2).to("meta").device.type == "meta"
+    assert torch.ones(2).to(torch.float64).dtype == torch.float64
+    assert torch.ones(2).to(torch.ones(1, dtype=torch.int32)).dtype == torch.int32
+
+
+def test_generators_stay_generators(facade):
+    assert isinstance(torch.Generator(), torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+
+
+def test_the_random_state_of_cuda_is_that_of_the_cpu(facade):
+    torch.cuda.manual_seed(11)
+    state = torch.cuda.get_rng_state()
+    drawn = torch.rand(3, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(drawn, torch.rand(3))
+    generator = torch.Generator().manual_seed(11)
+    assert torch.equal(drawn, torch.rand(3, generator=generator))
+    assert torch.cuda.default_generators[5] is torch.default_generator
+
+
+def test_streams_and_events_keep_the_order_of_the_code(facade):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    end.record(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    assert end.query() and 0 <= start.elapsed_time(end) < 10_000
+
+
+def test_an_event_that_was_not_recorded_has_no_distance(facade):
+    with pytest.raises(RuntimeError, match="must be recorded"):
+        torch.cuda.Event(enable_timing=True).elapsed_time(torch.cuda.Event())
+
+
+def test_cuda_graphs_are_refused_with_the_flags_to_drop(facade):
+    with pytest.raises(RuntimeError, match="cpu.*--enable-cuda-graph"):
+        torch.cuda.CUDAGraph()
+
+
+def test_the_device_index_is_kept(facade, cpu):
+    torch.cuda.set_device(2)
+    assert torch.cuda.current_device() == 2 == cpu.index()
+    torch.cuda.set_device(torch.device("cuda", 1))
+    assert torch.cuda.current_device() == 1
+
+
+def test_other_libraries_hear_the_truth(facade, tmp_path):
+    answer = "import torch\ndef ask(): return torch.cuda.is_available(), torch.ones(1).type()"
+    megatron, library = types.ModuleType("megatron.fake"), types.ModuleType("somelibrary")
+    exec(compile(answer, "/anywhere/megatron/fake.py", "exec"), vars(megatron))
+    exec(compile(answer, torch.__file__, "exec"), vars(library))
+    assert megatron.ask() == (True, "torch.cuda.FloatTensor")
+    assert library.ask() == (torch.version.cuda is not None, "torch.FloatTensor")
+
+
+def test_copies_taken_by_megatron_before_are_found_and_given_back(cpu):
+    module = types.ModuleType("megatron.took_copies")
+    module.lazy, module.fused = torch.cuda._lazy_call, torch.compile(lambda x: x + 1)
+    sys.modules[module.__name__] = module
+    try:
+        lazy, fused = module.lazy, module.fused
+        with Facade(cpu):
+            ran = []
+            module.lazy(lambda: ran.append(1))
+            assert ran == [1]
+            assert not hasattr(module.fused, "_torchdynamo_orig_callable")
+            assert module.fused(1) == 2
+        assert module.lazy is lazy and module.fused is fused
+    finally:
+        del sys.modules[module.__name__]
+
+
+def test_only_megatrons_functions_run_eagerly(facade):
+    source = (
+        "import torch\n@torch.compile\ndef f(x): return x\n"
+        "@torch.compile(dynamic=True)\ndef g(x): return x"
+    )
+    megatron, script = types.ModuleType("megatron.fusions"), types.ModuleType("script")
+    for module in (megatron, script):
+        exec(source, vars(module))
+    for name in "fg":
+        assert not hasattr(getattr(megatron, name), "_torchdynamo_orig_callable")
+        assert hasattr(getattr(script, name), "_torchdynamo_orig_callable")
+
+
+def test_the_rng_warning_that_is_true_of_gpus_only_is_not_logged(cpu, caplog):
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    with Facade(cpu), caplog.at_level(logging.WARNING):
+        logger.warning("CPU RNG state changed within GPU RNG context")
+        logger.warning("something else")
+    assert [record.message for record in caplog.records] == ["something else"]
+
+
+def test_memory_is_reported_in_the_keys_that_megatron_reads(facade):
+    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] > 0
+    assert torch.cuda.memory_stats()["allocation.all.current"] == 0
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < free < total
