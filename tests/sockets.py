@@ -4,6 +4,7 @@ import ipaddress
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,10 @@ def running(pid: int) -> bool:
 
 def _socket_inodes(pid: int) -> set[str]:
     links = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            links.add(os.readlink(entry))
-        except FileNotFoundError:  # closed meanwhile
-            continue
+    with suppress(FileNotFoundError, PermissionError):  # ended meanwhile, or somebody else's
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                links.add(os.readlink(entry))
     return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
 
 
