@@ -3,8 +3,9 @@ PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.10,$(if $(shell python$(v) -c "" 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# megatron-core's oldest supported release, installed beside the default one without its dependencies.
-OLDEST := $(VENV)/megatron-core-0.12.1
+# The oldest megatron-core that has a wheel for this Python, beside the default one and alone.
+OLDEST_VERSION := $(shell $(PYTHON) -c 'import sys; print("0.14.0" if sys.version_info >= (3, 12) else "0.12.1")')
+OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -21,7 +22,7 @@ $(STAMP): requirements.txt pyproject.toml
 	touch $@
 
 $(OLDEST)/.installed: | $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) megatron-core==0.12.1
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) megatron-core==$(OLDEST_VERSION)
 	touch $@
 
 quickstart: setup

@@ -1,0 +1,38 @@
+"""Append measurements to benchmarks/results/<question>.csv with what they were measured on."""
+
+import csv
+import subprocess
+from pathlib import Path
+
+import megatron.core
+import torch
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def record(question, rows):
+    """Write rows (dictionaries of one shape), each with device, versions and commit."""
+    context = {
+        "device": _device_name(),
+        "torch": torch.__version__,
+        "megatron_core": megatron.core.__version__,
+        "commit": _commit(),
+    }
+    path = _RESULTS / f"{question}.csv"
+    path.parent.mkdir(exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *context], lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(row | context for row in rows)
+
+
+def _device_name():
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def _commit():
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=_RESULTS.parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
