@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed.cli.debug import write_launch_file
 from mindspeed.cli.main import main
 from mindspeed.config import ConfigError
-from mindspeed.debug.vscode import write_launch_file
 
 
 def test_a_new_file_has_one_entry_per_rank(tmp_path: Path) -> None:
