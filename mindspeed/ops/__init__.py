@@ -1,0 +1,1 @@
+"""Operators: one contract each, several implementations, chosen by device."""

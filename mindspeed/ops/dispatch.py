@@ -1,0 +1,143 @@
+"""Pick the implementation of an operator by the device of its tensors, or the forced one.
+
+`MINDSPEED_OPS=swiglu=npu,rms_norm=reference` forces implementations by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "MINDSPEED_OPS"
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of an operator: where it lives, on which device it runs, what it needs."""
+
+    name: str
+    target: str
+    device: str
+    needs: tuple[str, ...] = ()
+
+    def obstacle(self, device: str) -> str | None:
+        """Say why this implementation cannot run on `device`, or None when it can."""
+        if device != self.device:
+            return f"it runs on {self.device}, the tensors are on {device}"
+        for package in self.needs:
+            if importlib.util.find_spec(package) is None:
+                return f"the package {package} is not installed"
+        return None
+
+
+class Op:
+    """An operator that runs the fastest implementation for the device of its first tensor."""
+
+    def __init__(self, name: str, *, reference: str, impls: tuple[Impl, ...] = ()) -> None:
+        self.name = name
+        self.impls = impls
+        self._reference = reference
+        self._chosen: dict[tuple[str, str | None], Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operator."""
+        device = _device_of([*args, *kwargs.values()])
+        if device is None:
+            raise TypeError(f"op {self.name} was called without a tensor: it picks by device")
+        return self.choose(device)(*args, **kwargs)
+
+    def choose(self, device: str) -> Callable[..., Any]:
+        """Return the implementation for tensors on `device` ("cpu", "cuda", "npu")."""
+        key = (device, _forced().get(self.name))
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(*key)
+        return self._chosen[key]
+
+    def _choose(self, device: str, forced: str | None) -> Callable[..., Any]:
+        if forced == REFERENCE:
+            return _load(self._reference)
+        if forced is not None:
+            return self._choose_forced(device, forced)
+        obstacles = []
+        for impl in (impl for impl in self.impls if impl.device == device):
+            reason = impl.obstacle(device)
+            if reason is None:
+                return _load(impl.target)
+            obstacles.append(f"{impl.name}: {reason}")
+        if obstacles:
+            logger.info(
+                "op %s runs its reference on %s (%s)", self.name, device, "; ".join(obstacles)
+            )
+        return _load(self._reference)
+
+    def _choose_forced(self, device: str, forced: str) -> Callable[..., Any]:
+        known = {impl.name: impl for impl in self.impls}
+        if forced not in known:
+            _unknown(f"{VARIABLE}={self.name}={forced}", forced, [REFERENCE, *known])
+        reason = known[forced].obstacle(device)
+        if reason is not None:
+            raise RuntimeError(
+                f"{VARIABLE}={self.name}={forced} cannot run: {reason}. "
+                f"Known implementations: {', '.join([REFERENCE, *known])}"
+            )
+        return _load(known[forced].target)
+
+
+def _forced() -> dict[str, str]:
+    text = os.environ.get(VARIABLE, "")
+    return _parse(text) if text else {}
+
+
+@functools.cache
+def _parse(text: str) -> dict[str, str]:
+    choices = {}
+    for item in text.split(","):
+        name, separator, choice = (part.strip() for part in item.partition("="))
+        if not (name and separator and choice):
+            raise ValueError(f"{VARIABLE}={text}: write op=implementation[,op=implementation]")
+        known = _op_names()
+        if name not in known:
+            _unknown(f"{VARIABLE}={text}", name, known)
+        choices[name] = choice
+    return choices
+
+
+def _op_names() -> list[str]:
+    package = importlib.import_module(__package__)
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+
+
+def _unknown(given: str, name: str, known: list[str]) -> NoReturn:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ValueError(f"{given}: {name} is not known. Known: {', '.join(known)}.{hint}")
+
+
+def _device_of(values: Iterable[Any]) -> str | None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device.type
+        if isinstance(value, (list, tuple)):
+            found = _device_of(value)
+            if found is not None:
+                return found
+    return None
+
+
+def _load(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    implementation: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return implementation
