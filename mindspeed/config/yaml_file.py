@@ -64,7 +64,7 @@ def _one_line(error: yaml.YAMLError) -> str:
 # YAML 1.1 wants a dot and a sign in a float, so PyYAML reads 1e-5 as text.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
+    re.compile(r"^[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
 )
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)

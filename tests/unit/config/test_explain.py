@@ -1,0 +1,58 @@
+"""Keyword arguments: strict, unchangeable, and wrong ones told as they were written."""
+
+import pytest
+from pydantic import ValidationError, field_validator, model_validator
+
+from mindspeed.config import ConfigError, Options, Spelling, build
+
+
+class Window(Options):
+    """A few options."""
+
+    size: int = 1
+    """Size."""
+    names: tuple[str, ...] = ()
+    """Names."""
+
+    @field_validator("size")
+    @classmethod
+    def _is_odd(cls, size: int) -> int:
+        if size % 2 == 0:
+            raise ConfigError("use an odd number")
+        return size
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Window":
+        if len(self.names) > self.size:
+            raise ValueError(f"{len(self.names)} names do not fit in size={self.size}")
+        return self
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"size": 2}, "size=2 is not allowed: use an odd number"),
+        ({"size": "1"}, "size='1' is not allowed: give a whole number"),
+        ({"names": ("a", "b")}, "2 names do not fit in size=1"),
+        ({"names": "a"}, "names='a' is not allowed: give a list, each element text"),
+        ({"sizes": 1}, "unknown option sizes=1; did you mean size?"),
+    ],
+)
+def test_wrong_keywords(values, message):
+    with pytest.raises(ConfigError) as raised:
+        build(Window, values)
+    assert str(raised.value) == message
+
+
+def test_spelling_of_flags():
+    with pytest.raises(ConfigError, match=r"^--size 2 is not allowed: use an odd number$"):
+        build(Window, {"size": 2}, Spelling.FLAG)
+
+
+def test_options_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        Window().size = 3
+
+
+def test_a_list_is_taken_for_a_tuple():
+    assert build(Window, {"size": 3, "names": ["a"]}).names == ("a",)

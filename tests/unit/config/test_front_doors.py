@@ -1,0 +1,97 @@
+"""Flags, YAML and keywords lead to equal objects, for every kind of field."""
+
+import argparse
+from typing import Annotated, Literal
+
+import hypothesis.strategies as st
+import yaml
+from hypothesis import given, settings
+
+from mindspeed.config import CommaSeparated, Options, add_flags, build, from_namespace, load_yaml
+
+
+class Everything(Options):
+    """One field of every kind that options use."""
+
+    off: bool = False
+    """A switch that is off."""
+    shine: bool = True
+    """A switch that is on."""
+    level: Literal[0, 1, 2] = 2
+    """One of three numbers."""
+    algorithm: Literal["ring", "ulysses"] = "ring"
+    """One of two words."""
+    count: int = 10
+    """A whole number."""
+    rate: float = 1e-5
+    """A number."""
+    path: str | None = None
+    """Text, or nothing."""
+    ranks: tuple[int, ...] = (0,)
+    """Several whole numbers."""
+    names: tuple[str, ...] | None = None
+    """Several words, or nothing."""
+    layers: Annotated[tuple[int, ...], CommaSeparated] = ()
+    """Several whole numbers with commas."""
+
+
+integers = st.integers(-(10**9), 10**9)
+# A word that argparse would read as a flag, or split, is not a value anybody can give on a command
+# line; everything else is.
+words = st.text("abcxyz_./=", min_size=1, max_size=8)
+values = st.fixed_dictionaries(
+    {},
+    optional={
+        "off": st.booleans(),
+        "shine": st.booleans(),
+        "level": st.sampled_from([0, 1, 2]),
+        "algorithm": st.sampled_from(["ring", "ulysses"]),
+        "count": integers,
+        "rate": st.floats(allow_nan=False, allow_infinity=False, width=32),
+        "path": words,
+        "ranks": st.lists(integers, min_size=1, max_size=4),
+        "names": st.lists(words, min_size=1, max_size=3),
+        "layers": st.lists(st.integers(0, 99), max_size=4),
+    },
+)
+
+
+def command_line(given_values):
+    words = []
+    for field, value in given_values.items():
+        flag = "--" + field.replace("_", "-")
+        if field == "layers":
+            words.append(f"{flag}={','.join(map(str, value))}")
+        elif value is True:
+            words.append(flag)
+        elif value is False:
+            words.extend(["--no-shine"] if field == "shine" else [])
+        elif isinstance(value, list):
+            words.extend([flag, *map(str, value)])
+        else:
+            words.append(f"{flag}={value}")
+    return words
+
+
+@given(values)
+@settings(max_examples=200, deadline=None)
+def test_three_front_doors_one_object(tmp_path_factory, given_values):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, Everything)
+    from_flags = from_namespace(Everything, parser.parse_args(command_line(given_values)))
+
+    file = tmp_path_factory.getbasetemp() / "options.yaml"
+    file.write_text(yaml.safe_dump(given_values))
+
+    from_keywords = build(Everything, given_values)
+    assert from_flags == from_keywords == load_yaml(file, Everything)
+    assert type(from_flags.rate) is type(from_keywords.rate) is float
+    assert hash(from_flags) == hash(from_keywords)
+
+
+def test_nothing_given_is_the_defaults():
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Everything)
+    assert (
+        from_namespace(Everything, parser.parse_args([])) == Everything() == build(Everything, {})
+    )

@@ -1,0 +1,35 @@
+"""Nearest names."""
+
+import pytest
+
+from mindspeed.config import did_you_mean, nearest, one_of
+
+KNOWN = ["use_fused_swiglu", "use_fused_rmsnorm", "optimization_level"]
+
+
+@pytest.mark.parametrize(
+    "typed, found",
+    [("use_fused_swigul", "use_fused_swiglu"), ("optimisation_level", "optimization_level")],
+)
+def test_nearest(typed, found):
+    assert nearest(typed, KNOWN) == found
+    assert did_you_mean(typed, KNOWN) == f"did you mean {found}?"
+
+
+def test_nothing_near_lists_what_is_known():
+    assert nearest("qqq", KNOWN) is None
+    text = "known: optimization_level, use_fused_rmsnorm, use_fused_swiglu"
+    assert did_you_mean("qqq", KNOWN) == text
+
+
+def test_many_known_names_are_not_all_listed():
+    hint = did_you_mean("qqq", [f"name_{number}" for number in range(100)])
+    assert hint.startswith("the most similar known names are name_")
+    assert hint.count("name_") == 3
+
+
+@pytest.mark.parametrize(
+    "values, text", [([], ""), ([1], "1"), ([1, 2], "1 or 2"), ("abc", "a, b or c")]
+)
+def test_one_of(values, text):
+    assert one_of(values) == text

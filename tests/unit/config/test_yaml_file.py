@@ -1,0 +1,103 @@
+"""A YAML file is read strictly, and what is wrong in it is told in one line."""
+
+from typing import Annotated, Literal
+
+import pytest
+
+from mindspeed.config import CommaSeparated, ConfigError, Options, load_yaml
+
+
+class Training(Options):
+    """A few options."""
+
+    rate: float = 0.1
+    """Learning rate."""
+    level: Literal[0, 1, 2] = 2
+    """Level."""
+    fused: bool = False
+    """A switch."""
+    steps: int = 10
+    """Steps."""
+    layers: Annotated[tuple[int, ...], CommaSeparated] = ()
+    """Layers."""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text):
+        file = tmp_path / "run.yaml"
+        file.write_text(text)
+        return load_yaml(file, Training)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    "text, rate",
+    [
+        ("rate: 1e-5", 1e-5),
+        ("rate: -3E+2", -300.0),
+        ("rate: 1.5e3", 1500.0),
+        ("rate: .5e1", 5.0),
+        ("rate: 2", 2.0),
+    ],
+)
+def test_numbers(load, text, rate):
+    assert load(text).rate == rate
+
+
+@pytest.mark.parametrize("text", ["layers: '0,5'", "layers: 0,5", "layers: [0, 5]"])
+def test_list_in_both_spellings(load, text):
+    assert load(text).layers == (0, 5)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
+def test_empty_file_is_the_defaults(load, text):
+    assert load(text) == Training()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("levl: 1", "unknown key levl: 1; did you mean level?"),
+        ("qqq: 1", "unknown key qqq: 1; known: fused, layers, level, rate, steps"),
+        ("level: 3", "level: 3 is not allowed: give 0, 1 or 2"),
+        ("level: true", "level: true is not allowed: give 0, 1 or 2"),
+        ("fused: 1", "fused: 1 is not allowed: give true or false"),
+        ("steps: 1.5", "steps: 1.5 is not allowed: give a whole number"),
+        ("steps: '3'", "steps: 3 is not allowed: give a whole number"),
+        ("steps: true", "steps: true is not allowed: give a whole number"),
+        ("steps:", "steps: null is not allowed: give a whole number"),
+        ("rate: fast", "rate: fast is not allowed: give a number"),
+        ("layers: [1, x]", "layers holds x, which is not allowed: give a list"),
+        ("layers: 1,x", "layers: 1,x is not allowed: give a whole number, or several"),
+        ("rate: 1\nrate: 2", "not valid YAML: line 2, column 1: the key rate is given twice"),
+        ("rate: [", "not valid YAML: line 1"),
+        ("- rate", "holds a list: give lines of `key: value`"),
+        ("!!python/object/apply:os.getcwd []", "not valid YAML: line 1"),
+    ],
+)
+def test_wrong_file_is_one_clear_line(load, tmp_path, text, message):
+    with pytest.raises(ConfigError) as raised:
+        load(text)
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(f"{tmp_path / 'run.yaml'}: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_every_problem_is_told(load):
+    with pytest.raises(ConfigError, match="level: 7 .*steps: x .*unknown key stps"):
+        load("level: 7\nsteps: x\nstps: 1")
+
+
+def test_missing_file_and_directory(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.yaml: cannot be read .*No such file"):
+        load_yaml(tmp_path / "nowhere.yaml", Training)
+    with pytest.raises(ConfigError, match="cannot be read .*directory"):
+        load_yaml(tmp_path, Training)
+
+
+def test_binary_file(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="weights.bin: cannot be read"):
+        load_yaml(tmp_path / "weights.bin", Training)
