@@ -1,0 +1,1 @@
+"""Parallel algorithms that take process groups as arguments."""

@@ -1,0 +1,33 @@
+"""Tensor-parallel algorithms: collectives along dim 0, their gradients, the sharded linear."""
+
+from mindspeed.parallel.tensor.collectives import (
+    all_gather,
+    all_reduce,
+    group_rank,
+    group_size,
+    reduce_scatter,
+)
+from mindspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, linear
+from mindspeed.parallel.tensor.mappings import (
+    copy_to_ranks,
+    gather_sequence,
+    reduce_partial,
+    reduce_scatter_sequence,
+)
+
+__all__ = [
+    "DeferredGradients",
+    "all_gather",
+    "all_reduce",
+    "copy_to_ranks",
+    "dummy_gradient",
+    "gather_sequence",
+    "group_rank",
+    "group_size",
+    "linear",
+    "reduce_partial",
+    "reduce_scatter",
+    "reduce_scatter_sequence",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,166 @@
+"""y = x W^T + b for one shard of W, with dW delivered where Megatron wants it.
+
+x may be this rank's part of the sequence: it is gathered for the product, and gathered once more in
+backward instead of being kept. dW goes to autograd, straight into `W.main_grad`, or into a queue.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
+
+
+class DeferredGradients:
+    """Weight gradients that backward left for later, first in first out."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Callable[[], None]] = deque()
+
+    def put(self, compute: Callable[[], None]) -> None:
+        """Queue one computation."""
+        self._pending.append(compute)
+
+    def run(self, count: int) -> None:
+        """Run the oldest computations."""
+        if count > len(self._pending):
+            raise RuntimeError(
+                f"backward_dw() wants {count} weight gradients and {len(self._pending)} wait: "
+                "call it once after each backward"
+            )
+        for _ in range(count):
+            self._pending.popleft()()
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightGradient:
+    """How dW is computed and where it goes."""
+
+    # Autograd hands back a saved parameter without its attributes when saved-tensor hooks are
+    # active (offloading, recompute), so the parameter itself is kept here.
+    weight: Tensor
+    gather_group: ProcessGroup | None
+    fused: bool
+    deferred: DeferredGradients | None
+
+    def take(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        """Return what autograd gets: dW, a placeholder for it, or nothing yet."""
+        if self.deferred is not None:
+            self.deferred.put(functools.partial(self._run_later, x, grad))
+        elif not self.fused:
+            return self._product(x, grad).to(self.weight.dtype)
+        else:
+            self._accumulate(x, grad)
+        return self._placeholder() if self.fused else None
+
+    def _run_later(self, x: Tensor, grad: Tensor) -> None:
+        if self.fused:
+            self._accumulate(x, grad)
+            return
+        product = self._product(x, grad).to(self.weight.dtype)
+        weight = self.weight
+        weight.grad = product if weight.grad is None else weight.grad + product
+
+    def _accumulate(self, x: Tensor, grad: Tensor) -> None:
+        main_grad = getattr(self.weight, "main_grad", None)
+        if main_grad is None:
+            raise RuntimeError(
+                "gradient accumulation fusion adds to weight.main_grad and this weight has none: "
+                "wrap the model in Megatron's DistributedDataParallel "
+                "or set gradient_accumulation_fusion=False"
+            )
+        main_grad.add_(self._product(x, grad, main_grad.dtype))
+
+    def _product(self, x: Tensor, grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        rows = all_gather(x, self.gather_group).flatten(0, -2)
+        return _matmul(grad.flatten(0, -2).t(), rows, dtype or rows.dtype)
+
+    def _placeholder(self) -> Tensor | None:
+        """Megatron's gradient hooks run only for a gradient that is there, so show them one."""
+        if not hasattr(self.weight, "grad_added_to_main_grad"):
+            return None
+        self.weight.grad_added_to_main_grad = True
+        return dummy_gradient(self.weight, zero=getattr(self.weight, "zero_out_wgrad", False))
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _WeightGradient
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.plan = plan
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        bias = None if bias is None else bias.to(x.dtype)
+        return F.linear(all_gather(x, plan.gather_group), weight.to(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = reduce_scatter(grad @ weight.to(grad.dtype), ctx.plan.gather_group)
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.plan.take(x, grad)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gather_group: ProcessGroup | None = None,
+    fused: bool = False,
+    deferred: DeferredGradients | None = None,
+) -> Tensor:
+    """Multiply by one weight shard.
+
+    Args:
+        x: (..., in); with `gather_group`, this rank's part along dim 0.
+        weight: (out, in), cast to x's type for the product.
+        bias: (out,)
+        gather_group: ranks that hold the other parts of the sequence.
+        fused: add dW to `weight.main_grad` and show autograd a placeholder.
+        deferred: queue that takes the computation of dW instead of doing it in backward.
+    """
+    return _Linear.apply(x, weight, bias, _WeightGradient(weight, gather_group, fused, deferred))
+
+
+def dummy_gradient(like: Tensor, zero: bool) -> Tensor:
+    """Return a gradient whose value nobody reads, or zeros where Megatron does read it."""
+    return torch.zeros_like(like) if zero else torch.empty_like(like)
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply and round once, to the type asked for."""
+    if a.dtype == dtype:
+        return a @ b
+    if _multiplies_into_float32(a.device.type):
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+@functools.cache
+def _multiplies_into_float32(device: str) -> bool:
+    """Whether this kind of device has a product of half tensors with a float32 result."""
+    probe = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.mm(probe, probe, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True

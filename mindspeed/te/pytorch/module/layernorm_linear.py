@@ -1,0 +1,73 @@
+"""Norm and linear layer in one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from mindspeed.parallel.tensor import gather_sequence
+from mindspeed.te.pytorch.module.base import activation_dtype
+from mindspeed.te.pytorch.module.linear import LinearBase
+from mindspeed.te.pytorch.module.normalize import layer_norm, rms_norm
+
+
+class LayerNormLinear(LinearBase):
+    """y = norm(x) W^T + b; under sequence parallelism the norm works on this rank's tokens."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float = 1e-5,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, **options)
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization={normalization!r}: use 'LayerNorm' or 'RMSNorm'")
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        start = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
+        self._add_norm_parameter("layer_norm_weight", start)
+        if normalization == "LayerNorm":
+            self._add_norm_parameter("layer_norm_bias", nn.init.zeros_)
+        else:
+            self.register_parameter("layer_norm_bias", None)
+        self.reset_parameters(defer_init=self._on_meta())
+
+    def forward(
+        self, x: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """Return y, then the bias and the norm's output as far as they were asked for."""
+        normed = self._norm(x)
+        out = self._product(normed)
+        results: list[Tensor | None] = [out]
+        if self.return_bias:
+            results.append(self._returned_bias(out))
+        if self.return_layernorm_output:
+            gather = self.return_layernorm_output_gathered and self.sequence_parallel
+            results.append(gather_sequence(normed, self._group()) if gather else normed)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        options = {
+            "zero_centered": self.zero_centered_gamma,
+            "dtype": activation_dtype(x, self.layer_norm_weight),
+        }
+        if self.normalization == "RMSNorm":
+            return rms_norm(x, self.layer_norm_weight, self.eps, **options)
+        return layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, **options)
+
+    def _add_norm_parameter(self, name: str, start: Callable[[Tensor], Any]) -> None:
+        size = self.in_features
+        param = self._add_parameter(name, (size,), start)
+        param.sequence_parallel = self.sequence_parallel

@@ -1,0 +1,128 @@
+"""Linear layer, whole or as a column- or row-parallel shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed.parallel.tensor import (
+    copy_to_ranks,
+    linear,
+    reduce_partial,
+    reduce_scatter_sequence,
+)
+from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activation_dtype
+
+
+class LinearBase(TransformerEngineBaseModule):
+    """Weight, bias and product of a linear layer; what precedes the product is the subclass's."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        row = self.parallel_mode == "row"
+        column = self.parallel_mode == "column"
+        self.in_features = self._shard(in_features, "in_features") if row else in_features
+        self.out_features = self._shard(out_features, "out_features") if column else out_features
+        self._parts = self._split(parameters_split, out_features)
+        for prefix, size in self._parts.items():
+            self._add_weight(f"{prefix}weight", (size, self.in_features), init_method)
+            if bias:
+                self._add_bias(f"{prefix}bias", size)
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def _split(self, parts: Sequence[str] | Mapping[str, int] | None, total: int) -> dict[str, int]:
+        """Return name prefix -> rows on this rank for each parameter that makes up the weight."""
+        if parts is None:
+            return {"": self.out_features}
+        if self.fuse_wgrad_accumulation or self._deferred is not None:
+            raise ValueError(
+                "parameters_split works with neither fuse_wgrad_accumulation nor "
+                "delay_wgrad_compute: turn those off or keep one weight"
+            )
+        if not isinstance(parts, Mapping):
+            if total % len(parts):
+                raise ValueError(f"out_features={total} does not split into {len(parts)} parts")
+            parts = dict.fromkeys(parts, total // len(parts))
+        if sum(parts.values()) != total:
+            raise ValueError(f"parameters_split {dict(parts)} does not add up to {total}")
+        if self.parallel_mode != "column":
+            return dict(parts)
+        return {name: self._shard(size, name) for name, size in parts.items()}
+
+    def _whole(self, name: str) -> Tensor:
+        """Return the weight or the bias in one piece."""
+        parts = [getattr(self, f"{prefix}{name}") for prefix in self._parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Multiply by the weight and talk to the other shards."""
+        weight = self._whole("weight")
+        group = self._group()
+        column = self.parallel_mode == "column"
+        row = self.parallel_mode == "row"
+        if column and not self.sequence_parallel:
+            x = copy_to_ranks(x, group)
+        out = linear(
+            x.to(activation_dtype(x, weight)),
+            weight,
+            self._whole("bias") if self.apply_bias and not row else None,
+            gather_group=group if column and self.sequence_parallel else None,
+            fused=self.fuse_wgrad_accumulation,
+            deferred=self._deferred,
+        )
+        if not row:
+            return out
+        reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_partial
+        out = reduce(out, group)
+        return out + self._whole("bias").to(out.dtype) if self.apply_bias else out
+
+    def _returned_bias(self, out: Tensor) -> Tensor | None:
+        return self._whole("bias").to(out.dtype) if self.use_bias else None
+
+    def extra_repr(self) -> str:
+        """Show sizes and sharding."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}, parallel_mode={self.parallel_mode}, tp_size={self.tp_size}"
+        )
+
+
+class Linear(LinearBase):
+    """y = x W^T + b; a column-parallel shard yields part of y, a row-parallel one all of it."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rng_tracker_name: str | None = None,
+        **options: Any,
+    ) -> None:
+        if rng_tracker_name is not None:
+            self.rng_tracker_name = rng_tracker_name
+        super().__init__(in_features, out_features, **options)
+        self.reset_parameters(defer_init=self._on_meta())
+
+    def forward(
+        self, x: Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Return y, or y without bias and the bias where return_bias asks for it."""
+        out = self._product(x)
+        return (out, self._returned_bias(out)) if self.return_bias else out

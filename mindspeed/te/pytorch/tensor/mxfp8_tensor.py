@@ -1,0 +1,7 @@
+"""The class under which Megatron looks for these tensors."""
+
+from mindspeed.te.pytorch.tensor.quantized_tensor import QuantizedTensor
+
+
+class MXFP8Tensor(QuantizedTensor):
+    """FP8 values with one power of two for 32 of them."""
