@@ -1,0 +1,77 @@
+"""`mindspeed doctor` on this machine and on crippled ones."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _doctor(*arguments: str, python: tuple[str, ...] = (), **variables: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, *python, "-m", "mindspeed", "doctor", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def _by_name(text: str) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in json.loads(text)["checks"]}
+
+
+def _site_packages_without(folder: Path, *prefixes: str) -> str:
+    """Return a path that holds what is installed here, except for some distributions."""
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(prefixes) and entry.suffix != ".pth":
+            (folder / entry.name).symlink_to(entry)
+    return os.pathsep.join([str(folder), str(ROOT)])
+
+
+def test_this_machine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINDSPEED_DEVICE", raising=False)
+    code, out = _doctor("--json")
+    found = _by_name(out)
+    assert code == 0 and json.loads(out)["ready"] is True
+    for name in ("python", "torch", "megatron-core", "chosen device", "process group", "adaptor"):
+        assert found[name]["status"] == "ok", found[name]
+    # The installer's records are an independent account of the same facts.
+    for name in ("torch", "megatron-core", "debugpy"):
+        installed = importlib.metadata.version(name)
+        assert found[name]["detail"].split()[0].partition("+")[0] == installed.partition("+")[0]
+
+
+def test_without_torch_and_megatron_it_still_reports(tmp_path: Path) -> None:
+    path = _site_packages_without(tmp_path, "torch", "megatron", "debugpy")
+    code, out = _doctor(python=("-S",), PYTHONPATH=path)
+    lines = {line.split()[1]: line for line in out.splitlines()[:-1]}
+    assert code == 1
+    assert out.splitlines()[-1] == "not ready: mend the lines marked fail"
+    assert lines["torch"].startswith("fail") and "-> pip install torch" in lines["torch"]
+    assert lines["megatron-core"].startswith("fail")
+    assert "pip install 'megatron-core>=0.12.1'" in lines["megatron-core"]
+    assert lines["debugpy"].startswith("warn") and "-> pip install debugpy" in lines["debugpy"]
+
+
+def test_every_obstacle_is_listed_at_once(tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\nPRE_RELEASE = ''\n")
+    code, out = _doctor("--json", PYTHONPATH=str(tmp_path), MINDSPEED_DEVICE="npu")
+    found = _by_name(out)
+    assert code == 1
+    failed = {name for name, check in found.items() if check["status"] == "fail"}
+    assert failed == {"megatron-core", "chosen device"}
+    assert "0.11.0" in found["megatron-core"]["detail"]
+    assert "MINDSPEED_DEVICE=npu cannot be used here" in found["chosen device"]["detail"]
