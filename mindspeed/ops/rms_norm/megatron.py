@@ -1,4 +1,4 @@
-"""Puts the RMSNorm operator behind the norm of Megatron's local layer specs."""
+"""RMSNorm in the place of the one that Megatron's local layer specs build."""
 
 from __future__ import annotations
 
@@ -6,40 +6,35 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 
 from mindspeed.ops.rms_norm import rms_norm
 
 
-class FusedRMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm through our operator: same weight, same name in checkpoints."""
+class FusedRMSNorm(nn.Module):
+    """The parameter and options of another RMSNorm, computed by the operator."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps)
-        # Megatron sums this gradient over the ranks that share the sequence.
-        self.weight.sequence_parallel = config.sequence_parallel
+    def __init__(self, plain: nn.RMSNorm) -> None:
+        super().__init__()
+        self.weight = plain.weight
+        self.eps = plain.eps
+        self.zero_centered_gamma = getattr(plain, "zero_centered_gamma", False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x."""
+        return rms_norm(x, self.weight + 1 if self.zero_centered_gamma else self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        """Show size and eps."""
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
 def wrap_wrapped_torch_norm_new(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Build a FusedRMSNorm where the model is normalised by RMSNorm; the rest is not ours."""
+    """Make `WrappedTorchNorm.__new__` build this norm wherever it would build torch's RMSNorm."""
 
     @functools.wraps(original)
-    def __new__(  # noqa: N807 (it replaces the one of a class)
-        cls: type,
-        config: Any,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
-        normalization: str = "LayerNorm",
-    ) -> Any:
-        if config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma:
-            return FusedRMSNorm(config, hidden_size, eps)
-        rest = (persist_layer_norm, zero_centered_gamma, normalization)
-        return original(cls, config, hidden_size, eps, *rest)
+    def build(cls: type, *args: Any, **kwargs: Any) -> Any:
+        norm = original(cls, *args, **kwargs)
+        return FusedRMSNorm(norm) if isinstance(norm, nn.RMSNorm) else norm
 
-    return __new__
+    return build

@@ -1,31 +1,25 @@
-"""Puts the SwiGLU operator behind Megatron's `bias_swiglu_impl`."""
+"""SwiGLU in the place of Megatron's own fused function."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from mindspeed.ops.swiglu import swiglu
 
-Implementation = Callable[..., torch.Tensor]
 
-
-def wrap_bias_swiglu_impl(original: Implementation) -> Implementation:
-    """Serve SwiGLU with or without bias; inputs stored as fp8 or offloaded stay with Megatron."""
+def wrap_bias_swiglu_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compute `bias_swiglu_impl` by the operator; storing the input elsewhere stays Megatron's."""
 
     @functools.wraps(original)
     def bias_swiglu_impl(
-        input: torch.Tensor,
-        bias: torch.Tensor | None,
-        fp8_input_store: bool = False,
-        cpu_offload_input: bool = False,
-    ) -> torch.Tensor:
-        if cpu_offload_input:  # not a parameter of megatron-core 0.12
-            return original(input, bias, fp8_input_store, cpu_offload_input)
-        if fp8_input_store:
-            return original(input, bias, fp8_input_store)
+        input: Tensor, bias: Tensor | None, fp8_input_store: bool = False, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if fp8_input_store or any(args) or any(kwargs.values()):
+            return original(input, bias, fp8_input_store, *args, **kwargs)
         return swiglu(input if bias is None else input + bias)
 
     return bias_swiglu_impl

@@ -1,0 +1,1 @@
+"""Layer norm of the apex stand-in."""

@@ -1,0 +1,1 @@
+"""Optimizer numerics: updates on lists of tensors, low-precision state."""

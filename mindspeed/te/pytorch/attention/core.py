@@ -1,0 +1,117 @@
+"""Dense and packed attention on torch's scaled_dot_product_attention.
+
+B batch, S sequence, N heads, H head size, T tokens of all documents. Keys and values may have fewer
+heads than queries (grouped queries), and values another head size than keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What happens between query * key and value: the scale before, the dropout after."""
+
+    scale: float
+    dropout: float
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a packed sequence lie: where each starts, and how long it is."""
+
+    starts: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, bounds: Tensor, padded_bounds: Tensor | None) -> Documents:
+        """Read cumulative lengths; with padding between documents, the padded ones say where."""
+        places = bounds if padded_bounds is None else padded_bounds
+        return cls(places.tolist()[:-1], [end - start for start, end in pairwise(bounds.tolist())])
+
+    def slices(self) -> list[slice]:
+        """Return each document's place."""
+        return [slice(start, start + n) for start, n in zip(self.starts, self.lengths)]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: MaskRule,
+    softmax: Softmax,
+    *,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attend (B, N, S, H) queries to keys and values; `bias` is added to the scaled scores."""
+    causal = rule.is_plain_causal(q.shape[-2], k.shape[-2]) and visible is None and bias is None
+    band = None if causal else rule.visible_band(q.shape[-2], k.shape[-2], q.device)
+    if band is not None:
+        visible = band if visible is None else visible & band
+    blind = None
+    if visible is not None:
+        # A query that sees no key would compute 0 / 0: let it see all, and drop what it gets.
+        blind = ~visible.any(-1, keepdim=True)
+        visible = visible | blind
+        bias = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=bias,
+        dropout_p=softmax.dropout,
+        is_causal=causal,
+        scale=softmax.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def attend_batch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: MaskRule,
+    softmax: Softmax,
+    *,
+    mask: MaskTensors = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attend (S, B, N, H) tensors and return (S, B, N * H)."""
+    visible = visible_keys(mask, rule.kind) if rule.reads_mask else None
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    out = attend(q, k, v, rule, softmax, visible=visible, bias=bias)
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def attend_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: MaskRule,
+    softmax: Softmax,
+    *,
+    of_q: Documents,
+    of_k: Documents,
+) -> Tensor:
+    """Attend packed (T, N, H) tensors, each document to itself only, and return (T, N * H).
+
+    One document at a time: no mask over all tokens is ever built. Padding gets zeros.
+    """
+    pieces, end = [], 0
+    for rows, columns in zip(of_q.slices(), of_k.slices(), strict=True):
+        pieces.append(v.new_zeros(rows.start - end, q.shape[1], v.shape[2]))
+        document = (x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[columns], v[columns]))
+        pieces.append(attend(*document, rule, softmax).squeeze(0).transpose(0, 1))
+        end = rows.stop
+    pieces.append(v.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))
+    return torch.cat(pieces).flatten(1)

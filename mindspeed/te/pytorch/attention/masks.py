@@ -1,0 +1,86 @@
+"""Which query may see which key: mask types, sliding windows and mask tensors.
+
+A mask tensor of a caller follows Megatron: True means hidden. Inside, `visible` tensors mean the
+opposite, as torch's attention wants them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASK_TYPES = (
+    "no_mask",
+    "causal",
+    "causal_bottom_right",
+    "padding",
+    "padding_causal",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+Window = tuple[int, int]
+MaskTensors = Tensor | tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """One mask type together with a window: (left, right) neighbours a query sees, -1 for all."""
+
+    kind: str
+    window: Window = (-1, -1)
+
+    @classmethod
+    def of(cls, mask_type: str, window: Window | None) -> MaskRule:
+        """Read a mask type and a window as Megatron passes them."""
+        if mask_type not in MASK_TYPES:
+            raise ValueError(
+                f"attn_mask_type={mask_type} is not known: use {', '.join(MASK_TYPES)}"
+            )
+        left, right = (-1, -1) if window is None else window
+        return cls(mask_type, (left, 0 if "causal" in mask_type else right))
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether a mask tensor takes part; causal and no_mask ignore one."""
+        return "padding" in self.kind or self.kind == "arbitrary"
+
+    def is_plain_causal(self, num_q: int, num_k: int) -> bool:
+        """Tell whether torch's own causal flag says all there is to say about the band."""
+        aligned = num_q == num_k or "bottom_right" not in self.kind
+        return "causal" in self.kind and self.window[0] < 0 and aligned
+
+    def visible_band(self, num_q: int, num_k: int, device: torch.device) -> Tensor | None:
+        """Return the (num_q, num_k) band that causality and window leave, None when it is all."""
+        left, right = self.window
+        if left < 0 and right < 0:
+            return None
+        # Query i sits at key i for causal and padding_causal, else the last query at the last key.
+        top_left = "causal" in self.kind and "bottom_right" not in self.kind
+        query = torch.arange(num_q, device=device).unsqueeze(1)
+        query = query if top_left else query + (num_k - num_q)
+        key = torch.arange(num_k, device=device)
+        visible = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
+        if right >= 0:
+            visible &= key <= query + right
+        if left >= 0:
+            visible &= key >= query - left
+        return visible
+
+
+def visible_keys(mask: MaskTensors, kind: str) -> Tensor:
+    """Turn a mask, (B, 1, 1, K), (B, 1, Q, K) or a pair for cross attention, into `visible`."""
+    if isinstance(mask, (tuple, list)):
+        mask = mask[1]  # (of queries, of keys): what a padded query computes is never read
+    if mask is None:
+        raise ValueError(
+            f"attn_mask_type={kind} needs an attention_mask (True = hidden) of shape "
+            "(B, 1, 1, K) or (B, 1, Q, K)"
+        )
+    if mask.dtype != torch.bool or mask.dim() != 4:
+        raise ValueError(
+            "attention_mask must be a bool tensor of 4 dimensions (True = hidden), "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    return ~mask

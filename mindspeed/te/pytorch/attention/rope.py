@@ -1,0 +1,98 @@
+"""Rotary position embedding.
+
+`freqs` holds the angle of every position and channel, (positions, 1 or B, 1, D); where D is smaller
+than the head size, the rest of the head stays as it is. A channel is paired with the one D / 2
+further on or, interleaved, with its neighbour. The arithmetic is float32 at least, and the result
+has the dtype of the input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    *,
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Rotate t: (S, B, N, H), (B, S, N, H) or packed (T, N, H).
+
+    Packed tokens count from the start of their document. `cu_seqlens` are the documents' bounds
+    before they are split over context-parallel ranks: a rank holds pieces cp_rank and
+    2 * cp_size - 1 - cp_rank of each. `start_positions` (B,) shifts every sequence. `fused` asks
+    for a kernel; the numbers are the same.
+    """
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("tensor_format=thd needs cu_seqlens")
+        angles = freqs[_packed_positions(t, cu_seqlens, cp_size, cp_rank, start_positions)]
+        return _rotate(t, angles.flatten(1, -2), interleaved)
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(f"tensor_format={tensor_format} is not known: use sbhd, bshd or thd")
+    length = t.shape[0 if tensor_format == "sbhd" else 1]
+    angles = freqs[:length]
+    if start_positions is not None:
+        positions = torch.arange(length, device=t.device).unsqueeze(1) + start_positions
+        angles = freqs[positions, 0]
+    if tensor_format == "bshd":
+        angles = angles.transpose(0, 1)
+    return _rotate(t, angles, interleaved)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: list[int],
+    *,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split (S, B, groups, queries | key | value) and rotate queries and keys; heads come third."""
+    query, key, value = torch.split(qkv, qkv_split_arg_list, dim=3)
+    query = query.reshape(*query.shape[:2], -1, key.shape[-1])
+    query = apply_rotary_pos_emb(query, q_freqs, interleaved=interleaved)
+    return query, apply_rotary_pos_emb(key, k_freqs, interleaved=interleaved), value
+
+
+def _rotate(t: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    turned, kept = t.split([angles.shape[-1], t.shape[-1] - angles.shape[-1]], dim=-1)
+    wide = turned.to(torch.promote_types(t.dtype, torch.float32))
+    angles = angles.to(wide.dtype)
+    turned = wide * torch.cos(angles) + _quarter_turn(wide, interleaved) * torch.sin(angles)
+    turned = turned.to(t.dtype)
+    return torch.cat([turned, kept], dim=-1) if kept.shape[-1] else turned
+
+
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        pairs = x.unflatten(-1, (-1, 2))
+        return torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def _packed_positions(
+    t: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, start_positions: Tensor | None
+) -> Tensor:
+    bounds = cu_seqlens.to(t.device, torch.int64) // cp_size
+    token = torch.arange(t.shape[0], device=t.device)
+    document = torch.searchsorted(bounds, token, right=True) - 1
+    # Tokens behind the last document are padding: they stay at position zero.
+    local = torch.where(token < bounds[-1], token - bounds[document], 0)
+    if cp_size > 1:
+        lengths = torch.diff(bounds, append=bounds[-1:])[document]
+        piece = lengths // 2
+        mirrored = lengths * cp_size - (cp_rank + 2) * piece + local
+        local = torch.where(local < piece, cp_rank * piece + local, mirrored)
+    if start_positions is not None:
+        local = local + torch.cat([start_positions, start_positions.new_zeros(1)])[document]
+    return local

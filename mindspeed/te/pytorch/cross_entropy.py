@@ -1,0 +1,27 @@
+"""Vocabulary-parallel cross entropy under the name Megatron imports."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mindspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+
+
+def parallel_cross_entropy(
+    inp: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    reduce_loss: bool = False,
+    dist_process_group: ProcessGroup | None = None,
+    ignore_idx: int = -100,
+    is_cg_capturable: bool = False,
+) -> Tensor:
+    """Return the float32 loss of each token of inp (..., V on this rank), or reduced, their mean.
+
+    Megatron passes all seven by position; `is_cg_capturable` changes no number.
+    """
+    loss = vocab_parallel_cross_entropy(
+        inp, target, dist_process_group, smoothing=label_smoothing, ignore_index=ignore_idx
+    )
+    return loss.sum() / (target != ignore_idx).sum() if reduce_loss else loss

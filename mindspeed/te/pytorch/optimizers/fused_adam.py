@@ -1,0 +1,224 @@
+"""FusedAdam: Adam / AdamW whose master weights and moments may be stored in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed.optim.adam import AdamHyper, adam_step
+from mindspeed.optim.low_precision import (
+    FLOAT8_STORAGE,
+    STATE_DTYPES,
+    decode,
+    encode,
+    join_master,
+    split_master,
+)
+
+MASTER = "master_param"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam on lists of tensors; the step count lives in the param group, as Megatron expects.
+
+    Args:
+        adam_w_mode: decoupled weight decay (AdamW); otherwise the decay is part of the gradient.
+        master_weights: keep `master_param` for every parameter and update that.
+        use_decoupled_grad: read `param.decoupled_grad` instead of `param.grad`.
+        store_param_remainders: keep only the 16 bits of the master that a bfloat16 parameter lacks.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+    ) -> None:
+        for name, wanted in (("amsgrad", amsgrad), ("capturable", capturable)):
+            if wanted:
+                raise ValueError(f"FusedAdam({name}=True) is not supported: use {name}=False")
+        self._dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype)))
+        if master_weights:
+            self._dtypes[MASTER] = master_weight_dtype
+        _check_dtypes(self._dtypes)
+        self.adam_w_mode = adam_w_mode
+        self.master_weights = master_weights
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = (
+            store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        )
+        self._scales: dict[Tensor, dict[str, Tensor | None]] = {}
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+
+    def initialize_state(self, param: Tensor) -> None:
+        """Create zero moments, and the master weights where they are kept."""
+        if param.dtype == torch.float64:
+            raise TypeError("FusedAdam computes in float32: use torch.optim for float64 parameters")
+        for name in MOMENTS:
+            self._store(param, name, torch.zeros_like(param, dtype=torch.float32))
+        if self.master_weights:
+            self._store(param, MASTER, param.detach().float().clone())
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """Return a state tensor in float32, whatever it is stored in."""
+        stored = self.state[param][state_name]
+        if state_name == MASTER and self._has_remainder(param):
+            return join_master(param.detach(), stored)
+        return decode(stored, self._scales.get(param, {}).get(state_name))
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Store a float32 state tensor; master weights also set the parameter they belong to."""
+        self._store(param, state_name, unscaled_state)
+        if state_name == MASTER:
+            self._write_param(param, unscaled_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the usual state dict with every state tensor in float32."""
+        packed = super().state_dict()
+        ids = [index for group in packed["param_groups"] for index in group["params"]]
+        for index, param in zip(ids, self._all_params()):
+            if index in packed["state"]:
+                packed["state"][index] = {
+                    name: self.get_unscaled_state(param, name) if name in self._dtypes else value
+                    for name, value in packed["state"][index].items()
+                }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, or tensors that are in their storage type already."""
+        # torch's own loader would cast the moments to the dtype of a bfloat16 parameter.
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, param in zip(ids, self._all_params()):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if name in self._dtypes:
+                    self._store(param, name, value.to(param.device))
+                else:
+                    self.state[param][name] = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients that `step` reads."""
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none)
+            return
+        for param in self._all_params():
+            grad = getattr(param, "decoupled_grad", None)
+            if set_to_none:
+                param.decoupled_grad = None
+            elif grad is not None:
+                grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            active = [param for param in group["params"] if self._grad(param) is not None]
+            for param in active:
+                if not self.state[param]:
+                    self.initialize_state(param)
+            plain = [param for param in active if self._is_plain(param)]
+            self._update(plain, group)
+            # One at a time: the float32 copies of the whole group would cost what the dtypes save.
+            for param in active:
+                if not self._is_plain(param):
+                    self._update([param], group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        weights = [self._work(param, MASTER) for param in params]
+        exp_avgs, exp_avg_sqs = ([self._work(param, name) for param in params] for name in MOMENTS)
+        hyper = AdamHyper(
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=group["step"],
+            decoupled=self.adam_w_mode,
+            bias_correction=group["bias_correction"],
+        )
+        grads = [self._grad(param).float() for param in params]
+        adam_step(weights, grads, exp_avgs, exp_avg_sqs, hyper)
+        for param, weight, moments in zip(params, weights, zip(exp_avgs, exp_avg_sqs)):
+            for name, moment in zip(MOMENTS, moments):
+                if moment is not self.state[param][name]:
+                    self._store(param, name, moment)
+            if self.master_weights and weight is not self.state[param][MASTER]:
+                self._store(param, MASTER, weight)
+            if self.master_weights or param.dtype != torch.float32:
+                self._write_param(param, weight)
+
+    def _work(self, param: Tensor, name: str) -> Tensor:
+        # float32 tensors come back themselves, so that the update happens in place.
+        if name == MASTER and not self.master_weights:
+            return param.detach().float()
+        return self.get_unscaled_state(param, name)
+
+    def _store(self, param: Tensor, name: str, value: Tensor) -> None:
+        if name == MASTER and self._has_remainder(param):
+            stored = value if value.dtype == torch.int16 else split_master(value.float())[1]
+            self.state[param][name] = stored
+            return
+        stored, scale = encode(value.float(), self._dtypes[name])
+        self.state[param][name] = stored
+        self._scales.setdefault(param, {})[name] = scale
+
+    def _write_param(self, param: Tensor, weight: Tensor) -> None:
+        # With remainders the parameter must be the very bfloat16 that they belong to.
+        param.detach().copy_(split_master(weight)[0] if self._has_remainder(param) else weight)
+
+    def _has_remainder(self, param: Tensor) -> bool:
+        return self.store_param_remainders and param.dtype == torch.bfloat16
+
+    def _is_plain(self, param: Tensor) -> bool:
+        stored = (self.state[param][name].dtype for name in MOMENTS)
+        return (
+            not self.master_weights
+            and param.dtype == torch.float32
+            and all(dtype == torch.float32 for dtype in stored)
+        )
+
+    def _grad(self, param: Tensor) -> Tensor | None:
+        return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+
+    def _all_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+
+def _check_dtypes(dtypes: dict[str, torch.dtype]) -> None:
+    for name, dtype in dtypes.items():
+        allowed = [d for d in STATE_DTYPES if name != MASTER or d != FLOAT8_STORAGE]
+        if dtype not in allowed:
+            raise ValueError(
+                f"FusedAdam cannot keep {name} in {dtype}: use {', '.join(map(str, allowed))}"
+            )

@@ -1,0 +1,64 @@
+"""The operators in Megatron's places, against Megatron's own functions."""
+
+import inspect
+
+import pytest
+import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mindspeed.ops.rms_norm.megatron import FusedRMSNorm, wrap_wrapped_torch_norm_new
+from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl
+
+
+def run(function, shape, bias):
+    torch.manual_seed(0)
+    x = torch.randn(shape, requires_grad=True)
+    bias = torch.randn(shape[-1], requires_grad=True) if bias else None
+    y = function(x, bias)
+    y.square().sum().backward()
+    return [y, x.grad] + ([] if bias is None else [bias.grad])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6, 8), (3, 2, 8)])
+def test_swiglu(shape, bias):
+    ours = wrap_bias_swiglu_impl(bias_swiglu_impl)
+    torch.testing.assert_close(run(ours, shape, bias), run(bias_swiglu_impl, shape, bias))
+    assert inspect.signature(ours) == inspect.signature(bias_swiglu_impl)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((True,), {}), ((False, True), {}), ((False,), {"cpu_offload_input": True})],
+)
+def test_an_input_stored_elsewhere_stays_with_megatron(args, kwargs):
+    calls = []
+
+    def upstream(input, bias, fp8_input_store=False, cpu_offload_input=False):
+        calls.append((fp8_input_store, cpu_offload_input))
+        return input
+
+    x = torch.randn(2, 4)
+    assert wrap_bias_swiglu_impl(upstream)(x, None, *args, **kwargs) is x
+    assert any(calls[0])
+
+
+def config(**options):
+    return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, **options)
+
+
+def test_rms_norm():
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 16)
+    build = wrap_wrapped_torch_norm_new(WrappedTorchNorm.__new__)
+    rms = config(normalization="RMSNorm")
+    plain = WrappedTorchNorm(rms, 16, eps=1e-3)
+    fused = build(WrappedTorchNorm, config=rms, hidden_size=16, eps=1e-3)
+    assert isinstance(fused, FusedRMSNorm)
+    with torch.no_grad():
+        plain.weight.copy_(torch.rand(16))
+    fused.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(fused(x), plain(x))
+    assert type(build(WrappedTorchNorm, config(), 16)) is torch.nn.LayerNorm
