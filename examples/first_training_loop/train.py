@@ -109,7 +109,7 @@ def forward_step_func(data_iterator, model):
         losses = output_tensor.float()
         mask = loss_mask.view(-1).float()
         loss = torch.sum(losses.view(-1) * mask) / mask.sum()
-        return loss, {"lm loss": loss.detach(), "losses per token": list(losses.shape)}
+        return loss, {"lm loss": loss.item(), "losses per token": list(losses.shape)}
 
     batch = {name: tensor.to("cuda") for name, tensor in next(data_iterator).items()}
     output_tensor = model(
@@ -136,8 +136,18 @@ def train(model, optimizer, iterations):
             forward_only=False,
         )
         optimizer.step()
-        if losses_reduced:  # only the last pipeline stage knows the loss
-            say(f"Forward-backward pass completed with losses: {losses_reduced}")
+        say(f"Forward-backward pass completed with losses: {from_last_stage(losses_reduced)}")
+
+
+def from_last_stage(losses_reduced):
+    """Tell every stage what only the last one knows."""
+    message = [losses_reduced]
+    torch.distributed.broadcast_object_list(
+        message,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return message[0]
 
 
 def save_distributed_checkpoint(path, model):
@@ -152,8 +162,8 @@ def load_distributed_checkpoint(path, model):
 
 
 def say(text):
-    """Print on the last rank only: with pipeline parallelism that is where the loss is."""
-    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+    """Print once, not once a rank."""
+    if torch.distributed.get_rank() == 0:
         print(text, flush=True)
 
 
