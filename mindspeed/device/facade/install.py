@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ class Facade:
         self._undo: list[tuple[object, str, object]] = []
 
     def __enter__(self) -> Facade:
+        # Megatron asks for it with every tensor-parallel layer; it means nothing to a cpu.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         originals: dict[int, object] = {}
         for part in (compilation, cuda_calls, tensors, groups, noise):
             for owner, name, stand_in in list(part.redirections(self._cpu)):

@@ -1,0 +1,81 @@
+"""MindSpeed's flags in the argument parser of a Megatron-LM script."""
+
+import argparse
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspeed.config import ConfigError, Spelling, add_flags, from_namespace, suggest_flags
+from mindspeed.features.activation import current
+from mindspeed.features.base import Context, Feature, Level
+from mindspeed.patching import Patch
+
+Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+MISUSE = 2
+
+
+class ArgumentHook(Feature):
+    """Parse our flags together with Megatron's, then switch on what they ask for."""
+
+    name = "argument_hook"
+    title = "Flags in Megatron-LM scripts"
+    group = "Foundation"
+    level = Level.COMPAT
+
+    def patches(self, options: Any) -> Iterator[Patch]:
+        """Wrap the one function through which every Megatron-LM script reads its command line."""
+        yield Patch.wrap(
+            "megatron.training.arguments:parse_args",
+            wrap_parse_args,
+            why="a script does not pass our flags through extra_args_provider by itself",
+        )
+
+
+def wrap_parse_args(original: Callable[..., argparse.Namespace]) -> Callable[..., Any]:
+    """Give Megatron's parser our flags through its own `extra_args_provider`."""
+
+    @functools.wraps(original)
+    def parse_args(
+        extra_args_provider: Provider | None = None, ignore_unknown_args: bool = False
+    ) -> argparse.Namespace:
+        provider = _Provider(extra_args_provider)
+        namespace = original(provider, ignore_unknown_args)
+        try:
+            _activate(namespace)
+        except ConfigError as error:
+            provider.parser.exit(MISUSE, f"mindspeed: error: {error}\n" if _speaks() else None)
+        return namespace
+
+    return parse_args
+
+
+class _Provider:
+    """The script's own extra_args_provider, then our flags; keeps the parser it was given."""
+
+    parser: argparse.ArgumentParser
+
+    def __init__(self, inner: Provider | None) -> None:
+        self._inner = inner
+
+    def __call__(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        self.parser = parser if self._inner is None else self._inner(parser)
+        activation = current()
+        group = self.parser.add_argument_group("mindspeed")
+        add_flags(group, activation.registry.options_class, defaults=activation.preset)
+        suggest_flags(self.parser)
+        return self.parser
+
+
+def _activate(namespace: argparse.Namespace) -> None:
+    activation = current()
+    # A file given by --yaml-cfg takes the place of all flags; what was set from Python then stays.
+    options = from_namespace(
+        activation.registry.options_class, namespace, defaults=activation.preset
+    )
+    activation.activate(options, Context(Spelling.FLAG, megatron=vars(namespace)))
+
+
+def _speaks() -> bool:
+    """Say whether this rank prints: the first of each machine (torch.distributed is not up yet)."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"

@@ -1,0 +1,116 @@
+"""What a feature is: data that describes it, and the patches and effects that make it work."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+from mindspeed import config
+from mindspeed.config import Spelling, flag_name
+from mindspeed.patching import Patch
+
+ALL_DEVICES = ("cpu", "cuda", "npu")
+
+
+class Level(IntEnum):
+    """The three layers of `--optimization-level`; each includes the ones below."""
+
+    COMPAT = 0
+    AFFINITY = 1
+    ALGORITHM = 2
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A change that is not a patch: entered when the feature goes on, left when it goes off."""
+
+    what: str
+    """One phrase for the report."""
+    context: AbstractContextManager[object]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What surrounds the options: how they were written, and Megatron's own arguments."""
+
+    spelling: Spelling = Spelling.KEYWORD
+    megatron: Mapping[str, Any] | None = None
+    """Megatron's parsed arguments; None outside a Megatron-LM script, where they are not known."""
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """Return one of Megatron's arguments, or `default` where it is not known or not set."""
+        value = (self.megatron or {}).get(name)
+        return default if value is None else value
+
+
+def bind(factory: str, *arguments: Any) -> Callable[[Any], Any]:
+    """Make a wrap factory of "module:name" that is called with the original and these arguments.
+
+    The module is imported when the patch is applied, since it may need torch and megatron.
+    """
+    return lambda original: pkgutil.resolve_name(factory)(original, *arguments)
+
+
+class Feature:
+    """One capability. A subclass declares it; the registry finds it by itself.
+
+    `patches` and `effects` may depend on the feature's own options only: they are redone when
+    those change, and stay in place when others do.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    group: ClassVar[str]
+    level: ClassVar[Level]
+    Options: ClassVar[type[config.Options] | None] = None
+    enabled_by: ClassVar[str | None] = None
+    """The field that switches the feature on; None (always on) is for level 0 only."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Features that must be on as well."""
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    """Features that must be off, each with the reason; it holds both ways."""
+    megatron_flags: ClassVar[tuple[str, ...]] = ()
+    """Megatron's own flags that belong to it; the first one switches it on."""
+    is_native: ClassVar[bool] = False
+    """Megatron does it all; whether it is on depends on Megatron's arguments only."""
+    devices: ClassVar[tuple[str, ...]] = ALL_DEVICES
+
+    def is_on(self, options: Any, context: Context) -> bool:
+        """Say whether the options ask for this feature."""
+        return self.enabled_by is None or bool(getattr(options, self.enabled_by))
+
+    def check(self, options: Any, context: Context) -> None:
+        """Raise ConfigError when the feature is on and cannot work with what surrounds it."""
+
+    def patches(self, options: Any) -> Iterator[Patch]:
+        """Yield the patches of this feature."""
+        yield from ()
+
+    def effects(self, options: Any) -> Iterator[Effect]:
+        """Yield what this feature changes by other means than patches."""
+        yield from ()
+
+    @property
+    def docs(self) -> str:
+        """The page that explains this feature."""
+        return f"docs/features/{self.name}.md"
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the feature's own options."""
+        return () if self.Options is None else tuple(self.Options.model_fields)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of this feature, ours and Megatron's."""
+        return (*map(flag_name, self.fields), *self.megatron_flags)
+
+    def spelled(self, spelling: Spelling) -> str:
+        """Name the feature by the switch that the user wrote."""
+        if self.enabled_by is not None:
+            return spelling.name_of(self.enabled_by)
+        return self.megatron_flags[0] if self.megatron_flags else self.name

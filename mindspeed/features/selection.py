@@ -1,0 +1,93 @@
+"""Decide which features the options switch on, and refuse what cannot work together."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed.config import ConfigError, one_of
+from mindspeed.features.base import ALL_DEVICES, Context, Feature
+from mindspeed.features.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One feature, on or off, and why."""
+
+    feature: Feature
+    on: bool
+    why: str
+    is_known: bool = True
+    """False where Megatron decides and its arguments are not known."""
+
+    @property
+    def state(self) -> str:
+        """The choice in one word."""
+        return "on" if self.on else "off" if self.is_known else "-"
+
+
+def select(registry: Registry, options: Any, context: Context) -> list[Choice]:
+    """Choose the features that are asked for and whose level is within the requested one."""
+    choices = [_choose(feature, options, context) for feature in registry]
+    _check([choice.feature for choice in choices if choice.on], registry, options, context)
+    return choices
+
+
+def _choose(feature: Feature, options: Any, context: Context) -> Choice:
+    switch = _word(feature, context)
+    if feature.is_native and context.megatron is None:
+        return Choice(feature, False, "Megatron's own configuration decides", is_known=False)
+    if not feature.is_on(options, context):
+        return Choice(feature, False, f"{switch} is not set")
+    if feature.level > options.optimization_level:
+        asked = context.spelling.with_value("optimization_level", options.optimization_level)
+        logger.warning("%s has no effect: it is level %d, above %s", switch, feature.level, asked)
+        return Choice(feature, False, f"level {feature.level:d} is above {asked}")
+    if feature.devices != ALL_DEVICES and (name := _device_name()) not in feature.devices:
+        reason = f"for {one_of(feature.devices)}, not {name}"
+        if feature.enabled_by is not None:
+            raise ConfigError(f"{switch} is {reason}: drop it on this machine")
+        return Choice(feature, False, reason)
+    is_asked_for = feature.enabled_by is not None or feature.is_native
+    return Choice(feature, True, f"{switch} is set" if is_asked_for else "always on")
+
+
+def _check(features: list[Feature], registry: Registry, options: Any, context: Context) -> None:
+    for feature in features:
+        _check_requires(feature, features, registry, context)
+        _check_conflicts(feature, features, registry, context)
+    for feature in features:
+        feature.check(options, context)
+
+
+def _check_requires(
+    feature: Feature, on: Iterable[Feature], registry: Registry, context: Context
+) -> None:
+    for needed in map(registry.__getitem__, feature.requires):
+        unknown = needed.is_native and context.megatron is None
+        if needed not in on and not unknown:
+            ours, theirs = _word(feature, context), _word(needed, context)
+            raise ConfigError(f"{ours} needs {theirs}: add {theirs} or drop {ours}")
+
+
+def _check_conflicts(
+    feature: Feature, on: Iterable[Feature], registry: Registry, context: Context
+) -> None:
+    for other in on:
+        reason = registry.conflict(feature, other)
+        if reason is not None:
+            both = f"{_word(feature, context)} and {_word(other, context)}"
+            raise ConfigError(f"{both} cannot be used together: {reason}; drop one")
+
+
+def _word(feature: Feature, context: Context) -> str:
+    return feature.spelled(context.spelling)
+
+
+def _device_name() -> str:
+    # Asking for the device imports torch, which listing the features must not need.
+    from mindspeed import device
+
+    return device.current().name

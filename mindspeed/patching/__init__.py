@@ -1,0 +1,8 @@
+"""Replace, wrap and add on somebody else's code: checked, reversible, reported."""
+
+from mindspeed.patching.aliases import Aliases
+from mindspeed.patching.errors import PatchError
+from mindspeed.patching.patch import Patch, PatchRecord
+from mindspeed.patching.patcher import Patcher
+
+__all__ = ["Aliases", "Patch", "PatchError", "PatchRecord", "Patcher"]

@@ -1,0 +1,75 @@
+"""Call back right after the body of an awaited module has run, before its importer sees it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from mindspeed.patching.finding import ask_finders
+
+
+class _WatchedSpec(ModuleSpec):
+    """A spec that tells when its module is complete.
+
+    The import system keeps `_initializing` true while the body of a module runs, also for imports
+    under way when the watch begins, and clears it before any importer goes on. The loader stays as
+    it was.
+    """
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(vars(self).get("_initializing", False))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        vars(self)["_initializing"] = value
+        if not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            for callback in vars(self).pop("_callbacks"):
+                callback(self.name)
+
+
+class ImportHook(MetaPathFinder):
+    """Calls `arrived(name)` for every awaited module; is on sys.meta_path only while waiting."""
+
+    def __init__(self, arrived: Callable[[str], None]) -> None:
+        self._arrived = arrived
+        self._awaited: Collection[str] = ()
+
+    def expect(self, names: Collection[str]) -> None:
+        """Wait for exactly these modules from now on."""
+        self._awaited = names
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if names:
+            sys.meta_path.insert(0, self)
+        for name in names:
+            module = sys.modules.get(name)
+            if module is not None and not is_complete(module):
+                self._watch(module.__spec__)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find an awaited module as the other finders do, and watch its import."""
+        if fullname not in self._awaited:
+            return None
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = ask_finders(behind, fullname, path)
+        self._watch(spec)
+        return spec
+
+    def _watch(self, spec: ModuleSpec | None) -> None:
+        if type(spec) is ModuleSpec:
+            vars(spec)["_callbacks"] = []
+            spec.__class__ = _WatchedSpec
+        if isinstance(spec, _WatchedSpec) and self._arrived not in vars(spec)["_callbacks"]:
+            vars(spec)["_callbacks"].append(self._arrived)
+
+
+def is_complete(module: ModuleType) -> bool:
+    """Tell whether the body of the module has run to its end."""
+    return not getattr(getattr(module, "__spec__", None), "_initializing", False)

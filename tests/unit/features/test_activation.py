@@ -1,0 +1,177 @@
+"""Features go on and off, again and again, and leave nothing behind."""
+
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+
+from mindspeed import config
+from mindspeed.config import ConfigError
+from mindspeed.features.activation import Activation
+from mindspeed.features.base import Effect, Feature, Level, bind
+from mindspeed.features.registry import Registry
+from mindspeed.patching import Patch, PatchError
+
+UPSTREAM = "upstream_library"
+log = []
+
+
+def scale(original, factor):
+    def area(width, height):
+        return factor * original(width, height)
+
+    return area
+
+
+class Base(Feature):
+    name, title, group, level = "base", "Base", "Base", Level.COMPAT
+
+    def effects(self, options):
+        @contextmanager
+        def switched():
+            log.append("base on")
+            yield
+            log.append("base off")
+
+        yield Effect("the base is there", switched())
+
+
+class Scale(Feature):
+    name, title, group, level = "scale", "Scale", "Affinity", Level.AFFINITY
+    enabled_by = "scale"
+
+    class Options(config.Options):
+        scale: int = 0
+        """Factor."""
+
+    def patches(self, options):
+        yield Patch.wrap(f"{UPSTREAM}:area", bind(f"{__name__}:scale", options.scale), why="test")
+
+
+class Broken(Feature):
+    name, title, group, level = "broken", "Broken", "Algorithm", Level.ALGORITHM
+    enabled_by = "broken"
+
+    class Options(config.Options):
+        broken: bool = False
+        """Patch what does not exist."""
+
+    def effects(self, options):
+        @contextmanager
+        def switched():
+            log.append("broken on")
+            yield
+            log.append("broken off")
+
+        yield Effect("half of it works", switched())
+
+    def patches(self, options):
+        yield Patch.replace(f"{UPSTREAM}:volume", lambda: 0)
+
+
+@pytest.fixture
+def upstream():
+    module = types.ModuleType(UPSTREAM)
+    exec("def area(width, height):\n    return width * height", module.__dict__)
+    sys.modules[UPSTREAM] = module
+    log.clear()
+    yield module
+    del sys.modules[UPSTREAM]
+
+
+@pytest.fixture
+def activation(upstream):
+    activation = Activation(Registry([Base(), Scale(), Broken()]))
+    yield activation
+    activation.deactivate()
+
+
+def options(activation, **values):
+    return activation.registry.options_class(**values)
+
+
+def test_on_again_with_other_options_and_off(activation, upstream):
+    plain = upstream.area
+    activation.activate(options(activation, scale=2))
+    assert upstream.area(2, 3) == 12
+    activation.activate(options(activation, scale=10))
+    assert upstream.area(2, 3) == 60
+    activation.activate(options(activation, scale=10, optimization_level=0))
+    assert upstream.area is plain
+    activation.activate(options(activation, scale=3))
+    activation.deactivate()
+    assert upstream.area is plain
+    assert activation.options == options(activation)
+
+
+def test_what_does_not_change_is_not_touched(activation, upstream):
+    activation.activate(options(activation, scale=2))
+    wrapped = upstream.area
+    activation.activate(options(activation, scale=2, optimization_level=1))
+    assert upstream.area is wrapped
+    assert log == ["base on"]
+    activation.deactivate()
+    assert log == ["base on", "base off"]
+
+
+def test_wrong_options_change_nothing(activation, upstream):
+    activation.activate(options(activation, scale=2))
+    registry = Registry([Base(), Scale(), Broken(), Picky()])
+    picky = Activation(registry)
+    with pytest.raises(ConfigError, match="never"):
+        picky.activate(registry.options_class(picky=True, scale=5))
+    assert picky.report().on == ()
+    assert upstream.area(2, 3) == 12
+
+
+class Picky(Feature):
+    name, title, group, level = "picky", "Picky", "Affinity", Level.AFFINITY
+    enabled_by = "picky"
+
+    class Options(config.Options):
+        picky: bool = False
+        """Never satisfied."""
+
+    def check(self, options, context):
+        raise ConfigError("never")
+
+
+def test_a_patch_that_fails_puts_everything_back(activation, upstream):
+    activation.activate(options(activation, scale=2))
+    log.clear()
+    with pytest.raises(PatchError, match="broken"):
+        activation.activate(options(activation, scale=7, broken=True))
+    assert upstream.area(2, 3) == 12
+    assert activation.options == options(activation, scale=2)
+    assert activation.report().on == ("base", "scale")
+    assert log == ["broken on", "broken off"]
+
+
+def test_report_reads_as_a_table(activation, upstream):
+    assert "nothing is enabled" in str(activation.report())
+    activation.activate(options(activation, scale=2))
+    upstream.area_again = upstream.area
+    lines = str(activation.report()).splitlines()
+    assert lines[0].split() == ["feature", "level", "state", "why"]
+    assert lines[1:] == [
+        "base     0      on     always on",
+        "    the base is there",
+        "scale    1      on     scale is set",
+        lines[4],
+        "broken   2      off    broken is not set",
+        "2 of 3 features on; 1 patches applied, 0 waiting for their module to be imported",
+    ]
+    assert lines[4].startswith(f"    wrap {UPSTREAM}:area: applied, ")
+
+
+def test_a_patch_waits_for_its_module(activation, upstream, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"{UPSTREAM}.py").write_text("def area(width, height):\n    return 1\n")
+    del sys.modules[UPSTREAM]
+    activation.activate(options(activation, scale=4))
+    assert f"wrap {UPSTREAM}:area: waiting" in str(activation.report())
+    import upstream_library
+
+    assert upstream_library.area(5, 5) == 4
+    assert f"wrap {UPSTREAM}:area: applied" in str(activation.report())

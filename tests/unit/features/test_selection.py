@@ -1,0 +1,150 @@
+"""Levels, needs, conflicts and devices decide which features are on."""
+
+import pytest
+
+from mindspeed import config
+from mindspeed.config import ConfigError, Spelling
+from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.registry import Registry
+from mindspeed.features.selection import select
+
+
+class Facade(Feature):
+    name, title, group, level = "facade", "Facade", "Base", Level.COMPAT
+
+
+class Native(Feature):
+    name, title, group, level = "native", "Native", "Megatron", Level.COMPAT
+    is_native = True
+    megatron_flags = ("--native-size",)
+
+    def is_on(self, options, context):
+        return context.argument("native_size", 1) > 1
+
+
+class Fused(Feature):
+    name, title, group, level = "fused", "Fused", "Affinity", Level.AFFINITY
+    enabled_by = "use_fused"
+
+    class Options(config.Options):
+        use_fused: bool = False
+        """Fuse."""
+        fused_width: int = 1
+        """How wide."""
+
+    def check(self, options, context):
+        if options.fused_width > 4:
+            raise ConfigError(context.spelling.with_value("fused_width", options.fused_width))
+
+
+class Ring(Feature):
+    name, title, group, level = "ring", "Ring", "Parallel", Level.ALGORITHM
+    enabled_by = "use_ring"
+    requires = ("fused", "native")
+    conflicts = {"star": "both move the keys"}
+
+    class Options(config.Options):
+        use_ring: bool = False
+        """Ring."""
+
+
+class Star(Feature):
+    name, title, group, level = "star", "Star", "Parallel", Level.ALGORITHM
+    enabled_by = "use_star"
+
+    class Options(config.Options):
+        use_star: bool = False
+        """Star."""
+
+
+class NpuOnly(Feature):
+    name, title, group, level = "npu_only", "NPU", "Base", Level.COMPAT
+    devices = ("npu",)
+
+
+class NpuSwitch(Feature):
+    name, title, group, level = "npu_switch", "NPU", "Base", Level.COMPAT
+    devices = ("npu",)
+    enabled_by = "npu_switch"
+
+    class Options(config.Options):
+        npu_switch: bool = False
+        """A switch for one device."""
+
+
+REGISTRY = Registry(kind() for kind in (Facade, Native, Fused, Ring, Star, NpuOnly, NpuSwitch))
+WITH_MEGATRON = {"native_size": 2}
+
+
+def on(context=None, **options):
+    chosen = select(REGISTRY, REGISTRY.options_class(**options), context or Context())
+    return {choice.feature.name for choice in chosen if choice.on}
+
+
+def why(name, **options):
+    chosen = select(REGISTRY, REGISTRY.options_class(**options), Context(Spelling.FLAG))
+    return next(choice.why for choice in chosen if choice.feature.name == name)
+
+
+@pytest.mark.parametrize(
+    "level, expected",
+    [(0, {"facade"}), (1, {"facade", "fused"}), (2, {"facade", "fused", "star"})],
+)
+def test_levels(level, expected):
+    assert on(optimization_level=level, use_fused=True, use_star=True) == expected
+
+
+def test_level_two_is_the_default():
+    assert REGISTRY.options_class().optimization_level == 2
+    assert on() == {"facade"}
+
+
+def test_what_the_level_keeps_off_is_said(caplog):
+    on(Context(Spelling.FLAG), optimization_level=0, use_fused=True)
+    assert "--use-fused has no effect: it is level 1, above --optimization-level 0" in caplog.text
+    assert why("fused", optimization_level=0, use_fused=True) == (
+        "level 1 is above --optimization-level 0"
+    )
+    assert why("fused") == "--use-fused is not set"
+    assert why("facade") == "always on"
+
+
+def test_needs():
+    with pytest.raises(ConfigError) as raised:
+        on(Context(Spelling.FLAG, WITH_MEGATRON), use_ring=True)
+    assert str(raised.value) == "--use-ring needs --use-fused: add --use-fused or drop --use-ring"
+    assert "ring" in on(Context(Spelling.FLAG, WITH_MEGATRON), use_ring=True, use_fused=True)
+
+
+def test_needs_of_megatron_features_are_checked_where_megatrons_arguments_are_known():
+    with pytest.raises(ConfigError, match="--use-ring needs --native-size"):
+        on(Context(Spelling.FLAG, {"native_size": 1}), use_ring=True, use_fused=True)
+    assert "ring" in on(Context(), use_ring=True, use_fused=True)
+
+
+@pytest.mark.parametrize(
+    "spelling, both",
+    [(Spelling.FLAG, "--use-ring and --use-star"), (Spelling.KEYWORD, "use_ring and use_star")],
+)
+def test_conflict_in_the_users_words(spelling, both):
+    with pytest.raises(ConfigError) as raised:
+        on(Context(spelling), use_ring=True, use_star=True, use_fused=True)
+    assert str(raised.value) == (f"{both} cannot be used together: both move the keys; drop one")
+
+
+def test_no_conflict_with_what_the_level_keeps_off():
+    both = {"use_ring": True, "use_star": True, "use_fused": True}
+    assert on(optimization_level=1, **both) == {"facade", "fused"}
+
+
+def test_checks_run_for_features_that_are_on_only():
+    on(fused_width=9)
+    with pytest.raises(ConfigError, match="fused_width=9"):
+        on(fused_width=9, use_fused=True)
+
+
+def test_device(monkeypatch):
+    monkeypatch.setenv("MINDSPEED_DEVICE", "cpu")
+    assert why("npu_only") == "for npu, not cpu"
+    with pytest.raises(ConfigError, match="--npu-switch is for npu, not cpu"):
+        on(Context(Spelling.FLAG), npu_switch=True)
