@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -16,5 +17,9 @@ def wgrad_gemm_accum_fp16(total_input: Tensor, grad_output: Tensor, main_grad: T
 
 
 def _accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    rows, columns = (x.flatten(0, -2).to(main_grad.dtype) for x in (grad_output, total_input))
-    main_grad.addmm_(rows.t(), columns)
+    rows, columns = grad_output.flatten(0, -2).t(), total_input.flatten(0, -2)
+    if rows.dtype != main_grad.dtype and rows.is_cuda and "dtype" in torch.ops.aten.mm.overloads():
+        # Only CUDA multiplies half tensors into a float32 result, since torch 2.8.
+        main_grad.add_(torch.mm(rows, columns, out_dtype=main_grad.dtype))
+        return
+    main_grad.addmm_(rows.to(main_grad.dtype), columns.to(main_grad.dtype))
