@@ -22,6 +22,7 @@ def avoid_trapping_amx() -> None:
     if _SWITCH in os.environ or not _claims_amx() or _bf16_product_works():
         return
     os.environ[_SWITCH] = _WITHOUT_AMX
+    _bf16_product()  # oneDNN reads the switch now, and stays so whatever becomes of the variable
     logger.info("AMX is advertised but traps here; set %s=%s", _SWITCH, _WITHOUT_AMX)
 
 
@@ -39,8 +40,12 @@ def _bf16_product_works() -> bool:
     if child == 0:
         signal.alarm(10)
         signal.signal(signal.SIGILL, signal.SIG_DFL)
-        a = torch.ones(64, 64, dtype=torch.bfloat16)
-        torch.mm(a, a)
+        _bf16_product()
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGILL)
+
+
+def _bf16_product() -> None:
+    a = torch.ones(64, 64, dtype=torch.bfloat16)
+    torch.mm(a, a)

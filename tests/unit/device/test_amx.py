@@ -9,9 +9,11 @@ import torch
 from mindspeed.device import amx
 
 PRODUCT = """
+import os
 import torch
 from mindspeed.device.amx import avoid_trapping_amx
 avoid_trapping_amx()
+os.environ.pop("ONEDNN_MAX_CPU_ISA", None)  # as in a rank that gets an environment of its own
 a = torch.ones(64, 64, dtype=torch.bfloat16)
 print((a @ a).sum().item())
 """
