@@ -1,0 +1,100 @@
+"""Cross entropy over a split vocabulary against the whole one, and against Megatron's own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from tests.ranks import run_ranks
+
+S, B, V = 5, 3, 16
+
+
+def draw(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def case():
+    logits = 4 * draw(0, S, B, V)
+    target = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(1))
+    return logits, target, draw(2, S, B)
+
+
+def split_loss(dtype, smoothing):
+    from mindspeed.te.pytorch.cross_entropy import parallel_cross_entropy
+
+    logits, target, grad = case()
+    target[2, 1] = -100
+    shard = logits.to(dtype).chunk(dist.get_world_size(), -1)[dist.get_rank()]
+    shard = shard.clone().requires_grad_()
+    loss = parallel_cross_entropy(shard, target, smoothing, False, dist.group.WORLD, -100, False)
+    loss.backward(grad)
+    return loss.detach(), shard.grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_equals_the_whole_vocabulary(world, dtype, rtol, smoothing):
+    logits, target, grad = case()
+    target[2, 1] = -100
+    whole = logits.to(dtype).double().requires_grad_()
+    want = cross_entropy(
+        whole.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smoothing
+    ).view(S, B)
+    want.backward(grad.double())
+    results = run_ranks(split_loss, world, dtype, smoothing)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, want.detach().float(), rtol=1e-5, atol=1e-5)
+    gathered = torch.cat([shard for _, shard in results], dim=-1)
+    assert gathered.dtype == dtype
+    torch.testing.assert_close(gathered.double(), whole.grad, rtol=rtol, atol=1e-6)
+
+
+def megatron_and_ours():
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from mindspeed.te.pytorch.cross_entropy import parallel_cross_entropy
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits, target, grad = case()
+    shard = logits.chunk(2, -1)[dist.get_rank()]
+    results = []
+    for function in (
+        lambda x: vocab_parallel_cross_entropy(x, target),
+        lambda x: parallel_cross_entropy(x, target, 0.0, False, group),
+    ):
+        given = shard.clone().requires_grad_()
+        # Megatron's own overwrites its input, so it gets a copy.
+        loss = function(given * 1.0)
+        loss.backward(grad)
+        results.append((loss.detach(), given.grad))
+    return results
+
+
+def test_equals_megatrons_own():
+    for theirs, ours in run_ranks(megatron_and_ours, 2):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def count_collectives():
+    from mindspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+
+    numbers = []
+    real = dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        numbers.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    logits, target, grad = case()
+    shard = logits.chunk(2, -1)[dist.get_rank()].clone().requires_grad_()
+    vocab_parallel_cross_entropy(shard, target, dist.group.WORLD).backward(grad)
+    return numbers
+
+
+def test_four_numbers_a_token_travel():
+    assert run_ranks(count_collectives, 2) == [[S * B, 3 * S * B]] * 2
