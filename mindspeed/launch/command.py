@@ -6,16 +6,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mindspeed.launch.environment import LOOPBACK, rank_environment
 from mindspeed.launch.output import Relay, Tail, last_words, stacks
 from mindspeed.launch.process import die_with_parent
-from mindspeed.launch.rendezvous import Rendezvous
+from mindspeed.launch.rendezvous import Rendezvous, StoreLost
 from mindspeed.launch.supervision import (
     Verdict,
     describe_failure,
@@ -35,9 +34,37 @@ class Outcome:
     detail: str = ""
 
 
-class _Interrupted(BaseException):
+class _Interrupted(Exception):
     def __init__(self, number: int) -> None:
         self.number = number
+
+
+class _Interrupts:
+    """Notes SIGINT, SIGTERM and SIGHUP, to be raised where the ranks can be stopped in order."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Interrupts":
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+
+    def check(self) -> None:
+        """Raise the noted signal, once."""
+        number, self._number = self._number, 0
+        if number:
+            raise _Interrupted(number)
 
 
 class _CommandRank:
@@ -77,26 +104,29 @@ def launch(
     """Run command in nproc processes until all end; a failure or the time-out ends all of them."""
     deadline = None if timeout is None else time.monotonic() + timeout
     ranks: list[_CommandRank] = []
-    relay = Relay()
     try:
-        with _interruptible(), Rendezvous(host) as rendezvous:
+        with _Interrupts() as interrupts, Rendezvous(host) as rendezvous, Relay() as relay:
+
+            def pump(seconds: float) -> None:
+                relay.pump(seconds)
+                interrupts.check()
+                rendezvous.check()
+
             try:
                 for rank in range(nproc):
                     environment = rank_environment(rank, nproc, host=host, port=rendezvous.port)
                     ranks.append(_start(command, rank, environment))
                 for started in ranks:
                     _follow(started, relay, all_ranks)
-                # Importing torch takes a second or two, which the ranks need for the same import.
-                rendezvous.serve()
-                verdict = watch(ranks, relay.pump, deadline)
-                return _judge(verdict, ranks, relay, timeout)
+                rendezvous.serve_apart()
+                return _judge(watch(ranks, pump, deadline), ranks, relay, timeout)
             finally:
-                stop(ranks, relay.pump)
+                stop(ranks, pump)
+    except StoreLost as error:
+        return Outcome(1, str(error))
     except _Interrupted as interrupt:
         name = signal.Signals(interrupt.number).name
         return Outcome(128 + interrupt.number, f"stopped by {name}; all ranks have ended")
-    finally:
-        relay.close()
 
 
 def _start(command: Sequence[str], rank: int, environment: dict[str, str]) -> _CommandRank:
@@ -128,14 +158,15 @@ def _judge(
     relay: Relay,
     timeout: float | None,
 ) -> Outcome:
+    if verdict == Verdict():
+        return Outcome(0)
     relay.muted = True  # what follows comes in the outcome, one rank after the other
     if verdict.hung:
         dump_stacks(verdict.hung, relay.pump)
         dumps = [_prefixed(rank.rank, stacks(rank.tail.text())) for rank in verdict.hung]
         return Outcome(1, describe_hang(verdict.hung, ranks, timeout), "\n".join(dumps))
     failed = verdict.failed
-    if failed is None:
-        return Outcome(0)
+    assert failed is not None
     if failed.exit_code() == 2:
         # Rank 0 is shown as it runs: its own report of the same mistake is already on the screen.
         return Outcome(2, detail="" if ranks[0].exit_code() == 2 else failed.last_words())
@@ -147,22 +178,3 @@ def _judge(
 
 def _prefixed(rank: int, text: str) -> str:
     return "\n".join(f"[rank {rank}] {line}" for line in text.splitlines())
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Turn SIGINT, SIGTERM and SIGHUP into an exception, so that the ranks are stopped first."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _Interrupted(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -10,6 +10,7 @@ _CHUNK = 65536
 _LAST_LINES = 40
 # torch marks the lines of an uncaught traceback like this; we name the rank ourselves.
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+_LEADS_ON = re.compile("During handling of the above exception|The above exception was the direct")
 # Enough to empty a full pipe (1 MiB at most), and a bound for a rank that never stops writing.
 _ROUNDS = 16
 
@@ -32,9 +33,11 @@ class Tail:
 def last_words(text: str) -> str:
     """Cut output down to what explains its end: its tracebacks, or else its last lines."""
     lines = _TORCH_PREFIX.sub("", text).rstrip().splitlines()
-    # The first of several tracebacks is the cause ("During handling of the above ...").
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    first = starts[0] if starts else max(0, len(lines) - _LAST_LINES)
+    # The last traceback, and those before it that led to it.
+    while len(starts) > 1 and any(map(_LEADS_ON.match, lines[starts[-2] : starts[-1]])):
+        starts.pop()
+    first = starts[-1] if starts else max(0, len(lines) - _LAST_LINES)
     return "\n".join(lines[first:])
 
 
@@ -71,8 +74,10 @@ class Relay:
                 return
             seconds = 0.0
 
-    def close(self) -> None:
-        """Close the pipes that are still open."""
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, *error: object) -> None:
         for key in list(self._selector.get_map().values()):
             key.data.pipe.close()
         self._selector.close()

@@ -59,6 +59,7 @@ def watch(ranks: Sequence[R], pump: Pump, deadline: float | None) -> Verdict[R]:
             return Verdict(failed=_first_failure(ranks, pump))
         running = tuple(rank for rank in ranks if rank.exit_code() is None)
         if not running:
+            pump(0.0)  # what they wrote between the last look and their end
             return Verdict()
         if deadline is not None and time.monotonic() > deadline:
             return Verdict(hung=running)

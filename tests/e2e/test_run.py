@@ -29,15 +29,23 @@ dist.init_process_group()
 """
 
 
-def _start(folder: Path, body: str, *options: str, arguments: tuple[str, ...] = ()):
+def _start(
+    folder: Path,
+    body: str,
+    *options: str,
+    arguments: tuple[str, ...] = (),
+    under: tuple[str, ...] = (),
+) -> "subprocess.Popen[str]":
     (folder / "script.py").write_text(_PREAMBLE + body)
     command = [sys.executable, "-m", "mindspeed", "run", *options, "script.py", *arguments]
     return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*under, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def _run(folder: Path, body: str, *options: str, arguments: tuple[str, ...] = ()):
+def _run(
+    folder: Path, body: str, *options: str, arguments: tuple[str, ...] = ()
+) -> tuple[int, str, str]:
     process = _start(folder, body, *options, arguments=arguments)
     out, err = process.communicate(timeout=60)
     assert not _left_behind(folder)
@@ -145,12 +153,16 @@ def test_an_interrupted_launcher_takes_its_ranks_along(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children of a killed parent")
-def test_a_launcher_killed_outright_leaves_no_rank(tmp_path: Path) -> None:
+def test_a_launcher_killed_outright_leaves_nothing(tmp_path: Path) -> None:
     process = _start(tmp_path, "time.sleep(1000)", "--nproc", "2")
     _until(lambda: len(_pids(tmp_path)) == 2)
+    family = descendants(process.pid)
+    assert set(_pids(tmp_path)) < family
     process.kill()
-    process.communicate(timeout=30)
     _until(lambda: not _left_behind(tmp_path), seconds=5)
+    # The process that serves the store ends as soon as it has loaded torch.
+    _until(lambda: not any(running(pid) for pid in family - {process.pid}))
+    process.communicate(timeout=30)
 
 
 def test_nothing_of_the_job_listens_beyond_loopback(tmp_path: Path) -> None:
@@ -193,3 +205,24 @@ def test_an_address_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     assert code == 2
     assert "cannot listen on 192.0.2.1" in err and len(err.splitlines()) == 1
     assert os.listdir(tmp_path) == ["script.py"]
+
+
+def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); open('deaf', 'w'); time.sleep(1000)"
+    process = _start(tmp_path, body)
+    _until(lambda: (tmp_path / "deaf").exists())
+    started = time.monotonic()
+    while process.poll() is None and time.monotonic() - started < 30:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    process.communicate(timeout=30)
+    # One more may hit the interpreter itself as it leaves.
+    assert process.returncode in (130, -signal.SIGINT) and not _left_behind(tmp_path)
+
+
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    process = _start(tmp_path, "time.sleep(1)", under=("nohup",))
+    _until(lambda: len(_pids(tmp_path)) == 1)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 0

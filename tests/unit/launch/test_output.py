@@ -8,14 +8,14 @@ from mindspeed.launch.output import Relay, Tail, last_words, stacks
 
 def _relay(pieces: list[bytes], prefix: str = "") -> tuple[bytes, str]:
     reader, writer = os.pipe()
-    relay, tail, sink = Relay(), Tail(), io.BytesIO()
-    relay.add(os.fdopen(reader, "rb"), tail, sink, prefix)
-    for piece in pieces:
-        os.write(writer, piece)
+    tail, sink = Tail(), io.BytesIO()
+    with Relay() as relay:
+        relay.add(os.fdopen(reader, "rb"), tail, sink, prefix)
+        for piece in pieces:
+            os.write(writer, piece)
+            relay.pump(1.0)
+        os.close(writer)
         relay.pump(1.0)
-    os.close(writer)
-    relay.pump(1.0)
-    relay.close()
     return sink.getvalue(), tail.text()
 
 
@@ -38,10 +38,12 @@ def test_a_tail_forgets_the_oldest() -> None:
     assert len(tail.text()) <= 65536
 
 
-def test_last_words_start_at_the_first_traceback() -> None:
+def test_last_words_are_the_last_chain_of_tracebacks() -> None:
     text = (
-        "step 1\n[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: a\n\n"
-        "During handling\nTraceback (most recent call last):\nKeyError: b\n"
+        "Traceback (most recent call last):\nOSError: caught and logged\nstep 1\n"
+        "[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: a\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\nKeyError: b\n"
     )
     lines = last_words(text).splitlines()
     assert lines[:2] == ["Traceback (most recent call last):", "ValueError: a"]

@@ -1,5 +1,8 @@
 """The store answers on the address asked for, and only there."""
 
+import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -7,15 +10,17 @@ import torch.distributed as dist
 
 from mindspeed.config import ConfigError
 from mindspeed.launch import Rendezvous
+from mindspeed.launch.rendezvous import StoreLost
 from tests.sockets import listening_addresses
 
 
-def test_clients_reach_the_store_on_loopback() -> None:
+@pytest.mark.parametrize("serve", [Rendezvous.serve, Rendezvous.serve_apart])
+def test_clients_reach_the_store_on_loopback(serve: Callable[[Rendezvous], None]) -> None:
     with Rendezvous() as rendezvous:
-        rendezvous.serve()
+        serve(rendezvous)
         first, second = (
             dist.TCPStore(
-                "127.0.0.1", rendezvous.port, is_master=False, timeout=timedelta(seconds=10)
+                "127.0.0.1", rendezvous.port, is_master=False, timeout=timedelta(seconds=60)
             )
             for _ in range(2)
         )
@@ -36,3 +41,14 @@ def test_only_loopback_listens_unless_asked() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1"):
         Rendezvous("192.0.2.1")
+
+
+def test_a_store_that_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Rendezvous() as rendezvous:
+        rendezvous.check()
+        rendezvous.serve_apart()
+        with pytest.raises(StoreLost, match="ended with exit code 1"):
+            for _ in range(100):
+                rendezvous.check()
+                time.sleep(0.05)
