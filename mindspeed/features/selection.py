@@ -78,8 +78,8 @@ def _check_conflicts(
     for other in on:
         reason = registry.conflict(feature, other)
         if reason is not None:
-            both = f"{_word(feature, context)} and {_word(other, context)}"
-            raise ConfigError(f"{both} cannot be used together: {reason}; drop one")
+            first, second = sorted([_word(feature, context), _word(other, context)])
+            raise ConfigError(f"{first} and {second} cannot be used together: {reason}; drop one")
 
 
 def _word(feature: Feature, context: Context) -> str:

@@ -1,0 +1,96 @@
+"""`mindspeed features`: every feature with its level, flags, needs and conflicts."""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed.config import Spelling
+from mindspeed.features.base import Context, Level
+from mindspeed.features.registry import registry
+from mindspeed.features.selection import Choice, select
+
+WIDTH = 100
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Add the sub-command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "features", help="list every feature", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON for other programs")
+    parser.add_argument(
+        "--level",
+        type=int,
+        choices=[int(level) for level in Level],
+        default=int(max(Level)),
+        help="list what --optimization-level N allows (default: all)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the features as a table or as JSON."""
+    known = registry()
+    choices = select(known, known.options_class(), Context(Spelling.FLAG))
+    listed = [choice for choice in choices if choice.feature.level <= args.level]
+    listed.sort(key=lambda choice: (choice.feature.group, choice.feature.level))
+    if args.json:
+        print(json.dumps([_as_dict(choice) for choice in listed], indent=2))
+        return 0
+    console = Console(width=WIDTH, highlight=False)
+    console.print(_table(listed))
+    console.print(
+        "\nhere: on without a flag; - is decided by Megatron's arguments.\n"
+        "What each does: docs/features/<feature>.md"
+    )
+    return 0
+
+
+def _table(choices: list[Choice]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("feature", no_wrap=True, width=28)
+    table.add_column("level", width=5)
+    table.add_column("here", width=4)
+    table.add_column("flags, needs and conflicts", width=54)
+    for group, members in itertools.groupby(choices, key=lambda choice: choice.feature.group):
+        table.add_row()
+        table.add_row(f"[bold]{group}[/bold]")
+        for choice in members:
+            level = str(int(choice.feature.level))
+            table.add_row(
+                f"  {choice.feature.name}", level, choice.state, "\n".join(_facts(choice))
+            )
+    return table
+
+
+def _facts(choice: Choice) -> Iterator[str]:
+    feature = choice.feature
+    yield from feature.flags or (feature.title,)
+    if feature.requires:
+        yield f"needs {', '.join(feature.requires)}"
+    if feature.conflicts:
+        yield f"not with {', '.join(feature.conflicts)}"
+    if not choice.on and not feature.flags:
+        yield choice.why
+
+
+def _as_dict(choice: Choice) -> dict[str, object]:
+    feature = choice.feature
+    return {
+        "name": feature.name,
+        "title": feature.title,
+        "group": feature.group,
+        "level": int(feature.level),
+        "flags": list(feature.flags),
+        "requires": list(feature.requires),
+        "conflicts": dict(feature.conflicts),
+        "devices": list(feature.devices),
+        "on": choice.on,
+        "why": choice.why,
+        "docs": feature.docs,
+    }

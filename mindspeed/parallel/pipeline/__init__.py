@@ -1,0 +1,1 @@
+"""Pipeline parallelism: what a stage holds and how stages take turns."""

@@ -1,0 +1,76 @@
+"""`mindspeed features` for people and for programs."""
+
+import json
+
+import pytest
+
+from mindspeed.cli.main import main
+from mindspeed.features.registry import registry
+
+KEYS = [
+    "name",
+    "title",
+    "group",
+    "level",
+    "flags",
+    "requires",
+    "conflicts",
+    "devices",
+    "on",
+    "why",
+    "docs",
+]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("MINDSPEED_DEVICE", "cpu")
+
+
+def listed(capsys, *words):
+    assert main(["features", "--json", *words]) == 0
+    return {feature["name"]: feature for feature in json.loads(capsys.readouterr().out)}
+
+
+def test_json_has_every_feature_with_the_same_keys(capsys):
+    found = listed(capsys)
+    assert found.keys() == {feature.name for feature in registry()}
+    assert all(list(feature) == KEYS for feature in found.values())
+
+
+def test_json_of_some_features(capsys):
+    found = listed(capsys)
+    assert found["fused_swiglu"] == {
+        "name": "fused_swiglu",
+        "title": "Fused SwiGLU",
+        "group": "Affinity",
+        "level": 1,
+        "flags": ["--use-fused-swiglu"],
+        "requires": [],
+        "conflicts": {},
+        "devices": ["cpu", "cuda", "npu"],
+        "on": False,
+        "why": "--use-fused-swiglu is not set",
+        "docs": "docs/features/fused_swiglu.md",
+    }
+    assert found["argument_hook"]["on"] is True
+    assert found["overlap_param_gather"]["requires"] == ["distributed_optimizer", "async_ddp"]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_level(capsys, level):
+    found = listed(capsys, "--level", str(level))
+    assert {feature["level"] for feature in found.values()} == set(range(level + 1))
+
+
+def test_table_fits_and_names_everything(capsys):
+    assert main(["features"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    words = text.split()
+    for feature in registry():
+        assert feature.name in words
+        assert all(flag in words for flag in feature.flags)
+    for group in {feature.group for feature in registry()}:
+        assert f"\n{group}" in text

@@ -1,0 +1,79 @@
+"""The command: finds its sub-commands, exits with 2 on misuse, suggests the nearest word."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed.cli import main as command
+from mindspeed.cli.main import commands, main
+
+
+def run(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "mindspeed", *words], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_python_dash_m_and_help():
+    done = run("--help")
+    assert done.returncode == 0
+    assert "usage: mindspeed" in done.stdout
+    for name in ("features", "report"):
+        assert f"    {name} " in done.stdout
+
+
+def test_without_a_command_the_help_goes_to_stderr(capsys):
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "features" in captured.err
+
+
+def test_every_file_is_a_command():
+    files = {name.removesuffix(".py") for name in os.listdir(os.path.dirname(command.__file__))}
+    found = {module.__name__.rpartition(".")[2] for module in commands()}
+    assert found == {name for name in files if not name.startswith("__")} - {"main"}
+
+
+@pytest.mark.parametrize(
+    "words, hint",
+    [
+        (["featrues"], "featrues: did you mean features?"),
+        (["features", "--jsn"], "--jsn: did you mean --json?"),
+        (["--hlep"], "--hlep: did you mean --help?"),
+        (["report", "--use-fused-swigul"], "did you mean --use-fused-swiglu?"),
+    ],
+)
+def test_misuse(words, hint, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(words)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.rstrip().endswith(hint)
+
+
+def test_config_error_is_one_line(capsys):
+    assert main(["report", "--config", "/nowhere/run.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "mindspeed: error: /nowhere/run.yaml: cannot be read (No such file or directory): "
+        "give a YAML file\n"
+    )
+
+
+def test_interrupt_is_quiet(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdout", type("Stdout", (), {"write": interrupted})())
+    assert main(["features", "--json"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_leaves_is_no_error():
+    pipe = f"{sys.executable} -m mindspeed features | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""

@@ -1,0 +1,55 @@
+"""`mindspeed report` shows what options switch on in the installed Megatron."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed.cli.main import main
+
+
+def report(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "mindspeed", "report", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def line_of(text, feature):
+    return next(line.split() for line in text.splitlines() if line.startswith(feature))
+
+
+def test_flags():
+    done = report("--use-fused-swiglu", "--optimization-level", "1")
+    assert done.returncode == 0, done.stderr
+    assert line_of(done.stdout, "fused_swiglu") == [
+        *("fused_swiglu", "1", "on", "--use-fused-swiglu", "is", "set"),
+    ]
+    assert "wrap megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl: applied, " in done.stdout
+
+
+def test_yaml(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("noop_layers: [0, 5]\n")
+    done = report("--config", str(file))
+    assert done.returncode == 0, done.stderr
+    assert line_of(done.stdout, "noop_layers")[:3] == ["noop_layers", "2", "on"]
+    assert line_of(done.stdout, "fused_swiglu")[2] == "off"
+
+
+@pytest.mark.parametrize(
+    "text, words, message",
+    [
+        ("use_fused_swigul: true", [], "unknown key use_fused_swigul: true; did you mean"),
+        ("", ["--use-fused-swiglu"], "--config and other options are given"),
+    ],
+)
+def test_wrong_options(tmp_path, capsys, text, words, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert main(["report", "--config", str(file), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,83 @@
+"""`mindspeed.enable`, `disable`, `report` and `list_features`, in a process of their own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import mindspeed
+
+CODE = """
+import json, sys
+import mindspeed
+prefixes = ("mindspeed.", "pydantic", "torch")
+instant = sorted(name for name in sys.modules if name.startswith(prefixes))
+from megatron.core.fusions import fused_bias_swiglu as upstream
+
+plain, seen, errors = upstream.bias_swiglu_impl, [], []
+def note(**given):
+    mindspeed.enable(**given)
+    seen.append(["fused_swiglu" in mindspeed.report().on, upstream.bias_swiglu_impl is not plain])
+
+note(use_fused_swiglu=True)
+note(use_fused_swiglu=True, optimization_level=0)
+note(config=sys.argv[1])
+note(config=sys.argv[1], use_fused_swiglu=False)
+note(config=sys.argv[1], optimization_level=2)
+for wrong in ({"use_fused_swigul": True}, {"optimization_level": 5}, {"config": "nowhere.yaml"}):
+    try:
+        mindspeed.enable(**wrong)
+    except ValueError as error:
+        errors.append([type(error).__name__, str(error)])
+kept = "fused_swiglu" in mindspeed.report().on
+mindspeed.disable()
+off = [list(mindspeed.report().on), upstream.bias_swiglu_impl is plain, str(mindspeed.report())]
+names = [feature.name for feature in mindspeed.list_features()]
+print(json.dumps([instant, seen, errors, kept, off, names]))
+"""
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    file = tmp_path_factory.mktemp("api") / "run.yaml"
+    file.write_text("use_fused_swiglu: true\noptimization_level: 1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(file)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    keys = ("instant", "seen", "errors", "kept", "off", "names")
+    return dict(zip(keys, json.loads(done.stdout.splitlines()[-1])))
+
+
+def test_import_is_instant(result):
+    assert result["instant"] == []
+
+
+def test_enable_from_keywords_and_files(result):
+    on, off = [True, True], [False, False]
+    assert result["seen"] == [on, off, on, off, on]
+
+
+def test_wrong_options_are_refused_and_change_nothing(result):
+    assert [name for name, _ in result["errors"]] == ["ConfigError"] * 3
+    texts = [text for _, text in result["errors"]]
+    assert texts[0] == "unknown option use_fused_swigul=True; did you mean use_fused_swiglu?"
+    assert texts[1] == "optimization_level=5 is not allowed: give 0, 1 or 2"
+    assert texts[2].startswith("nowhere.yaml: cannot be read")
+    assert result["kept"]
+
+
+def test_disable_undoes_everything(result):
+    names, is_plain, text = result["off"]
+    assert names == [] and is_plain
+    assert "0 patches applied, 0 waiting" in text
+
+
+def test_list_features(result):
+    assert {"argument_hook", "fused_swiglu", "recompute"} <= set(result["names"])
+
+
+def test_unknown_attribute():
+    with pytest.raises(AttributeError, match="has no attribute 'enabel'"):
+        mindspeed.enabel()
