@@ -32,6 +32,7 @@ class DeferredGradients:
         """Queue one computation."""
         self._pending.append(compute)
 
+    @torch.no_grad()
     def run(self, count: int) -> None:
         """Run the oldest computations."""
         if count > len(self._pending):

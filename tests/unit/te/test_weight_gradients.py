@@ -90,6 +90,7 @@ def test_delayed_gradients_come_in_order_and_call_megatrons_hooks(fused):
     module.backward_dw()
     torch.testing.assert_close(seen[0], first)
     torch.testing.assert_close(seen[1], first + second)
+    assert not any(grad.requires_grad for grad in seen)
     with pytest.raises(RuntimeError, match="call it once after each backward"):
         module.backward_dw()
 
