@@ -42,7 +42,7 @@ def test_this_machine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MINDSPEED_DEVICE", raising=False)
     code, out = _doctor("--json")
     found = _by_name(out)
-    assert code == 0 and json.loads(out)["ready"] is True
+    assert code == 0 and json.loads(out)["ready"] is True, out
     for name in ("python", "torch", "megatron-core", "chosen device", "process group", "adaptor"):
         assert found[name]["status"] == "ok", found[name]
     # The installer's records are an independent account of the same facts.
