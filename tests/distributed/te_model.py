@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from mindspeed import device
+
 VOCAB, LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH = 64, 2, 16, 4, 8, 2
 
 SHAPES = {
@@ -75,6 +77,8 @@ def step(model) -> dict[str, torch.Tensor]:
     tokens = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
     positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    where = device.current().torch_device
+    tokens, positions, hidden = (x.to(where) for x in (tokens, positions, hidden))
     losses = model(tokens[:, :-1], positions, hidden, labels=tokens[:, 1:])
     assert losses.shape == (BATCH, SEQUENCE)
     losses.mean().backward()

@@ -11,6 +11,7 @@ _EPSILON = 1e-20
 def fused_topk_with_score_function(
     logits: Tensor,
     topk: int,
+    *,
     use_pre_softmax: bool,
     num_groups: int | None,
     group_topk: int | None,

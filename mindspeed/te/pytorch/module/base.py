@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -95,7 +96,7 @@ class TransformerEngineBaseModule(nn.Module):
         self.sequence_parallel = sequence_parallel and self.tp_size > 1
         self.get_rng_state_tracker = get_rng_state_tracker
         self.params_dtype = params_dtype or torch.get_default_dtype()
-        self.device = devices.current().torch_device if device is None else device
+        self._device = devices.current().torch_device if device is None else device
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         # The input is always kept as it came, so there is nothing to switch.
         self.save_original_input = save_original_input
@@ -143,7 +144,7 @@ class TransformerEngineBaseModule(nn.Module):
     def set_extra_state(self, state: Any) -> None:
         """Accept the extra state of any checkpoint; scales of an FP8 run do not apply here."""
         if isinstance(state, Tensor) and state.numel():
-            logger.warning("FP8 scales in the checkpoint are ignored: this run does not use FP8")
+            _say_once("FP8 scales in the checkpoint are ignored: this run does not use FP8")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Weights converted from elsewhere carry no extra state.
@@ -175,7 +176,7 @@ class TransformerEngineBaseModule(nn.Module):
     def _add_parameter(
         self, name: str, shape: tuple[int, ...], fill: Callable[[Tensor], Any], random: bool = False
     ) -> nn.Parameter:
-        param = nn.Parameter(torch.empty(shape, dtype=self.params_dtype, device=self.device))
+        param = nn.Parameter(torch.empty(shape, dtype=self.params_dtype, device=self._device))
         self.register_parameter(name, param)
         self.param_init_meta[name] = ParameterInit(fill, random)
         return param
@@ -205,6 +206,11 @@ class TransformerEngineBaseModule(nn.Module):
         tracker = self.get_rng_state_tracker()
         name = self.rng_tracker_name
         return tracker.fork() if name is None else tracker.fork(name)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
 
 
 def materialised(param: nn.Parameter) -> nn.Parameter:
