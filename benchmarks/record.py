@@ -1,6 +1,7 @@
 """Append measurements to benchmarks/results/<question>.csv with what they were measured on."""
 
 import csv
+import os
 import subprocess
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def _device_name():
 
 
 def _commit():
+    if "MINDSPEED_COMMIT" in os.environ:  # where a copy of the tree is measured without its history
+        return os.environ["MINDSPEED_COMMIT"]
     command = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, cwd=_RESULTS.parent, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
