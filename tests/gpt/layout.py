@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 HIDDEN = 32
 FFN = 96
 HEADS = 4
-VOCABULARY = 64
+VOCABULARY = 80
 SEQUENCE = 16
 GLOBAL_BATCH = 8
 

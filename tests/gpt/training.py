@@ -1,6 +1,7 @@
 """One rank's training of the tiny GPT through Megatron's own schedule and optimizer."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +70,13 @@ class Training:
         if self.layout.overlap_param_gather:  # they arrive with the next forward, or when asked for
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
-        return [shard for chunk in self.chunks for shard in shards(chunk)]
+        mine = [shard for chunk in self.chunks for shard in shards(chunk)]
+        return [replace(shard, values=shard.values.clone()) for shard in mine]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return this rank's gradients by the names of its parameters."""
+        named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+        return {name: parameter.main_grad.clone() for name, parameter in named}
 
     def _data(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(7)
