@@ -74,6 +74,9 @@ def _activate(namespace: argparse.Namespace) -> None:
         activation.registry.options_class, namespace, defaults=activation.preset
     )
     activation.activate(options, Context(Spelling.FLAG, megatron=vars(namespace)))
+    # The script reads checked values: a tuple of layers, not the text "0,5".
+    given = vars(namespace).keys()
+    vars(namespace).update((field, value) for field, value in options if field in given)
 
 
 def _speaks() -> bool:

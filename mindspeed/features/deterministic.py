@@ -49,12 +49,11 @@ def _deterministic() -> Iterator[None]:
     settings = {name: os.environ.get(name) for name in current.deterministic_env}
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     current.make_deterministic()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_deterministic)
-        for name, value in settings.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    # No try/finally: at the end of the process there is nothing to undo, and no torch to ask.
+    yield
+    torch.use_deterministic_algorithms(was_deterministic)
+    for name, value in settings.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def wrap_set_random_seed(original: Callable[..., None]) -> Callable[..., None]:

@@ -33,7 +33,7 @@ class Report:
             lines.extend(f"    {line}" for line in self._changes(choice))
         applied = sum(patch.state == "applied" for patch in self.patches)
         lines.append(
-            f"{len(self.on)} of {len(self.choices)} features on; {applied} patches applied, "
+            f"{len(self.on)} of {len(self.choices)} features on; patches: {applied} applied, "
             f"{len(self.patches) - applied} waiting for their module to be imported"
         )
         return "\n".join(lines)

@@ -39,6 +39,9 @@ def _choose(feature: Feature, options: Any, context: Context) -> Choice:
     switch = _word(feature, context)
     if feature.is_native and context.megatron is None:
         return Choice(feature, False, "Megatron's own configuration decides", is_known=False)
+    if feature.is_native:
+        is_on = feature.is_on(options, context)
+        return Choice(feature, is_on, "in use" if is_on else "not in use")
     if not feature.is_on(options, context):
         return Choice(feature, False, f"{switch} is not set")
     if feature.level > options.optimization_level:
@@ -50,8 +53,7 @@ def _choose(feature: Feature, options: Any, context: Context) -> Choice:
         if feature.enabled_by is not None:
             raise ConfigError(f"{switch} is {reason}: drop it on this machine")
         return Choice(feature, False, reason)
-    is_asked_for = feature.enabled_by is not None or feature.is_native
-    return Choice(feature, True, f"{switch} is set" if is_asked_for else "always on")
+    return Choice(feature, True, f"{switch} is set" if feature.enabled_by else "always on")
 
 
 def _check(features: list[Feature], registry: Registry, options: Any, context: Context) -> None:

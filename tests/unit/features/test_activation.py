@@ -160,7 +160,7 @@ def test_report_reads_as_a_table(activation, upstream):
         "scale    1      on     scale is set",
         lines[4],
         "broken   2      off    broken is not set",
-        "2 of 3 features on; 1 patches applied, 0 waiting for their module to be imported",
+        "2 of 3 features on; patches: 1 applied, 0 waiting for their module to be imported",
     ]
     assert lines[4].startswith(f"    wrap {UPSTREAM}:area: applied, ")
 

@@ -131,6 +131,7 @@ def test_a_script_without_our_flags_parses_as_before(results):
 
 def test_our_flags_are_parsed_with_theirs_and_switch_features_on(results):
     assert results["on"]["args"]["seed"] == -1
+    assert results["on"]["args"]["noop_layers"] == [1]
     assert {"fused_swiglu", "noop_layers"} <= set(results["on"]["on"])
     assert "noop_layers" not in results["level"]["on"]
     assert "fused_swiglu" in results["level"]["on"]
@@ -187,5 +188,5 @@ def test_options_from_python_are_the_defaults_of_the_flags(results):
 
 
 def test_megatrons_own_yaml_is_left_alone(results):
-    assert results["yaml"]["args"]["num_layers"] == 4
+    assert results["yaml"]["args"] == {"num_layers": 4, "rank": 0, "world_size": 1}
     assert "noop_layers" in results["yaml"]["on"]

@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 
+import mindspeed.megatron_adaptor  # noqa: F401  # before Megatron, as in a user's script
 from mindspeed.features.activation import Activation
 from mindspeed.features.fused_swiglu import FusedSwiglu
 from mindspeed.features.registry import Registry

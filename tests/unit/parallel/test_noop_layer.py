@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import mindspeed.megatron_adaptor  # noqa: F401  # before Megatron, as in a user's script
 from mindspeed.parallel.pipeline.noop_layer import wrap_num_floating_point_operations
 
 
