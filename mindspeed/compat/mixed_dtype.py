@@ -1,4 +1,4 @@
-"""Let Megatron's linear layers take an input and a weight of different floating types.
+"""Let Megatron's local layers work on tensors of different floating types.
 
 A bare GPTModel with `params_dtype=torch.float16` has float32 norms and positions beside float16
 weights. An NPU multiplies the two; cpu and cuda refuse, so both are promoted first.
@@ -33,6 +33,16 @@ def promote(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return original(*positional, *args[len(_OPERANDS) :], **(kwargs | met))
 
     return linear
+
+
+def keep_type(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap Megatron's masked softmax so that probabilities have the type of the scores."""
+
+    @functools.wraps(original)
+    def forward(self: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(self, input, *args, **kwargs).to(input.dtype)
+
+    return forward
 
 
 @functools.cache

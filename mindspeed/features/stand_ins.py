@@ -9,9 +9,9 @@ from mindspeed.patching import Aliases
 
 
 @contextmanager
-def _served(name: str, stand_in: str) -> Iterator[None]:
+def _served(name: str, stand_in: str, without: str | None) -> Iterator[None]:
     aliases = Aliases()
-    aliases.serve(name, stand_in)
+    aliases.serve(name, stand_in, without)
     yield
     aliases.revert()
 
@@ -22,11 +22,15 @@ class _StandIn(Feature):
     group = "Foundation"
     level = Level.COMPAT
     served: dict[str, str]
+    without: str | None = None
+    """The package whose absence makes the real ones useless; None where they are absent."""
 
     def effects(self, options: Any) -> Iterator[Effect]:
         """Serve each name that nothing real answers to."""
+        needed = self.without or "it"
         for name, stand_in in self.served.items():
-            yield Effect(f"{name} is {stand_in} unless installed", _served(name, stand_in))
+            what = f"{name} is {stand_in} unless {needed} is installed"
+            yield Effect(what, _served(name, stand_in, self.without))
 
 
 class TransformerEngineSocket(_StandIn):
@@ -54,3 +58,19 @@ class MegatronTrainingStandIn(_StandIn):
     name = "megatron_training_stand_in"
     title = "Stand-in for megatron.training"
     served = {"megatron.training": "mindspeed.compat.megatron_training"}
+
+
+class TritonModuleStandIns(_StandIn):
+    """Modules of Megatron that import triton whether or not it is there, and are always imported.
+
+    triton itself stays absent: where Megatron has a way without it, that is the way taken.
+    """
+
+    name = "triton_module_stand_ins"
+    title = "Stand-ins for modules that need triton"
+    without = "triton"
+    served = {
+        "megatron.core.transformer.custom_layers.batch_invariant_kernels": (
+            "mindspeed.compat.batch_invariant_kernels"
+        )
+    }
