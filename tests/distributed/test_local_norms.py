@@ -4,20 +4,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed.patching import Patch, Patcher
 from tests.gpt.layout import Layout
 from tests.ranks import run_ranks
 
-PATCHES = (
-    Patch.wrap(
-        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        "mindspeed.compat.norms:wrap_torch_norm",
-    ),
-    Patch.wrap(
-        "megatron.core.transformer.transformer_block:_get_block_submodules",
-        "mindspeed.compat.norms:wrap_block_submodules",
-    ),
-)
 NORMS = {"gpt": "FusedLayerNorm", "llama": "RMSNorm"}
 
 
@@ -25,7 +14,6 @@ def train(layout: Layout) -> tuple[list[Any], list[str], set[bool]]:
     """Return losses and gradient norms, the kinds of norms, and their parameters' marks."""
     from tests.gpt.training import Training
 
-    Patcher().apply("test", PATCHES)
     training = Training(layout)
     block = training.chunks[0].decoder
     norms = [layer.input_layernorm for layer in block.layers]
