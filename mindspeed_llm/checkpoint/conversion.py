@@ -1,0 +1,158 @@
+"""Convert a checkpoint: read one, plan another, stream the numbers across."""
+
+import errno
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.commit import flush_tree, write_file, written_aside
+from mindspeed_llm.checkpoint.detection import HF_FOLDER, TRACKER, Found, detect
+from mindspeed_llm.checkpoint.hf_source import weight_files
+from mindspeed_llm.checkpoint.hf_target import copy_small_files, hf_outputs, write_index
+from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
+from mindspeed_llm.checkpoint.mcore_target import ITERATION, mcore_outputs, padded_vocabulary
+from mindspeed_llm.checkpoint.opening import config_folder, open_source
+from mindspeed_llm.checkpoint.options import ConvertOptions
+from mindspeed_llm.checkpoint.output import Output, Writer
+from mindspeed_llm.checkpoint.placement import Style
+from mindspeed_llm.checkpoint.source import Source
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Progress = Callable[[int, int], None]
+"""Takes the bytes just written and the bytes to be written in all."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion has done."""
+
+    family: str
+    folder: Path
+    files: int
+    nbytes: int
+    dtype: str
+
+
+def convert(options: ConvertOptions, progress: Progress | None = None) -> Converted:
+    """Read --load-dir and write --save-dir; nothing appears there unless all of it does."""
+    found = detect(options.load_dir)
+    if (found.kind == "hf") != (options.load_model_type == "hf"):
+        is_hf = "an HF model" if found.kind == "hf" else "a Megatron checkpoint"
+        raise ConfigError(
+            f"--load-model-type {options.load_model_type}: {options.load_dir} is {is_hf}"
+        )
+    if options.save_model_type == "hf":
+        if options.load_model_type == "hf":
+            raise ConfigError("--load-model-type hf and --save-model-type hf: one must be mg")
+        return _to_hf(options, found, progress)
+    return _to_mcore(options, found, progress)
+
+
+def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
+    root = Path(options.save_dir)
+    if (root / TRACKER).exists() and not options.overwrite:
+        raise ConfigError(
+            f"{root}: holds a checkpoint already: choose another --save-dir or give --overwrite"
+        )
+    configs = config_folder(found, options.hf_cfg_dir)
+    source = _open(options, found, configs)
+    shape, tp = source.shape, options.target_tensor_parallel_size
+    layout = _requested_layout(options, source)
+    rows = padded_vocabulary(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
+    final = root / f"iter_{ITERATION:07d}"
+    with written_aside(final, options.overwrite) as aside:
+        outputs = mcore_outputs(aside, source, layout, _style(options), rows, _dtype(options))
+        _write(outputs, source, root, progress)
+    copy_small_files(configs, root / HF_FOLDER)
+    flush_tree(root / HF_FOLDER)
+    write_file(root / TRACKER, str(ITERATION))
+    return _converted(source, final, outputs, _dtype(options))
+
+
+def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
+    final = Path(options.save_dir)
+    configs = config_folder(found, options.hf_cfg_dir, final)
+    if (final / "config.json").is_file() and weight_files(final):
+        final = final / "mg2hf"
+        logger.info("%s is an HF model itself: writing to %s", options.save_dir, final)
+    source = _open(options, found, configs)
+    with written_aside(final, options.overwrite) as aside:
+        outputs = hf_outputs(aside, source, _dtype(options))
+        _write(outputs, source, final.parent, progress)
+        write_index(aside, outputs)
+        copy_small_files(configs, aside, outputs[0].tensors[0][1])
+    return _converted(source, final, outputs, _dtype(options))
+
+
+def _open(options: ConvertOptions, found: Found, configs: Path) -> Source:
+    noops = options.noop_layers if options.load_model_type == "mg" else ()
+    return open_source(found, configs, named=options.model_type_hf, noop_layers=noops)
+
+
+def _requested_layout(options: ConvertOptions, source: Source) -> Layout:
+    request = LayoutRequest(
+        tp=options.target_tensor_parallel_size,
+        pp=options.target_pipeline_parallel_size,
+        ep=options.target_expert_parallel_size,
+        etp=options.expert_tensor_parallel_size,
+        layers_per_chunk=options.num_layers_per_virtual_pipeline_stage,
+        layer_list=options.num_layer_list,
+        noop_layers=options.noop_layers,
+    )
+    if options.make_vocab_size_divisible_by < 1:
+        given = options.make_vocab_size_divisible_by
+        raise ConfigError(f"--make-vocab-size-divisible-by {given}: it must be at least 1")
+    return request.layout(source.shape)
+
+
+def _style(options: ConvertOptions) -> Style:
+    is_te = options.transformer_impl == "transformer_engine"
+    experts = ("numbered" if is_te else "joined") if options.moe_grouped_gemm else "each"
+    return Style(
+        fuses_norms=is_te,
+        experts=experts,
+        cuts_latent_down=not (is_te or options.join_mla_down_proj),
+        joins_latent_down=options.join_mla_down_proj,
+    )
+
+
+def _dtype(options: ConvertOptions) -> torch.dtype | None:
+    return DTYPES[options.params_dtype] if options.params_dtype else None
+
+
+def _write(
+    outputs: Sequence[Output], source: Source, disk: Path, progress: Progress | None
+) -> None:
+    """Stream every file; a full disk is found before the first byte or told in one line."""
+    needed = sum(output.nbytes for output in outputs)
+    free = shutil.disk_usage(disk).free
+    full = f"{disk}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
+    if needed > free:
+        raise ConfigError(f"{full}: free some space or choose another --save-dir")
+    try:
+        Writer(source, progress and (lambda size: progress(size, needed))).write(outputs)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ConfigError(f"{full}: {error.strerror}; what was written is removed") from None
+        raise ConfigError(f"{disk}: cannot be written ({error.strerror})") from None
+
+
+def _converted(
+    source: Source, folder: Path, outputs: Sequence[Output], dtype: torch.dtype | None
+) -> Converted:
+    kept = next(iter(source.wholes.values())).dtype
+    return Converted(
+        family=source.shape.family,
+        folder=folder,
+        files=len(outputs),
+        nbytes=sum(output.nbytes for output in outputs),
+        dtype=str(dtype or kept).removeprefix("torch."),
+    )

@@ -1,0 +1,44 @@
+"""A file mapped into memory, of which tensors are views."""
+
+import mmap
+from pathlib import Path
+
+import torch
+
+from mindspeed.config import ConfigError
+
+
+class MappedFile:
+    """The bytes of a file; pages are read when touched and can be let go at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self.size = path.stat().st_size
+            if self.size == 0:
+                raise ConfigError(f"{path}: is empty")
+            # A private copy-on-write mapping: torch wants memory it could write to.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a view of the numbers that begin at a byte."""
+        count = 1
+        for size in shape:
+            count *= size
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        if start % dtype.itemsize:
+            # Views need aligned memory; only tiny, foreign files have such tensors.
+            raw = bytearray(self._map[start : start + count * dtype.itemsize])
+            return torch.frombuffer(raw, dtype=dtype).view(shape)
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=start)
+        return flat.view(shape)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return a range of bytes."""
+        return self._map[start:stop]
+
+    def let_go(self) -> None:
+        """Give the pages back; they are read again if touched again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,168 @@
+"""Read the weights of an mcore checkpoint: one torch.save file for each rank."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.assembly import Whole, gather
+from mindspeed_llm.checkpoint.detection import RANK_FILE
+from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
+from mindspeed_llm.checkpoint.placement import EMBEDDING, OUTPUT, Placement, Style
+from mindspeed_llm.checkpoint.pt_file import read_pt
+from mindspeed_llm.checkpoint.source import Source, check_names, check_shape, only_tensors
+from mindspeed_llm.models.families import family_named
+from mindspeed_llm.models.shape import ModelShape
+
+FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+def open_mcore(folder: Path, shape: ModelShape, noop_layers: tuple[int, ...] = ()) -> Source:
+    """Map the weights of an iteration; its layout is found in its files."""
+    files = _RankFiles(folder)
+    shape = seen_shape(shape, files.all_names())
+    layout = files.layout(shape, noop_layers)
+    weights = list(family_named(shape.family).table.weights(shape))
+    wholes: dict[str, Whole] = {}
+    for stage, chunks in enumerate(layout.stages):
+        for rank in layout.ranks():
+            path = folder / layout.folder(rank, stage) / RANK_FILE
+            models = files.models(path)
+            if len(models) != len(chunks):
+                raise ConfigError(f"{path}: has {len(models)} models, not {len(chunks)}")
+            joined = {name: tensor for model in models for name, tensor in model.items()}
+            rows = _vocabulary(joined, shape, layout.tp)
+            placement = Placement(shape, weights, Style.found(joined, shape), rows)
+            for chunk, model in zip(chunks, models):
+                stored = placement.stored(chunk, rank)
+                check_names(model, (tensor.name for tensor in stored), str(path))
+                for tensor in stored:
+                    check_shape(str(path), tensor.name, model[tensor.name], tensor.shape)
+                for name, place, values in gather(stored, model):
+                    wholes.setdefault(name, Whole()).add(place, values)
+    return Source(shape, wholes)
+
+
+def seen_shape(shape: ModelShape, names: str) -> ModelShape:
+    """Return the shape with what only the names of the weights tell: biases and MTP layers."""
+    mtp = {int(number) for number in re.findall(r"(?:^|\n)mtp\.layers\.(\d+)\.", names)}
+    seen = {
+        "qkv_bias": ".linear_qkv.bias" in names,
+        "linear_bias": ".linear_proj.bias" in names,
+        "mtp_num_layers": len(mtp),
+    }
+    return shape.model_copy(update=seen)
+
+
+class _RankFiles:
+    """The files of an iteration, each opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._opened: dict[Path, dict[str, Any]] = {}
+        found = [(FOLDER.fullmatch(path.parent.name), path) for path in self._paths()]
+        if wrong := [path for match, path in found if match is None]:
+            raise ConfigError(f"{wrong[0].parent}: is not named mp_rank_TT[_PPP][_EEE]")
+        self.numbers = [tuple(int(n) for n in m.groups() if n) for m, _ in found if m]
+        if len({len(numbers) for numbers in self.numbers}) > 1:
+            raise ConfigError(f"{folder}: its mp_rank folders are of different layouts")
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.folder.glob(f"mp_rank_*/{RANK_FILE}"))
+
+    def values(self, path: Path) -> dict[str, Any]:
+        """Return what a file holds."""
+        if path not in self._opened:
+            if not path.is_file():
+                raise ConfigError(f"{path}: is missing; the other ranks' files are there")
+            self._opened[path] = read_pt(path)
+        return self._opened[path]
+
+    def models(self, path: Path) -> list[dict[str, torch.Tensor]]:
+        """Return the weights of each virtual stage in a file."""
+        values = self.values(path)
+        keys = ["model"] if "model" in values else []
+        keys = keys or [f"model{i}" for i in range(len(values)) if f"model{i}" in values]
+        models = [values[key] for key in keys]
+        if not models or not all(isinstance(model, Mapping) for model in models):
+            raise ConfigError(f"{path}: holds no model: its keys are {', '.join(map(str, values))}")
+        return [only_tensors(model, str(path)) for model in models]
+
+    def all_names(self) -> str:
+        """Return every tensor name of every stage."""
+        return "\n".join(n for path in self._paths() for m in self.models(path) for n in m)
+
+    def layout(self, shape: ModelShape, noops: tuple[int, ...]) -> Layout:
+        """Return the layout that the files have: the one they name, else the one they show."""
+        first = self._paths()[0]
+        values = self.values(first)
+        if isinstance(values.get("layout"), dict):
+            return Layout.from_plain(values["layout"], str(first))
+        noops = noops or _noops_of(values.get("args"))
+        sizes = [max(numbers) + 1 for numbers in zip(*self.numbers)]
+        models = self.models(first)
+        names = {name for model in models for name in model}
+        is_whole = EMBEDDING in names and "decoder.final_layernorm.weight" in names
+        if len(sizes) == 2 and is_whole:
+            sizes.insert(1, 1)  # the second number is the expert's: each file has every stage
+        tp, pp, ep = (*sizes, 1, 1)[:3]
+        etp = _expert_tensor_size(models, shape, ep)
+        if len(models) > 1:
+            per_chunk = (shape.num_layers + len(noops)) // (pp * len(models))
+            request = LayoutRequest(tp, pp, ep, etp, per_chunk, noop_layers=noops)
+        else:
+            request = LayoutRequest(tp, pp, ep, etp, None, self._layer_list(pp, ep), noops)
+            if noops:  # no-ops at the end of a stage cannot be seen
+                request = LayoutRequest(tp, pp, ep, etp, noop_layers=noops)
+        return request.layout(shape)
+
+    def _layer_list(self, pp: int, ep: int) -> tuple[int, ...]:
+        """Count the layers of each stage."""
+        if pp == 1:
+            return ()
+        counts = []
+        for stage in range(pp):
+            suffix = f"_{stage:03d}" + ("_000" if ep > 1 else "")
+            (model,) = self.models(self.folder / f"mp_rank_00{suffix}" / RANK_FILE)
+            counts.append(len({m[1] for name in model if (m := LAYER.match(name))}))
+        return tuple(counts)
+
+
+def _expert_tensor_size(
+    models: list[dict[str, torch.Tensor]], shape: ModelShape, ep: int
+) -> int | None:
+    """Return how many ranks share an expert, from the size of one rank's part."""
+    if shape.moe is None:
+        return None
+    one = 2 * shape.moe.ffn_hidden_size * shape.hidden_size
+    for model in models:
+        for name, tensor in model.items():
+            if name.endswith(".experts.weight1"):
+                return max(1, shape.moe.num_experts // ep * one // max(1, tensor.numel()))
+            if ".experts." in name and ".linear_fc1.weight" in name and "shared" not in name:
+                return max(1, one // max(1, tensor.numel()))
+    return None
+
+
+def _noops_of(args: Any) -> tuple[int, ...]:
+    """Return the no-op layers of a training's arguments, however they are written there."""
+    value = getattr(args, "noop_layers", None) or ()
+    words = value.split(",") if isinstance(value, str) else value
+    return tuple(sorted(int(word) for word in words))
+
+
+def _vocabulary(model: Mapping[str, torch.Tensor], shape: ModelShape, tp: int) -> int:
+    """Return the rows of the padded embedding."""
+    for name in (EMBEDDING, OUTPUT):
+        if name in model and model[name].ndim == 2:
+            rows = model[name].shape[0] * tp
+            if rows < shape.vocab_size:
+                raise ConfigError(
+                    f"{name} has {rows} rows, fewer than the config's vocab_size {shape.vocab_size}"
+                )
+            return rows
+    return shape.vocab_size

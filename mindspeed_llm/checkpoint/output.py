@@ -1,0 +1,164 @@
+"""Files to be written: what is in them is known before the first byte, and streamed into them."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any, BinaryIO, Protocol
+
+import torch
+
+from mindspeed_llm.checkpoint.assembly import Stored, Wholes
+from mindspeed_llm.checkpoint.pt_file import PtTensor, write_pt
+from mindspeed_llm.checkpoint.safetensors_file import header_bytes
+from mindspeed_llm.checkpoint.source import Source
+from mindspeed_llm.checkpoint.stream import blocks, new_buffer
+
+LET_GO = 256 << 20
+"""Bytes after which the memory of what has been read is given back."""
+FLUSH = 64 << 20
+"""Bytes after which a file's are sent to the disk, so that the end need not wait for all."""
+
+Blocks = Callable[[Stored, torch.dtype], Iterator[memoryview]]
+"""Yields the bytes of a tensor."""
+
+
+class Output(Protocol):
+    """A file that can be written."""
+
+    @property
+    def path(self) -> Path:
+        """Return where it will be."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its tensors."""
+
+    def write(self, file: BinaryIO, stream: Blocks) -> None:
+        """Write everything."""
+
+
+@dataclass(frozen=True)
+class PtOutput:
+    """A torch.save file with the tensors of one rank."""
+
+    path: Path
+    models: dict[str, list[tuple[Stored, torch.dtype]]]
+    """For each model in the file its tensors."""
+    values: dict[str, Any]
+    """What stands beside the models."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its tensors."""
+        return sum(_nbytes(*tensor) for model in self.models.values() for tensor in model)
+
+    def write(self, file: BinaryIO, stream: Blocks) -> None:
+        """Write everything."""
+        tensors: dict[PtTensor, tuple[Stored, torch.dtype]] = {}
+        models: dict[str, dict[str, PtTensor]] = {}
+        for key, model in self.models.items():
+            models[key] = {}
+            for stored, dtype in model:
+                models[key][stored.name] = PtTensor(dtype, stored.shape)
+                tensors[models[key][stored.name]] = (stored, dtype)
+        write_pt(file, self.values | models, lambda tensor: stream(*tensors[tensor]))
+
+
+@dataclass(frozen=True)
+class SafetensorsOutput:
+    """A .safetensors file."""
+
+    path: Path
+    tensors: Sequence[tuple[Stored, torch.dtype]]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its tensors."""
+        return sum(_nbytes(*tensor) for tensor in self.tensors)
+
+    def write(self, file: BinaryIO, stream: Blocks) -> None:
+        """Write everything."""
+        described = [(stored.name, dtype, stored.shape) for stored, dtype in self.tensors]
+        file.write(header_bytes(described, {"format": "pt"}))
+        for stored, dtype in self.tensors:
+            for block in stream(stored, dtype):
+                file.write(block)
+
+
+class Writer:
+    """Writes files from a source, several at a time; each is on the disk when it is done."""
+
+    def __init__(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
+        self._source = source
+        self._progress = progress
+        self._stop = Event()
+        self._lock = Lock()
+        self._unreleased = 0
+
+    def write(self, outputs: Sequence[Output]) -> None:
+        """Write all files or raise the first error; on an error the others stop soon."""
+        workers = max(1, min(len(outputs), os.cpu_count() or 1))
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(self._write, output) for output in outputs]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                self._stop.set()
+                for future in futures:
+                    future.cancel()
+            for future in done:
+                future.result()
+
+    def _write(self, output: Output) -> None:
+        output.path.parent.mkdir(parents=True, exist_ok=True)
+        buffer = new_buffer()
+        with output.path.open("xb") as file:
+            written = 0
+
+            def stream(stored: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
+                nonlocal written
+                pieces = stored.pieces(self._source.wholes)
+                for block in blocks(stored.viewed, pieces, dtype, buffer):
+                    yield block
+                    self._count(len(block))
+                    if (written := written + len(block)) > FLUSH:
+                        written = 0
+                        _start_flush(file)
+
+            output.write(file, stream)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _count(self, size: int) -> None:
+        if self._stop.is_set():
+            raise InterruptedError("another file could not be written")
+        with self._lock:
+            self._unreleased += size
+            if self._unreleased > LET_GO:
+                self._unreleased = 0
+                self._source.let_go()
+            if self._progress is not None:
+                self._progress(size)
+
+
+def typed(
+    stored: Sequence[Stored], wholes: Wholes, wanted: torch.dtype | None
+) -> list[tuple[Stored, torch.dtype]]:
+    """Return tensors with the types they will have: the wanted one, else that of their source."""
+    return [(tensor, tensor.dtype(wholes, wanted)) for tensor in stored]
+
+
+def _nbytes(stored: Stored, dtype: torch.dtype) -> int:
+    count = dtype.itemsize
+    for size in stored.shape:
+        count *= size
+    return count
+
+
+def _start_flush(file: BinaryIO) -> None:
+    """Let the disk begin with what has been written."""
+    file.flush()
+    os.fdatasync(file.fileno())

@@ -1,0 +1,225 @@
+"""The tensors of one rank: which tiles of which whole weights, under which names.
+
+The same answer serves files to write, files to read and the parameters of a live model.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from mindspeed_llm.checkpoint.assembly import Stored, Tile
+from mindspeed_llm.checkpoint.boxes import Box, whole
+from mindspeed_llm.checkpoint.layout import Chunk, Rank
+from mindspeed_llm.models.rules import Cut
+from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.table import Weight
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+FUSED_LATENT_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+LATENT_DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
+@dataclass(frozen=True)
+class Style:
+    """What Megatron's layer specs name and store differently."""
+
+    fuses_norms: bool = False
+    """Norms belong to the linear layer after them (transformer_engine specs)."""
+    experts: str = "each"
+    """One module "each", one "numbered" module or one "joined" tensor for all local experts."""
+    cuts_latent_down: bool = True
+    """Tensor parallelism cuts the down projections of latent attention."""
+    joins_latent_down: bool = False
+    """Both down projections are one uncut linear_qkv (MindSpeed-LLM)."""
+    mtp_layer: str = "transformer_layer"
+    """The module inside a layer of multi-token prediction."""
+
+    @classmethod
+    def found(cls, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> "Style":
+        """See the style of tensors that are there."""
+        names = "\n".join(tensors)
+        experts = "each"
+        if ".experts.weight1" in names:
+            experts = "joined"
+        elif ".experts.linear_fc1.weight" in names:
+            experts = "numbered"
+        latent = [t for n, t in tensors.items() if "linear_kv_down_proj.weight" in n]
+        is_cut = bool(latent) and shape.mla is not None
+        is_cut = is_cut and latent[0].shape[0] != shape.mla.kv_down_size  # type: ignore[union-attr]
+        return cls(
+            fuses_norms=".layer_norm_weight" in names,
+            experts=experts,
+            cuts_latent_down=is_cut,
+            joins_latent_down=shape.mla is not None and ".linear_qkv.weight" in names,
+            mtp_layer="mtp_model_layer" if ".mtp_model_layer." in names else "transformer_layer",
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Names and cuts the weights of a model for its ranks."""
+
+    shape: ModelShape
+    weights: Sequence[Weight]
+    style: Style
+    vocab_size: int
+    """Rows of the embedding with its padding."""
+
+    def stored(self, chunk: Chunk, rank: Rank) -> list[Stored]:
+        """Return the tensors that a rank has in a chunk."""
+        found = [
+            self._tensor(weight, name, rank)
+            for weight, name in self._named(chunk)
+            if weight.expert is None or weight.expert in rank.experts(self._num_experts)
+        ]
+        if self.style.experts == "joined":
+            found = list(_with_joined_experts(found))
+        if self.style.joins_latent_down:
+            found = list(_with_joined_latent_down(found))
+        return found
+
+    @property
+    def _num_experts(self) -> int:
+        return self.shape.moe.num_experts if self.shape.moe else 0
+
+    @cached_property
+    def _by_layer(self) -> dict[tuple[str, str], list[Weight]]:
+        """Return the weights under ("decoder", its layer), ("mtp", its layer) or ("", "")."""
+        found: dict[tuple[str, str], list[Weight]] = {}
+        for weight in self.weights:
+            part, dot, rest = weight.name.partition(".layers.")
+            found.setdefault((part, rest.partition(".")[0]) if dot else ("", ""), []).append(weight)
+        return found
+
+    def _named(self, chunk: Chunk) -> Iterator[tuple[Weight, str]]:
+        """Yield the weights of a chunk with their names in it."""
+        has_mtp = chunk.is_last and self.shape.mtp_num_layers > 0
+        for weight in self._by_layer[("", "")]:
+            if weight.name == EMBEDDING:
+                if chunk.is_first or has_mtp:
+                    yield weight, EMBEDDING
+                if self.shape.tied and chunk.is_last and not chunk.is_first:
+                    yield weight, OUTPUT
+            elif chunk.is_last:
+                yield weight, weight.name
+        for local, number in chunk.layers:
+            head = f"decoder.layers.{number}."
+            for weight in self._by_layer[("decoder", str(number))]:
+                yield weight, f"decoder.layers.{local}.{weight.name.removeprefix(head)}"
+        for number in range(self.shape.mtp_num_layers if has_mtp else 0):
+            yield from ((weight, weight.name) for weight in self._by_layer[("mtp", str(number))])
+
+    def _tensor(self, weight: Weight, name: str, rank: Rank) -> Stored:
+        size, cut, is_padded = weight.shape, weight.cut, False
+        if cut is Cut.VOCABULARY:
+            size, cut, is_padded = (self.vocab_size, *size[1:]), Cut.ROWS, True
+        if any(part in name for part in LATENT_DOWN) and not self.style.cuts_latent_down:
+            cut = Cut.NONE
+        index, count = rank.tp, rank.tp_size
+        if weight.expert is not None:
+            index, count = rank.etp, rank.etp_size
+        boxes = list(_cut(size, cut, index, count))
+        tiles = tuple(Tile(weight.name, place, at, is_padded=is_padded) for place, at in boxes)
+        extent = tuple(max(stop for _, stop in pairs) for pairs in zip(*(at for _, at in boxes)))
+        return Stored(self._spelled(weight, name, rank), extent, tiles, None, weight.is_float32)
+
+    def _spelled(self, weight: Weight, name: str, rank: Rank) -> str:
+        """Return the name as the style has it."""
+        name = name.replace(".transformer_layer.", f".{self.style.mtp_layer}.")
+        if weight.expert is not None:
+            local = weight.expert - rank.experts(self._num_experts).start
+            head, _, tail = name.partition(f".experts.{weight.expert}.")
+            if self.style.experts == "numbered":
+                return f"{head}.experts.{tail}{local}"
+            return f"{head}.experts.local_experts.{local}.{tail}"
+        if self.style.fuses_norms:
+            return self._fused(weight, name)
+        return name
+
+    def _fused(self, weight: Weight, name: str) -> str:
+        norms = FUSED_LATENT_NORMS if self.shape.mla else FUSED_NORMS
+        for plain, fused in norms.items():
+            if name.endswith("." + plain):
+                # A norm before a router stays alone: there is no one linear layer after it.
+                if plain.startswith("pre_mlp") and self._is_moe(weight.name):
+                    return name
+                return name.removesuffix(plain) + fused
+        return name
+
+    def _is_moe(self, name: str) -> bool:
+        part, _, rest = name.partition("layers.")
+        number = int(rest.partition(".")[0])
+        return self.shape.is_moe_layer(number + (self.shape.num_layers if part == "mtp." else 0))
+
+
+def _with_joined_experts(found: Iterable[Stored]) -> Iterator[Stored]:
+    """Join the experts of a layer in weight1 and weight2, each expert transposed in memory."""
+    groups: dict[str, list[Stored]] = {}
+    for tensor in found:
+        if ".experts.local_experts." not in tensor.name:
+            yield tensor
+            continue
+        head, _, tail = tensor.name.partition(".local_experts.")
+        number = 1 if "linear_fc1" in tail else 2
+        groups.setdefault(f"{head}.weight{number}", []).append(tensor)
+    for name, tensors in groups.items():
+        rows, columns = tensors[0].shape
+        tiles = tuple(
+            _turned(tile, number) for number, tensor in enumerate(tensors) for tile in tensor.tiles
+        )
+        count = len(tensors)
+        # Megatron views the memory, which goes expert by expert, as one matrix.
+        shape = (columns, count * rows) if name.endswith("1") else (count * columns, rows)
+        yield Stored(name, shape, tiles, (count, columns, rows))
+
+
+def _turned(tile: Tile, number: int) -> Tile:
+    return replace(tile, at=((number, number + 1), *tile.at[::-1]), is_transposed=True)
+
+
+def _with_joined_latent_down(found: Iterable[Stored]) -> Iterator[Stored]:
+    """Put the query's down projection above that of key and value in one linear_qkv."""
+    queries: dict[str, Stored] = {}
+    for tensor in found:
+        if ".linear_q_down_proj." in tensor.name:
+            queries[tensor.name.replace("linear_q_down_proj", "linear_qkv")] = tensor
+        elif ".linear_kv_down_proj." in tensor.name:
+            name = tensor.name.replace("linear_kv_down_proj", "linear_qkv")
+            above = queries.get(name)
+            start = above.shape[0] if above else 0
+            tiles = tuple(
+                replace(tile, at=((start, start + tensor.shape[0]), *tile.at[1:]))
+                for tile in tensor.tiles
+            )
+            shape = (start + tensor.shape[0], *tensor.shape[1:])
+            yield Stored(name, shape, (*(above.tiles if above else ()), *tiles))
+        else:
+            yield tensor
+
+
+def _cut(size: tuple[int, ...], cut: Cut, index: int, count: int) -> Iterator[tuple[Box, Box]]:
+    """Yield the boxes of a whole weight that a rank has, and where they are in its tensor."""
+    box = whole(size)
+    if cut is Cut.NONE or count == 1:
+        yield box, box
+    elif cut is Cut.COLUMNS:
+        width = size[1] // count
+        yield (box[0], (index * width, (index + 1) * width)), (box[0], (0, width))
+    else:
+        parts = 2 if cut is Cut.HALVES else 1
+        part = size[0] // parts
+        height = part // count
+        for number in range(parts):
+            start = number * part + index * height
+            at = (number * height, (number + 1) * height)
+            yield ((start, start + height), *box[1:]), (at, *box[1:])

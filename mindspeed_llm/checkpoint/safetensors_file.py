@@ -1,0 +1,125 @@
+"""Read and write .safetensors files: 8 bytes of length, a JSON header, the numbers."""
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_llm.checkpoint.mapped_file import MappedFile
+
+LARGEST_HEADER = 100_000_000
+"""Bytes; the limit of the format's own library."""
+ALIGNMENT = 8
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def read_safetensors(file: MappedFile) -> dict[str, torch.Tensor]:
+    """Return views of the tensors; every number of the header is checked before it is used."""
+    header, start = _header(file)
+    header.pop("__metadata__", None)
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        dtype, shape, (begin, end) = _entry(file, name, entry)
+        spans.append((begin, end, name))
+        if end > file.size - start:
+            raise ConfigError(
+                f"{file.path}: {name} ends at byte {start + end} of {file.size}: the file is cut "
+                "off or its header is wrong"
+            )
+        tensors[name] = file.tensor(start + begin, dtype, shape)
+    spans.sort()
+    for (_, end, first), (begin, _, second) in zip(spans, spans[1:]):
+        if begin < end:
+            raise ConfigError(f"{file.path}: {first} and {second} share bytes")
+    return tensors
+
+
+def header_bytes(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the beginning of a file that holds these tensors in this order."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
+    if file.size < 8:
+        raise ConfigError(f"{file.path}: has {file.size} bytes: not a safetensors file")
+    (length,) = struct.unpack("<Q", file.read(0, 8))
+    if length > min(file.size - 8, LARGEST_HEADER):
+        raise ConfigError(
+            f"{file.path}: its header would have {length} bytes, the file has {file.size}: it is "
+            "cut off or not a safetensors file"
+        )
+    try:
+        header = json.loads(file.read(8, 8 + length), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file.path}: its header is not valid: {error}") from None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{file.path}: its header is a {type(header).__name__}, not an object")
+    return header, 8 + length
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
+
+
+def _entry(
+    file: MappedFile, name: str, entry: Any
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
+    """Check one tensor's entry."""
+    where = f"{file.path}: {name}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ConfigError(f"{where} lacks dtype, shape or data_offsets in the header")
+    kind, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise ConfigError(f"{where} has the type {kind!r}; {did_you_mean(str(kind), DTYPES)}")
+    if not (_are_sizes(shape) and len(shape) <= 8):
+        raise ConfigError(f"{where} has the shape {shape!r}")
+    if not (_are_sizes(span) and len(span) == 2):
+        raise ConfigError(f"{where} has the data_offsets {span!r}")
+    expected = math.prod(shape) * DTYPES[kind].itemsize
+    if span[1] - span[0] != expected:
+        raise ConfigError(
+            f"{where} takes {span[1] - span[0]} bytes, but {kind} of {shape} takes {expected}"
+        )
+    return DTYPES[kind], tuple(shape), (span[0], span[1])
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
+    )

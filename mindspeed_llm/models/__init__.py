@@ -1,0 +1,1 @@
+"""Model families: shape from an HF config, weight-name table, and the Megatron model."""

@@ -1,0 +1,75 @@
+"""The shape of a Llama-like model."""
+
+from collections.abc import Collection
+from typing import Any
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.models.hf_config import HfConfig
+from mindspeed_llm.models.shape import ModelShape
+
+
+def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
+    """Read the shape from a config.json and, where the tensors are known, from their names."""
+    return ModelShape(family="llama", **common_fields(config, tensors))
+
+
+def common_fields(
+    config: HfConfig, tensors: Collection[str], has_qkv_bias: bool = False
+) -> dict[str, Any]:
+    """Return the fields that Llama shares with other families."""
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"{config.source}: hidden_act is {activation!r}: only silu is served")
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    groups = config.integer("num_key_value_heads", default=heads)
+    if heads % groups:
+        raise ConfigError(f"{config.source}: {groups} key/value heads do not divide {heads} heads")
+    biases = _biases(config, tensors, has_qkv_bias)
+    return {
+        "num_layers": config.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": config.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": config.integer("head_dim", default=hidden // heads),
+        "vocab_size": config.integer("vocab_size"),
+        "max_position_embeddings": config.integer("max_position_embeddings", default=2048),
+        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
+        "tied": _is_tied(config, tensors),
+        "sliding_window": _window(config),
+        "rotary": config.rotary(),
+        **biases,
+    }
+
+
+def _is_tied(config: HfConfig, tensors: Collection[str]) -> bool:
+    """Read the config or, where it is silent, see whether there is an output layer."""
+    has_no_head = bool(tensors) and "lm_head.weight" not in tensors
+    return bool(config.get("tie_word_embeddings", has_no_head))
+
+
+def _window(config: HfConfig) -> int | None:
+    """Return the sliding window, where it is on and shorter than the longest sequence."""
+    window = config.get("sliding_window")
+    if window is None or not config.get("use_sliding_window", True):
+        return None
+    if len(set(config.get("layer_types", []))) > 1:
+        raise ConfigError(f"{config.source}: layers with and without a sliding window are mixed")
+    window = config.integer("sliding_window")
+    return window if window < config.integer("max_position_embeddings") else None
+
+
+def _biases(config: HfConfig, tensors: Collection[str], has_qkv_bias: bool) -> dict[str, bool]:
+    """Find the biases among the tensors or, where these are unknown, in the config."""
+    qkv = has_qkv_bias or bool(config.get("attention_bias", False))
+    output, mlp = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
+    if tensors:
+        endings = {".".join(name.split(".")[-2:]) for name in tensors}
+        qkv, output = "q_proj.bias" in endings, "o_proj.bias" in endings
+        mlp = "down_proj.bias" in endings
+    if output != mlp:
+        there, missing = ("o_proj", "MLP") if output else ("MLP", "o_proj")
+        raise ConfigError(
+            f"{config.source}: there is a bias in the {there} but none in the {missing}: "
+            "Megatron has a bias in both or in neither"
+        )
+    return {"qkv_bias": qkv, "linear_bias": output}

@@ -1,0 +1,233 @@
+"""The Megatron model of a shape: its TransformerConfig, its layer specs and the GPTModel.
+
+Works with every megatron-core from 0.12.1 on; import the adaptor first.
+"""
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.models.shape import ModelShape, MoeShape
+
+logger = logging.getLogger(__name__)
+
+Impl = Literal["local", "transformer_engine"]
+
+
+def transformer_config(
+    shape: ModelShape, *, noop_layers: Sequence[int] = (), **settings: Any
+) -> Any:
+    """Return the TransformerConfig of a shape; settings (parallel sizes, types) come on top."""
+    from megatron.core.transformer import transformer_config as megatron
+
+    fields = _dense_fields(shape)
+    kind = megatron.TransformerConfig
+    if shape.mla is not None:
+        kind = megatron.MLATransformerConfig
+        fields |= _latent_fields(shape, {field.name for field in dataclasses.fields(kind)})
+    if shape.moe is not None:
+        fields |= _moe_fields(shape.moe)
+    fields |= {"mtp_num_layers": shape.mtp_num_layers or None}
+    config = kind(**_with_noops(fields, noop_layers) | settings)
+    if shape.mla is None and shape.rotary.scaling == "yarn":
+        for name, value in _yarn(shape).items():
+            setattr(config, name, value)  # GPTModel reads them from there, they are no fields
+    return config
+
+
+def gpt_model(
+    shape: ModelShape,
+    config: Any,
+    *,
+    impl: Impl = "transformer_engine",
+    vocab_size: int | None = None,
+    max_sequence_length: int | None = None,
+    vp_stage: int | None = None,
+    **arguments: Any,
+) -> Any:
+    """Build the part of the model that this rank (and virtual stage) holds.
+
+    `vocab_size` counts the padding; other arguments (pre_process, parallel_output) are GPTModel's.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = layer_spec(config, impl, vp_stage)
+    known = inspect.signature(GPTModel).parameters
+    if "vp_stage" in known:
+        arguments["vp_stage"] = vp_stage
+    if shape.mtp_num_layers:
+        arguments["mtp_block_spec"] = _mtp_spec(config, spec, impl, vp_stage)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=vocab_size or shape.vocab_size,
+        max_sequence_length=max_sequence_length or shape.max_position_embeddings,
+        share_embeddings_and_output_weights=shape.tied,
+        **_rotary_arguments(shape, known["position_embedding_type"].annotation),
+        **arguments,
+    )
+
+
+def layer_spec(config: Any, impl: Impl, vp_stage: int | None = None) -> Any:
+    """Return the specs of the layers that this rank (and virtual stage) holds."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    stage = _stage(get_gpt_decoder_block_spec, vp_stage)
+    if impl == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, **stage)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, **stage
+    )
+    # Megatron chooses the norm after the last layer by what is installed, not by what is asked for.
+    return dataclasses.replace(spec, layer_norm=WrappedTorchNorm)
+
+
+def _mtp_spec(config: Any, spec: Any, impl: Impl, vp_stage: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    stage = _stage(get_gpt_mtp_block_spec, vp_stage)
+    return get_gpt_mtp_block_spec(
+        config, spec, use_transformer_engine=impl == "transformer_engine", **stage
+    )
+
+
+def _stage(function: Any, vp_stage: int | None) -> dict[str, Any]:
+    """Return the virtual stage for functions that take it; older ones read a global."""
+    return {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(function).parameters else {}
+
+
+def _dense_fields(shape: ModelShape) -> dict[str, Any]:
+    window = shape.sliding_window
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.kv_channels,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": shape.linear_bias,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_layernorm,
+        "window_size": (window - 1, 0) if window else None,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _moe_fields(moe: MoeShape) -> dict[str, Any]:
+    if moe.score_function == "sigmoid" and not moe.normalize_topk:
+        raise ConfigError("Megatron normalizes the weights of experts chosen by sigmoid scores")
+    fields = {
+        "num_moe_experts": moe.num_experts,
+        "moe_router_topk": moe.topk,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [int(is_moe) for is_moe in moe.is_moe_layer],
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        "moe_router_score_function": moe.score_function,
+        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalize_topk,
+        "moe_router_topk_scaling_factor": moe.topk_scaling_factor,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": moe.aux_loss_coeff,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if moe.num_groups and moe.group_topk and moe.group_topk < moe.num_groups:
+        counted = moe.topk // moe.group_topk
+        if counted != {"max": 1, "top2": 2}[moe.group_score]:
+            logger.warning(
+                "groups of experts are chosen by the sum of their best %d scores, as Megatron "
+                "does; the HF model chooses by %s",
+                counted,
+                {"max": "the best one", "top2": "the sum of the best 2"}[moe.group_score],
+            )
+        fields |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.group_topk}
+    return fields
+
+
+def _latent_fields(shape: ModelShape, known: set[str]) -> dict[str, Any]:
+    mla, rotary = shape.mla, shape.rotary
+    assert mla is not None
+    if rotary.scaling not in ("none", "yarn"):
+        raise ConfigError(f"latent attention in Megatron has no rotary scaling {rotary.scaling}")
+    # The name of the length changed, and with it which factor tempers the softmax.
+    length = "original_max_position_embeddings"
+    if length not in known:
+        length = "max_position_embeddings"
+        if rotary.scaling == "yarn" and rotary.mscale != rotary.mscale_all_dim:
+            raise ConfigError(
+                f"mscale {rotary.mscale:g} and mscale_all_dim {rotary.mscale_all_dim:g} differ: "
+                "that needs megatron-core 0.13 or newer"
+            )
+    return {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "yarn" if rotary.scaling == "yarn" else "rope",
+        "rotary_base": rotary.base,
+        "rotary_scaling_factor": rotary.factor if rotary.scaling == "yarn" else 1.0,
+        length: rotary.original_length,
+        "beta_fast": rotary.beta_fast,
+        "beta_slow": rotary.beta_slow,
+        "mscale": rotary.mscale,
+        "mscale_all_dim": rotary.mscale_all_dim,
+    }
+
+
+def _rotary_arguments(shape: ModelShape, kinds: Any) -> dict[str, Any]:
+    rotary = shape.rotary
+    arguments = {"position_embedding_type": "rope", "rotary_base": rotary.base}
+    if shape.mla is not None or rotary.scaling == "none":
+        return arguments
+    if rotary.scaling == "linear":
+        return arguments | {"seq_len_interpolation_factor": rotary.factor}
+    if rotary.scaling == "yarn":
+        if "yarn" not in get_args(kinds):
+            raise ConfigError(
+                "this megatron-core has no yarn rotary scaling outside MLA: update it"
+            )
+        return arguments | {"position_embedding_type": "yarn"}
+    fixed = (rotary.low_frequency_factor, rotary.high_frequency_factor, rotary.original_length)
+    if fixed != (1.0, 4.0, 8192):
+        raise ConfigError(
+            "llama3 rotary scaling in Megatron has low_freq_factor 1, high_freq_factor 4 and "
+            f"original_max_position_embeddings 8192; the model has {fixed}"
+        )
+    return arguments | {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
+
+
+def _yarn(shape: ModelShape) -> dict[str, Any]:
+    rotary = shape.rotary
+    return {
+        "yarn_rotary_scaling_factor": rotary.factor,
+        "yarn_original_max_position_embeddings": rotary.original_length,
+        "yarn_beta_fast": rotary.beta_fast,
+        "yarn_beta_slow": rotary.beta_slow,
+        "yarn_mscale": rotary.mscale,
+        "yarn_mscale_all_dim": rotary.mscale_all_dim,
+        "yarn_correction_range_round_to_int": True,
+    }
+
+
+def _with_noops(fields: dict[str, Any], noops: Sequence[int]) -> dict[str, Any]:
+    """Lengthen the model by layers that do nothing, at these numbers of the longer model."""
+    if not noops:
+        return fields
+    total = fields["num_layers"] + len(noops)
+    longer = {"num_layers": total}
+    if "moe_layer_freq" in fields:
+        kinds = iter(fields["moe_layer_freq"])
+        longer["moe_layer_freq"] = [0 if i in noops else next(kinds) for i in range(total)]
+    return fields | longer

@@ -1,0 +1,26 @@
+"""The shape of a Qwen3-MoE model."""
+
+from collections.abc import Collection
+
+from mindspeed_llm.models.hf_config import HfConfig
+from mindspeed_llm.models.llama.shape import common_fields
+from mindspeed_llm.models.shape import ModelShape, MoeShape
+
+
+def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
+    """Read the shape from a config.json."""
+    fields = common_fields(config, tensors) | {"qk_layernorm": True}
+    step, dense = config.integer("decoder_sparse_step", default=1), config.get("mlp_only_layers")
+    is_moe = [
+        layer not in (dense or []) and (layer + 1) % step == 0
+        for layer in range(fields["num_layers"])
+    ]
+    moe = MoeShape(
+        num_experts=config.integer("num_experts", "num_local_experts"),
+        topk=config.integer("num_experts_per_tok"),
+        ffn_hidden_size=config.integer("moe_intermediate_size"),
+        is_moe_layer=tuple(is_moe),
+        normalize_topk=bool(config.get("norm_topk_prob", False)),
+        aux_loss_coeff=config.number("router_aux_loss_coef", 0.0),
+    )
+    return ModelShape(family="qwen3_moe", moe=moe, **fields)

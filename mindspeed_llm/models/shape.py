@@ -1,0 +1,188 @@
+"""What a model is, whatever its family: what its weights and its Megatron model need to know."""
+
+from functools import reduce
+from typing import Any, Literal
+
+from mindspeed.config import Options
+
+Scaling = Literal["none", "linear", "llama3", "yarn"]
+
+
+class RotaryShape(Options):
+    """Rotary position embedding; the fields of a scaling count only where `scaling` names it."""
+
+    base: float = 10000.0
+    """Base of the frequencies."""
+    scaling: Scaling = "none"
+    """How positions beyond the trained length are reached."""
+    factor: float = 1.0
+    """How many times longer than the trained length."""
+    original_length: int = 8192
+    """Length the model was trained on (llama3, yarn)."""
+    low_frequency_factor: float = 1.0
+    """Wavelengths above original_length / this are scaled (llama3)."""
+    high_frequency_factor: float = 4.0
+    """Wavelengths below original_length / this stay (llama3)."""
+    beta_fast: float = 32.0
+    """Rotations above which a dimension is not scaled (yarn)."""
+    beta_slow: float = 1.0
+    """Rotations below which a dimension is fully scaled (yarn)."""
+    mscale: float = 1.0
+    """Weight of the attention temperature (yarn)."""
+    mscale_all_dim: float = 0.0
+    """Weight of the temperature taken out of the rotation and put on the softmax (yarn)."""
+
+
+class MoeShape(Options):
+    """Routed and shared experts."""
+
+    num_experts: int
+    """Routed experts in a layer."""
+    topk: int
+    """Experts that a token visits."""
+    ffn_hidden_size: int
+    """Width of one routed expert."""
+    is_moe_layer: tuple[bool, ...]
+    """For each layer: experts (true) or a dense MLP (false)."""
+    shared_ffn_hidden_size: int | None = None
+    """Width of all shared experts together; nothing where there are none."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    normalize_topk: bool = True
+    """The weights of the chosen experts sum to 1 (before topk_scaling_factor)."""
+    topk_scaling_factor: float | None = None
+    """Factor on the weights of the chosen experts."""
+    num_groups: int | None = None
+    """Groups of experts of which only group_topk are considered for a token."""
+    group_topk: int | None = None
+    """Groups considered for a token."""
+    group_score: Literal["max", "top2"] = "top2"
+    """How a group is scored: by its best expert or by the sum of its best two."""
+    expert_bias: bool = False
+    """A bias chooses, but does not weigh, the experts (balancing without auxiliary loss)."""
+    aux_loss_coeff: float = 0.0
+    """Factor of the load-balancing loss."""
+
+
+class MlaShape(Options):
+    """Multi-head latent attention."""
+
+    q_lora_rank: int | None
+    """Rank of the compressed query; nothing where queries are not compressed."""
+    kv_lora_rank: int
+    """Rank of the compressed key and value."""
+    qk_head_dim: int
+    """Part of a query and key head without positions."""
+    qk_pos_emb_head_dim: int
+    """Part of a query and key head with rotary positions."""
+    v_head_dim: int
+    """Size of a value head."""
+
+    @property
+    def q_head_dim(self) -> int:
+        """Return the size of a whole query head."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+    @property
+    def kv_up_head_dim(self) -> int:
+        """Return what one head takes out of the compressed key and value."""
+        return self.qk_head_dim + self.v_head_dim
+
+    @property
+    def kv_down_size(self) -> int:
+        """Return the width of the compressed key and value with the shared rotary part."""
+        return self.kv_lora_rank + self.qk_pos_emb_head_dim
+
+
+class ModelShape(Options):
+    """A decoder-only model with RMSNorm, gated SiLU MLPs and rotary positions."""
+
+    family: str
+    """Name of the family, as in mindspeed_llm.models.families."""
+    num_layers: int
+    """Decoder layers, without those of multi-token prediction."""
+    hidden_size: int
+    """Width of the residual stream."""
+    ffn_hidden_size: int
+    """Width of a dense MLP."""
+    num_attention_heads: int
+    """Query heads."""
+    num_query_groups: int
+    """Key and value heads."""
+    kv_channels: int
+    """Size of a head."""
+    vocab_size: int
+    """Rows of the embedding in the HF weights."""
+    max_position_embeddings: int
+    """Longest sequence the model is meant for."""
+    norm_epsilon: float = 1e-6
+    """Epsilon of every RMSNorm."""
+    tied: bool = False
+    """The output layer is the embedding."""
+    qkv_bias: bool = False
+    """The query, key and value projections have a bias."""
+    linear_bias: bool = False
+    """Every other projection of attention and MLP has one, too."""
+    qk_layernorm: bool = False
+    """Query and key heads are normalized."""
+    sliding_window: int | None = None
+    """Positions a query sees; nothing where it sees all before it."""
+    rotary: RotaryShape = RotaryShape()
+    """Rotary position embedding."""
+    moe: MoeShape | None = None
+    """Experts; nothing in a dense model."""
+    mla: MlaShape | None = None
+    """Latent attention; nothing where attention has separate heads."""
+    mtp_num_layers: int = 0
+    """Layers for multi-token prediction whose weights are there."""
+
+    @property
+    def query_size(self) -> int:
+        """Return the width of all query heads."""
+        head = self.mla.q_head_dim if self.mla else self.kv_channels
+        return self.num_attention_heads * head
+
+    @property
+    def kv_size(self) -> int:
+        """Return the width of all key heads, which is that of all value heads."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def kv_up_size(self) -> int:
+        """Return the width of what all heads take out of the compressed key and value."""
+        assert self.mla is not None
+        return self.num_attention_heads * self.mla.kv_up_head_dim
+
+    @property
+    def attention_size(self) -> int:
+        """Return the width of what attention gives to its output projection."""
+        head = self.mla.v_head_dim if self.mla else self.kv_channels
+        return self.num_attention_heads * head
+
+    @property
+    def two_hidden(self) -> int:
+        """Return the width of an embedding beside a hidden state, which MTP joins."""
+        return 2 * self.hidden_size
+
+    @property
+    def untied(self) -> bool:
+        """Return whether the output layer has weights of its own."""
+        return not self.tied
+
+    @property
+    def q_is_compressed(self) -> bool:
+        """Return whether latent attention compresses its queries."""
+        return self.mla is not None and self.mla.q_lora_rank is not None
+
+    @property
+    def q_is_direct(self) -> bool:
+        """Return whether latent attention projects its queries at once."""
+        return self.mla is not None and self.mla.q_lora_rank is None
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether a layer has experts; a layer of multi-token prediction is as the last."""
+        return self.moe is not None and self.moe.is_moe_layer[min(layer, self.num_layers - 1)]
+
+    def get(self, path: str) -> Any:
+        """Return the value of a dotted field or property name; nothing under a missing part."""
+        return reduce(lambda value, name: value and getattr(value, name), path.split("."), self)
