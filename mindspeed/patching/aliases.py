@@ -18,11 +18,16 @@ class Aliases(MetaPathFinder):
     def __init__(self) -> None:
         self._served: dict[str, str] = {}
 
-    def serve(self, name: str, real: str) -> bool:
-        """Answer `import name[.sub]` with `real[.sub]`; False if `name` exists by itself."""
+    def serve(self, name: str, real: str, without: str | None = None) -> bool:
+        """Answer `import name[.sub]` with `real[.sub]`; False if `name` exists by itself.
+
+        A module that exists and cannot work `without` some package is served where that is absent.
+        """
         if name in self._served:
             return self._served[name] == real
-        if is_installed(name, skip=(self,)):
+        exists = is_installed(name, skip=(self,))
+        wanted = not exists if without is None else exists and not is_installed(without)
+        if not wanted:
             return False
         self._served[name] = real
         if self not in sys.meta_path:

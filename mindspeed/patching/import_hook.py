@@ -16,7 +16,7 @@ class _WatchedSpec(ModuleSpec):
 
     The import system keeps `_initializing` true while the body of a module runs, also for imports
     under way when the watch begins, and clears it before any importer goes on. The loader stays as
-    it was.
+    it was. Other threads that import the module wait until the callbacks have returned.
     """
 
     @property
@@ -25,11 +25,14 @@ class _WatchedSpec(ModuleSpec):
 
     @_initializing.setter
     def _initializing(self, value: bool) -> None:
-        vars(self)["_initializing"] = value
-        if not value:
-            self.__class__ = ModuleSpec  # type: ignore[assignment]
-            for callback in vars(self).pop("_callbacks"):
+        callbacks = () if value else vars(self).pop("_callbacks")
+        try:
+            for callback in callbacks:
                 callback(self.name)
+        finally:
+            vars(self)["_initializing"] = value
+            if not value:
+                self.__class__ = ModuleSpec  # type: ignore[assignment]
 
 
 class ImportHook(MetaPathFinder):
@@ -47,9 +50,8 @@ class ImportHook(MetaPathFinder):
         if names:
             sys.meta_path.insert(0, self)
         for name in names:
-            module = sys.modules.get(name)
-            if module is not None and not is_complete(module):
-                self._watch(module.__spec__)
+            if name in sys.modules:
+                self._watch(_spec_of(sys.modules[name]))  # its import is under way
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -66,10 +68,19 @@ class ImportHook(MetaPathFinder):
         if type(spec) is ModuleSpec:
             vars(spec)["_callbacks"] = []
             spec.__class__ = _WatchedSpec
-        if isinstance(spec, _WatchedSpec) and self._arrived not in vars(spec)["_callbacks"]:
-            vars(spec)["_callbacks"].append(self._arrived)
+        callbacks = vars(spec).get("_callbacks") if isinstance(spec, _WatchedSpec) else None
+        if callbacks is not None and self._arrived not in callbacks:
+            callbacks.append(self._arrived)
 
 
-def is_complete(module: ModuleType) -> bool:
-    """Tell whether the body of the module has run to its end."""
-    return not getattr(getattr(module, "__spec__", None), "_initializing", False)
+def is_imported(name: str) -> bool:
+    """Tell whether the module is there and its body has run to its end."""
+    if sys.modules.get(name) is None:
+        return False
+    spec = _spec_of(sys.modules[name])
+    has_run = isinstance(spec, _WatchedSpec) and "_callbacks" not in vars(spec)
+    return has_run or not getattr(spec, "_initializing", False)
+
+
+def _spec_of(module: ModuleType) -> ModuleSpec | None:
+    return getattr(module, "__spec__", None)

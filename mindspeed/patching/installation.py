@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mindspeed.patching.holders import Holders
 from mindspeed.patching.places import is_alone, is_followed, look_up, place_of, unwrap
-from mindspeed.patching.scope import interested_modules
-from mindspeed.patching.search import find_places
 from mindspeed.patching.slots import MISSING, Slot
+from mindspeed.patching.survey import Survey
 from mindspeed.patching.target import Content, Entry, Target
 
 _Groups = Mapping[Target, list[Entry]]
@@ -30,6 +29,9 @@ class Installation:
         try:
             groups = self._group(entries)
             changed = [t for t in self._targets.values() if t.entries != groups.get(t, [])]
+            for target in changed:
+                if target.is_disturbed and target in groups:
+                    raise groups[target][-1].error("somebody else has changed it since")
             if changed:
                 self._change(changed, groups)
         finally:
@@ -76,45 +78,20 @@ class Installation:
                 return target
         return None
 
-    def _change(self, changed: Sequence[Target], groups: _Groups) -> None:
-        modules = set(sys.modules)
-        copies = list(self._search(changed, groups, modules))
+    def _change(self, changed: Collection[Target], groups: _Groups) -> None:
+        survey = Survey(changed, groups, self._packages)
+        survey.look()
         built = self._build(changed, groups)
-        while fresh := set(sys.modules) - modules:  # a factory imported modules, maybe with copies
-            modules |= fresh
-            copies.extend(self._search(changed, groups, fresh))
+        while survey.look_in_new_modules():
             built = self._build(changed, groups)
-        for place, target in copies:
+        survey.look_for_made(built)
+        for place, target in survey.copies():
             self._holders.add(place, target)
-        self._install(built)
+        self._install({each: survey.with_bystanders(each, built[each]) for each in built})
         for target, entries in groups.items():
             self._targets[target.place.identity] = target
             for entry in entries:
                 entry.target = target
-
-    def _search(
-        self, changed: Sequence[Target], groups: _Groups, roots: Collection[str]
-    ) -> Iterator[tuple[Slot, Target]]:
-        """Yield the copies of what stands now; remember who holds a replacement by themselves."""
-        held = {each: t for t in changed if t.entries or not t.alone for each in t.held_ids()}
-        coming = {
-            id(entry.value): target
-            for target in changed
-            for entry in groups.get(target, ())
-            if target.follows and entry.patch.kind == "replace"
-            if entry not in target.entries and not entry.value_is_alone
-        }
-        if not held and not coming:
-            return
-        packages = self._packages | {target.module.partition(".")[0] for target in changed}
-        modules = interested_modules(packages)
-        searched = {name: module for name, module in modules.items() if name in roots}
-        for place, module, found in find_places(held.keys() | coming.keys(), searched, modules):
-            for target in [coming[each] for each in found if each in coming]:
-                target.bystanders[place.identity] = place
-            for target in [held[each] for each in found if each in held]:
-                if not _defines(groups.get(target, ()), module) and target.accepts(place, module):
-                    yield place, target
 
     def _build(self, changed: Collection[Target], groups: _Groups) -> dict[Target, Content]:
         """Build new contents, base classes first, and again what inherits from them."""
@@ -182,11 +159,6 @@ def _no_such(container: Any, name: str) -> str:
 
 def _depth(target: Target) -> int:
     return len(target.place.container.__mro__) if target.in_class else 0
-
-
-def _defines(entries: Iterable[Entry], module: str) -> bool:
-    """The module that defines a replacement refers to the original in order to build on it."""
-    return any(each.patch.kind == "replace" and each.home == module for each in entries)
 
 
 def _check_members(contents: Mapping[Target, Content]) -> None:

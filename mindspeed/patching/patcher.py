@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from mindspeed.patching.aliases import is_alias
 from mindspeed.patching.errors import PatchError
 from mindspeed.patching.finding import find_without_import, regular_package
-from mindspeed.patching.import_hook import ImportHook, is_complete
+from mindspeed.patching.import_hook import ImportHook
 from mindspeed.patching.installation import Installation, check_together
 from mindspeed.patching.patch import Patch, PatchRecord
 from mindspeed.patching.slots import MISSING
@@ -67,9 +67,15 @@ class Patcher:
 
     def _settle(self, entries: list[Entry]) -> None:
         """Apply what can be applied of `entries`, wait for the rest."""
-        self._installation.update(_ready(entries))
+        try:
+            self._installation.update(_ready(entries))
+            while any(each.is_due for each in entries):  # a factory imported its module
+                self._installation.update(_ready(entries))
+        except Exception:
+            self._installation.update([each for each in self._entries if each.target])
+            raise
         self._entries = entries
-        self._hook.expect({each.patch.module for each in entries if each.target is None})
+        self._hook.expect({name for each in entries if (name := each.awaits())})
 
     def _arrived(self, module: str) -> None:
         """The import of an awaited module is complete: apply its patches before anyone sees it."""
@@ -82,19 +88,13 @@ class Patcher:
 
 
 def _ready(entries: list[Entry]) -> list[Entry]:
-    """Return the entries whose module is imported, with their values loaded."""
+    """Return the entries whose modules are imported, with their values loaded."""
     while True:
-        ready = [each for each in entries if _is_imported(each.patch.module)]
+        ready = [each for each in entries if each.target or each.is_due]
         unloaded = [each for each in ready if each.value is MISSING]
         if not unloaded:
             return ready
-        for entry in unloaded:  # which may import the module of another entry
-            entry.load()
-
-
-def _is_imported(name: str) -> bool:
-    module = sys.modules.get(name)
-    return module is not None and is_complete(module)
+        unloaded[0].load()  # which may import what other entries wait for
 
 
 def _check_module(entry: Entry) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from types import FunctionType, ModuleType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from mindspeed.patching.slots import MISSING, ClassAttribute, Slot
@@ -35,30 +37,55 @@ def rewrap(value: Any, like: Any) -> Any:
 
 
 def is_followed(value: Any, module: str) -> bool:
-    """Tell whether copies of what `module` holds are copies of its own object.
+    """Tell whether others that hold the same object hold a copy of what `module` defines.
 
-    Constants are shared by chance, and an object that another package defines (a torch function
-    reached through a Megatron module) is held by others in its own right.
+    Constants, enum members and the like are shared by chance, and an object that another package
+    defines (a torch function reached through a Megatron module) is held in its own right.
     """
-    constants = (str, bytes, int, float, complex, type(None), tuple, frozenset, ModuleType)
-    if value is MISSING or isinstance(value, constants):
+    package = module.partition(".")[0]
+    if value is MISSING or isinstance(value, (Enum, ModuleType)):
         return False
-    home, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not home or not name or home.partition(".")[0] == module.partition(".")[0]:
-        return True
+    if not callable(value):
+        own_kind = str(type(value).__module__).partition(".")[0] == package
+        return own_kind or isinstance(value, (dict, list, set, property))
+    home = str(getattr(value, "__module__", None) or "")
+    if isinstance(value, BuiltinFunctionType) or home.partition(".")[0] == package:
+        return home.partition(".")[0] == package
     found: Any = sys.modules.get(home)
-    for part in name.split("."):
+    for part in str(getattr(value, "__qualname__", "?")).split("."):
         found = getattr(found, part, None)
-    return found is not value
+    return found is not value  # not what its name says: made here, by a foreign decorator
 
 
 def is_alone(place: Slot) -> bool:
-    """Tell whether the place holds a function to which there is no other reference at all."""
-    return _references(place) == _ALONE and type(place.read()) is FunctionType
+    """Tell whether it is certain that nothing but this place holds its function or class.
+
+    The interpreter counts the references to an object: if all of them are accounted for, there is
+    no copy and nothing to search. Anything unexpected only means that a search is made.
+    """
+    kind = type(place.read())
+    if kind is not FunctionType and not issubclass(kind, type):
+        return False
+    return _references(place) - _own_references(place.read()) == _ALONE
 
 
 def _references(place: Slot) -> int:
     return sys.getrefcount(place.read())
+
+
+def _own_references(value: Any) -> int:
+    """Count how often a class is referred to by its own parts and by its subclasses."""
+    if not isinstance(value, type):
+        return 0
+    holders: list[object] = list(vars(value).values())
+    for member in vars(value).values():
+        holders.extend(getattr(unwrap(member), "__closure__", None) or ())
+    family = [value]
+    for cls in family:
+        holders.extend((cls, cls.__mro__, cls.__bases__))
+        family.extend(type.__subclasses__(cls))
+    distinct = {id(holder): holder for holder in holders}.values()
+    return sum(each is value for each in gc.get_referents(*distinct))
 
 
 _ALONE = _references(Slot({"only": lambda: None}, "only"))

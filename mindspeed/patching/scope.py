@@ -8,9 +8,9 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-_OURSELVES = __name__.rpartition(".")[0]
+_OURSELVES = __name__.rpartition(".")[0] + "."
 _STDLIB = os.path.dirname(os.__file__) + os.sep
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_SITE, _DIST = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def interested_modules(packages: Collection[str]) -> dict[str, ModuleType]:
@@ -30,11 +30,8 @@ def namespace_of(module: ModuleType) -> dict[str, Any]:
 
 def _is_interesting(name: str, module: ModuleType, packages: Collection[str]) -> bool:
     top = name.partition(".")[0]
-    if name == _OURSELVES or name.startswith(_OURSELVES + "."):
-        return False
-    if top in packages or top == "__main__" or top.startswith("mindspeed"):
-        return True
-    file = namespace_of(module).get("__file__")
-    if not isinstance(file, str) or top in sys.stdlib_module_names:
-        return False
-    return not file.startswith(_STDLIB) and not any(part in file for part in _INSTALLED)
+    if top not in packages and top != "__main__" and not top.startswith("mindspeed"):
+        file = namespace_of(module).get("__file__")
+        if not isinstance(file, str) or _SITE in file or _DIST in file or file.startswith(_STDLIB):
+            return False
+    return not f"{name}.".startswith(_OURSELVES)

@@ -110,15 +110,16 @@ class Member(Slot):
 SHELLS = (tuple, staticmethod, classmethod, property, MethodType)
 
 
-def shell_parts(shell: object) -> tuple[object, ...]:
+def shell_parts(shell: Any) -> tuple[object, ...]:
     """Return what an immutable holder holds; () for anything that is not one."""
-    if isinstance(shell, tuple):
-        return shell
-    if isinstance(shell, (staticmethod, classmethod)):
+    kind = type(shell)  # isinstance would ask foreign objects for their __class__
+    if issubclass(kind, tuple):
+        return tuple.__getitem__(shell, slice(None))
+    if issubclass(kind, (staticmethod, classmethod)):
         return (shell.__func__,)
-    if isinstance(shell, property):
+    if issubclass(kind, property):
         return (shell.fget, shell.fset, shell.fdel)
-    if isinstance(shell, MethodType):
+    if issubclass(kind, MethodType):
         return (shell.__func__, shell.__self__)
     return ()
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
 
 from mindspeed.patching.errors import PatchError, patch_error
-from mindspeed.patching.patch import Patch, split_reference
+from mindspeed.patching.import_hook import is_imported
+from mindspeed.patching.patch import Kind, Patch, split_reference
 from mindspeed.patching.places import is_alone, look_up, place_of, rewrap, unwrap
 from mindspeed.patching.signatures import mismatch
 from mindspeed.patching.slots import MISSING, ClassAttribute, Slot
@@ -24,7 +26,7 @@ class Entry:
     patch: Patch
     number: int
     value: Any = MISSING
-    value_is_alone: bool = False
+    exclusive: bool = False  # nobody else holds what this patch puts in
     target: Target | None = None
 
     @property
@@ -38,9 +40,27 @@ class Entry:
         reference = split_reference(self.patch.value)
         return reference[0] if reference else str(getattr(self.value, "__module__", ""))
 
+    def is_shared(self, kind: Kind) -> bool:
+        """Tell whether this is a `kind` whose value others may hold too."""
+        return self.patch.kind == kind and not self.exclusive
+
     def error(self, reason: str) -> PatchError:
         """Build an error that names this patch."""
         return patch_error(self.owner, self.patch, reason)
+
+    def awaits(self) -> str | None:
+        """Return the module whose import has to end before this patch can be applied."""
+        if not is_imported(self.patch.module):
+            return self.patch.module
+        module, name = split_reference(self.patch.value) or ("", "")
+        is_coming = module in sys.modules and not is_imported(module)
+        is_there = is_coming and hasattr(sys.modules[module], name.partition(".")[0])
+        return module if is_coming and not is_there else None
+
+    @property
+    def is_due(self) -> bool:
+        """Nothing stands in the way of this patch any more, but it is not applied yet."""
+        return self.target is None and self.awaits() is None
 
     def load(self) -> None:
         """Import the value if it was given by name."""
@@ -55,7 +75,7 @@ class Entry:
                 container = getattr(container, name)
         except (ImportError, AttributeError) as error:
             raise self.error(f"cannot load {self.patch.value}: {error}") from error
-        self.value_is_alone = is_alone(place_of(container, last))
+        self.exclusive = is_alone(place_of(container, last))
         self.value = self._as_given(look_up(container, last))
         if self.value is MISSING:
             raise self.error(f"cannot load {self.patch.value}: there is no {last}")
@@ -69,14 +89,19 @@ class Entry:
         if self.patch.kind == "add":
             return self.value
         wraps = self.patch.kind == "wrap"
-        try:
-            new = unwrap(self.value(before)) if wraps else self.value
-        except Exception as error:
-            raise self.error(f"its factory failed: {error!r}") from error
+        new = self._wrapped(before) if wraps else self.value
         reason = mismatch(original, new, forwards=wraps)
         if reason:
             raise self.error(reason)
         return new
+
+    def _wrapped(self, before: Any) -> Any:
+        try:
+            place = Slot([self.value(before)], 0)
+        except Exception as error:
+            raise self.error(f"its factory failed: {error!r}") from error
+        self.exclusive = is_alone(place)
+        return unwrap(place.read())
 
 
 class Content(NamedTuple):
@@ -85,6 +110,12 @@ class Content(NamedTuple):
     value: Any
     base: Any
     entries: list[Entry]
+    bystanders: Mapping[object, Slot] = {}  # places that held the value before it came here
+
+    @property
+    def last(self) -> Entry | None:
+        """The outermost patch, whose value stands there."""
+        return max(self.entries, key=lambda each: each.order, default=None)
 
 
 @dataclass(eq=False)
@@ -100,7 +131,7 @@ class Target:
     base: Any = MISSING
     current: Any = MISSING
     entries: list[Entry] = field(default_factory=list)
-    bystanders: dict[object, Slot] = field(default_factory=dict)  # held the replacement before
+    bystanders: Mapping[object, Slot] = field(default_factory=dict)
 
     @property
     def in_class(self) -> bool:
@@ -121,14 +152,19 @@ class Target:
 
     def content(self) -> Content:
         """Return what stands in the place now."""
-        return Content(self.place.read(), self.base, self.entries)
+        return Content(self.place.read(), self.base, self.entries, self.bystanders)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Somebody else put something in the place after our patch."""
+        return bool(self.entries) and self.place.read() is not self.current
 
     def install(self, content: Content) -> None:
-        """Put `content` in the place."""
-        if content.value is not self.place.read():
+        """Put `content` in the place; what somebody else put there since is not taken away."""
+        if content.value is not self.place.read() and not self.is_disturbed:
             self.place.write(content.value)
         self.current = self.original if content.value is MISSING else content.value
-        self.base, self.entries = content.base, content.entries
+        self.base, self.entries, self.bystanders = content[1:]
 
     def held_ids(self) -> list[int]:
         """Return the ids by which copies of the current content are known."""
@@ -144,14 +180,13 @@ class Target:
 
     def accepts(self, place: Slot, module: str) -> bool:
         """Tell whether a place in `module` that holds the current content is a copy of this one."""
-        if not self.follows or place.identity == self.place.identity:
+        if not self.follows or place.identity in (self.place.identity, *self.bystanders):
             return False
-        last = max(self.entries, key=lambda each: each.order, default=None)
+        last = self.content().last
         if last is None or last.patch.kind == "wrap":
             return True
-        # A replacement is also held, in its own right, where it comes from.
-        same_package = module.partition(".")[0] == last.home.partition(".")[0]
-        return not same_package and place.identity not in self.bystanders
+        # A replacement is also held, in its own right, by the package it comes from.
+        return module.partition(".")[0] != last.home.partition(".")[0]
 
 
 def _pairs(before: Any, after: Any) -> dict[int, object]:

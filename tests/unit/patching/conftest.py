@@ -1,0 +1,43 @@
+"""Throw-away packages to patch, and a patcher that must leave no trace."""
+
+import importlib
+import sys
+import textwrap
+
+import pytest
+
+from mindspeed.patching import Patcher
+from mindspeed.patching.import_hook import ImportHook
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write modules (pkg__mod="source") to a directory on sys.path; forget them afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    tops = set()
+
+    def write(**files):
+        for name, source in files.items():
+            path = tmp_path / (name.replace("__", "/") + ".py")
+            if path.stem == "init":
+                path = path.with_name("__init__.py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for parent in path.relative_to(tmp_path).parents:
+                if parent.parts:
+                    (tmp_path / parent / "__init__.py").touch()
+            path.write_text(textwrap.dedent(source))
+            tops.add(path.relative_to(tmp_path).parts[0].removesuffix(".py"))
+        importlib.invalidate_caches()
+
+    yield write
+    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def patcher():
+    patcher = Patcher()
+    yield patcher
+    patcher.revert()
+    assert patcher.report() == []
+    assert not any(isinstance(finder, ImportHook) for finder in sys.meta_path)
