@@ -49,11 +49,12 @@ def config(**options):
     return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, **options)
 
 
-def test_rms_norm():
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_rms_norm(zero_centered):
     torch.manual_seed(0)
     x = torch.randn(3, 2, 16)
     build = wrap_wrapped_torch_norm_new(WrappedTorchNorm.__new__)
-    rms = config(normalization="RMSNorm")
+    rms = config(normalization="RMSNorm", layernorm_zero_centered_gamma=zero_centered)
     plain = WrappedTorchNorm(rms, 16, eps=1e-3)
     fused = build(WrappedTorchNorm, config=rms, hidden_size=16, eps=1e-3)
     assert isinstance(fused, FusedRMSNorm)
@@ -61,4 +62,4 @@ def test_rms_norm():
         plain.weight.copy_(torch.rand(16))
     fused.load_state_dict(plain.state_dict())
     torch.testing.assert_close(fused(x), plain(x))
-    assert type(build(WrappedTorchNorm, config(), 16)) is torch.nn.LayerNorm
+    assert isinstance(build(WrappedTorchNorm, config(), 16), torch.nn.LayerNorm)
