@@ -1,2 +1,1 @@
-"""Stand-in for apex where it is absent: only the layer norm that Megatron's local layer specs ask
-for."""
+"""Stand-in for apex where it is absent: the layer norm that Megatron's local specs ask for."""
