@@ -94,8 +94,8 @@ class Training:
 
 
 def _forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
-    tokens = next(data)
-    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+    tokens = next(data).cuda()
+    positions = torch.arange(SEQUENCE, device=tokens.device).expand(len(tokens), -1)
     return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), _loss
 
 
