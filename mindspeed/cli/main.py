@@ -1,6 +1,6 @@
-"""The `mindspeed` command.
+"""The `mindspeed` command, and the like for the `cli` folder of another package.
 
-Every other file of this folder is a sub-command: `add_parser(subparsers)` and `run(args) -> int`.
+Every other file of such a folder is a sub-command: `add_parser(subparsers)` and `run(args) -> int`.
 """
 
 import argparse
@@ -17,10 +17,14 @@ MISUSE = 2
 INTERRUPTED = 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command and return its exit code."""
+def main(
+    argv: Sequence[str] | None = None,
+    package: ModuleType = mindspeed.cli,
+    description: str = "Megatron on any device, fast.",
+) -> int:
+    """Run one sub-command of a package and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = build_parser(argv[0] if argv else "")
+    parser = build_parser(argv[0] if argv else "", package, description)
     try:
         args, unknown = parser.parse_known_args(argv)
         if unknown:
@@ -31,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         return code
     except ConfigError as error:
-        sys.stderr.write(f"mindspeed: error: {error}\n")
+        sys.stderr.write(f"{parser.prog}: error: {error}\n")
         return MISUSE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -41,27 +45,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def build_parser(chosen: str = "") -> argparse.ArgumentParser:
+def build_parser(
+    chosen: str = "", package: ModuleType = mindspeed.cli, description: str = ""
+) -> argparse.ArgumentParser:
     """Build the parser of the command and of its sub-commands, or of the chosen one only."""
-    parser = argparse.ArgumentParser(
-        prog="mindspeed", description="Megatron on any device, fast.", allow_abbrev=False
-    )
+    prog = package.__name__.partition(".")[0].replace("_", "-")
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     suggest_flags(parser)
     parser.set_defaults(run=None, parser=parser)
     subparsers = parser.add_subparsers(title="commands", metavar="command")
-    for command in commands(chosen):
+    for command in commands(chosen, package):
         subparser: argparse.ArgumentParser = command.add_parser(subparsers)
         suggest_flags(subparser)
         subparser.set_defaults(run=command.run, parser=subparser)
     return parser
 
 
-def commands(chosen: str = "") -> list[ModuleType]:
-    """Import the files of this folder that offer a sub-command, in order of name.
+def commands(chosen: str = "", package: ModuleType = mindspeed.cli) -> list[ModuleType]:
+    """Import the files of a folder that offer a sub-command, in order of name.
 
     If one is chosen only that is imported: `doctor` must start where the others' needs are missing.
     """
-    names = sorted(found.name for found in pkgutil.iter_modules(mindspeed.cli.__path__))
-    names = [chosen] if chosen in names else names
-    modules = [importlib.import_module(f"mindspeed.cli.{name}") for name in names if name != "main"]
+    names = {found.name.replace("_", "-"): found.name for found in _files(package)}
+    chosen_names = [names[chosen]] if chosen in names else sorted(names.values())
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in chosen_names]
     return [module for module in modules if hasattr(module, "add_parser")]
+
+
+def _files(package: ModuleType) -> list[pkgutil.ModuleInfo]:
+    return [found for found in pkgutil.iter_modules(package.__path__) if found.name != "main"]
