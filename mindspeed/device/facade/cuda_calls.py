@@ -140,8 +140,26 @@ def _random(cpu: Cpu) -> dict[str, object]:
         "manual_seed_all": cpu.manual_seed,
         "initial_seed": lambda: cpu.default_generator().initial_seed(),
         # One generator a local rank, all of them the one generator of this process.
-        "default_generators": collections.defaultdict(cpu.default_generator),
+        "default_generators": collections.defaultdict(lambda: _DefaultGenerator(cpu)),
     }
+
+
+class _DefaultGenerator:
+    """The generator of the cpu with the two calls that only those of CUDA have."""
+
+    def __init__(self, cpu: Cpu) -> None:
+        self._generator = cpu.default_generator()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        """Return the state as a generator of its own."""
+        return self._generator.clone_state()
+
+    def graphsafe_set_state(self, state: torch.Generator) -> None:
+        """Go on where another generator stands."""
+        self._generator.set_state(state.get_state())
 
 
 def _graphs() -> dict[str, object]:

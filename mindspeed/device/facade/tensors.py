@@ -44,6 +44,7 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     yield torch.Tensor, "pin_memory", lambda tensor, *args, **kwargs: tensor
     yield torch.Tensor, "record_stream", lambda tensor, stream: None
     yield torch.Tensor, "type", _cuda_type(torch.Tensor.type)
+    yield torch.Tensor, "is_cuda", property(_is_cuda)
     yield torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, position=1)
     yield torch, "set_default_device", _on_cpu(torch.set_default_device, position=0)
     yield torch, "load", _on_cpu(torch.load, position=1, argument="map_location")
@@ -80,6 +81,12 @@ def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(tensor, dtype, *args, **kwargs)
 
     return type
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    """Answer Megatron, which prepares tensors for collectives only where this is true."""
+    is_on_device = tensor.device.type in ("cpu", "cuda")
+    return tensor.device.type == "cuda" if is_other_library() else is_on_device
 
 
 def _generator(original: type[torch.Generator]) -> type:

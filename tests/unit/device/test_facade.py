@@ -75,7 +75,19 @@ def test_the_random_state_of_cuda_is_that_of_the_cpu(facade):
     assert torch.equal(drawn, torch.rand(3))
     generator = torch.Generator().manual_seed(11)
     assert torch.equal(drawn, torch.rand(3, generator=generator))
-    assert torch.cuda.default_generators[5] is torch.default_generator
+
+
+def test_the_default_generators_are_the_one_of_the_cpu(facade):
+    generator = torch.cuda.default_generators[5]
+    generator.manual_seed(3)
+    state, kept = generator.get_state(), generator.graphsafe_get_state()
+    drawn = torch.rand(4)
+    generator.set_state(state)
+    assert torch.equal(drawn, torch.rand(4))
+    generator.graphsafe_set_state(kept)
+    assert torch.equal(drawn, torch.rand(4))
+    generator.graphsafe_set_state(kept)  # a kept state is not used up
+    assert torch.equal(drawn, torch.rand(4))
 
 
 def test_streams_and_events_keep_the_order_of_the_code(facade):
@@ -106,12 +118,15 @@ def test_the_device_index_is_kept(facade, cpu):
 
 
 def test_other_libraries_hear_the_truth(facade, tmp_path):
-    answer = "import torch\ndef ask(): return torch.cuda.is_available(), torch.ones(1).type()"
+    answer = (
+        "import torch\ndef ask(): "
+        "return torch.cuda.is_available(), torch.ones(1).type(), torch.ones(1).is_cuda"
+    )
     megatron, library = types.ModuleType("megatron.fake"), types.ModuleType("somelibrary")
     exec(compile(answer, "/anywhere/megatron/fake.py", "exec"), vars(megatron))
     exec(compile(answer, torch.__file__, "exec"), vars(library))
-    assert megatron.ask() == (True, "torch.cuda.FloatTensor")
-    assert library.ask() == (torch.version.cuda is not None, "torch.FloatTensor")
+    assert megatron.ask() == (True, "torch.cuda.FloatTensor", True)
+    assert library.ask() == (torch.version.cuda is not None, "torch.FloatTensor", False)
 
 
 def test_copies_taken_by_megatron_before_are_found_and_given_back(cpu):
