@@ -31,6 +31,8 @@ def add_flags(
         if flag_name(field) in parser._option_string_actions:
             continue
         default = info.get_default(call_default_factory=True)
+        if info.is_required():  # not in the namespace unless given, and told as missing then
+            default = argparse.SUPPRESS
         default = default if defaults is None else getattr(defaults, field)
         parser.add_argument(flag_name(field), dest=field, **_keywords(info, default))
 
@@ -69,7 +71,7 @@ def _metavar(annotation: Any) -> str:
 
 def _help(info: FieldInfo, default: Any) -> str:
     text = " ".join((info.description or "").split()).replace("%", "%%")
-    if default in (None, False, ()):
+    if default in (None, False, (), argparse.SUPPRESS):
         return text
     shown: object = " ".join(map(str, default)) if _is_list(default) else default
     return f"{text} (default: {shown})"

@@ -117,3 +117,19 @@ def test_unknown_word_without_a_near_one_keeps_argparse_error(parser, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--qqqqqqqq"])
     assert capsys.readouterr().err.rstrip().endswith("unrecognized arguments: --qqqqqqqq")
+
+
+class Required(Options):
+    """One option without a default."""
+
+    source: str
+    """Where to read."""
+
+
+def test_a_flag_without_a_default_is_told_as_missing():
+    parser = argparse.ArgumentParser(prog="train")
+    add_flags(parser, Required)
+    assert from_namespace(Required, parser.parse_args(["--source", "here"])).source == "here"
+    with pytest.raises(ConfigError, match="^--source is missing$"):
+        from_namespace(Required, parser.parse_args([]))
+    assert "SUPPRESS" not in parser.format_help()
