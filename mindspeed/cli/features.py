@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.config import Spelling
+from mindspeed.config import ConfigError, Spelling
 from mindspeed.features.base import Context, Level
 from mindspeed.features.registry import registry
 from mindspeed.features.selection import Choice, select
@@ -36,7 +36,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Print the features as a table or as JSON."""
     known = registry()
-    choices = select(known, known.options_class(), Context(Spelling.FLAG))
+    try:
+        choices = select(known, known.options_class(), Context(Spelling.FLAG))
+    except RuntimeError as error:  # MINDSPEED_DEVICE names what cannot be used here
+        raise ConfigError(str(error)) from None
     listed = [choice for choice in choices if choice.feature.level <= args.level]
     listed.sort(key=lambda choice: (choice.feature.group, choice.feature.level))
     if args.json:

@@ -28,7 +28,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Switch the features on in this process and print the report."""
     options, spelling = _options(args)
-    importlib.import_module("mindspeed.megatron_adaptor")
+    try:
+        importlib.import_module("mindspeed.megatron_adaptor")
+    except RuntimeError as error:  # Megatron is missing or too old, or the device is not usable
+        raise ConfigError(str(error)) from None
     activation = current()
     activation.activate(options, Context(spelling))
     _import_targets(activation)

@@ -74,3 +74,11 @@ def test_table_fits_and_names_everything(capsys):
         assert all(flag in words for flag in feature.flags)
     for group in {feature.group for feature in registry()}:
         assert f"\n{group}" in text
+
+
+def test_unusable_device_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_DEVICE", "tpu")
+    assert main(["features"]) == 2
+    error = capsys.readouterr().err
+    assert "MINDSPEED_DEVICE=tpu is not a device" in error
+    assert error.count("\n") == 1

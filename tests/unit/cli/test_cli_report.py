@@ -1,5 +1,6 @@
 """`mindspeed report` shows what options switch on in the installed Megatron."""
 
+import os
 import subprocess
 import sys
 
@@ -8,9 +9,10 @@ import pytest
 from mindspeed.cli.main import main
 
 
-def report(*words):
+def report(*words, env=None):
     return subprocess.run(
         [sys.executable, "-m", "mindspeed", "report", *words],
+        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
         timeout=120,
@@ -53,3 +55,10 @@ def test_wrong_options(tmp_path, capsys, text, words, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_unusable_device_is_one_line():
+    done = report(env={"MINDSPEED_DEVICE": "tpu"})
+    assert done.returncode == 2
+    assert "MINDSPEED_DEVICE=tpu is not a device" in done.stderr
+    assert done.stderr.count("\n") == 1
