@@ -1,17 +1,19 @@
-"""Distributed checkpoints of older Megatron on newer torch."""
+"""Distributed checkpoints of older Megatron on newer torch and numpy."""
 
 from collections.abc import Iterator
 from typing import Any
+
+import numpy
 
 from mindspeed.features.base import Feature, Level
 from mindspeed.patching import Patch
 
 
 class CheckpointWriter(Feature):
-    """megatron-core 0.12 calls a function of torch that has gained an argument since."""
+    """megatron-core 0.12 calls functions that torch has changed and numpy removed since."""
 
     name = "checkpoint_writer"
-    title = "Distributed checkpoints on newer torch"
+    title = "Distributed checkpoints on newer torch and numpy"
     group = "Foundation"
     level = Level.COMPAT
 
@@ -22,3 +24,9 @@ class CheckpointWriter(Feature):
             "mindspeed.compat.checkpoint_writer:wrap_write_item",
             why="newer torch asks for an argument that has no default",
         )
+        if not hasattr(numpy, "product"):
+            yield Patch.add(
+                "numpy:product",
+                numpy.prod,
+                why="megatron-core 0.12 calls it by the name that numpy 2 removed",
+            )
