@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([_as_dict(choice) for choice in listed], indent=2))
         return 0
     console = Console(width=WIDTH, highlight=False)
-    console.print(_table(listed))
-    console.print(
-        "\nhere: on without a flag; - is decided by Megatron's arguments.\n"
-        "What each does: docs/features/<feature>.md"
-    )
+    with console.capture() as text:  # rich turns a reader that leaves into exit code 1
+        console.print(_table(listed))
+    print(text.get())
+    print("here: on without a flag; - is decided by Megatron's arguments.")
+    print("What each does: docs/features/<feature>.md")
     return 0
 
 
