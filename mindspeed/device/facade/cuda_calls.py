@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -43,12 +45,15 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _devices(cpu: Cpu) -> dict[str, object]:
-    truly_available = torch.cuda.is_available
-    truly_counted = torch.cuda.device_count
+    # Unwrapped: where one facade stands upon another, the truth lies below both.
+    truly_available = inspect.unwrap(torch.cuda.is_available)
+    truly_counted = inspect.unwrap(torch.cuda.device_count)
 
+    @functools.wraps(truly_available)
     def is_available() -> bool:
         return truly_available() if is_other_library() else True
 
+    @functools.wraps(truly_counted)
     def device_count() -> int:
         return truly_counted() if is_other_library() else cpu.count()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     yield torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor
     yield torch.Tensor, "pin_memory", lambda tensor, *args, **kwargs: tensor
     yield torch.Tensor, "record_stream", lambda tensor, stream: None
-    yield torch.Tensor, "type", _cuda_type(torch.Tensor.type)
+    yield torch.Tensor, "type", _cuda_type(inspect.unwrap(torch.Tensor.type))
     yield torch.Tensor, "is_cuda", property(_is_cuda)
     yield torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, position=1)
     yield torch, "set_default_device", _on_cpu(torch.set_default_device, position=0)

@@ -1,5 +1,6 @@
 """While the facade is installed, code for torch.cuda runs on the cpu; then all is as before."""
 
+import contextlib
 import logging
 import sys
 import types
@@ -117,7 +118,8 @@ def test_the_device_index_is_kept(facade, cpu):
     assert torch.cuda.current_device() == 1
 
 
-def test_other_libraries_hear_the_truth(facade, tmp_path):
+@pytest.mark.parametrize("facades", [1, 2])
+def test_other_libraries_hear_the_truth(cpu, facades):
     answer = (
         "import torch\ndef ask(): "
         "return torch.cuda.is_available(), torch.ones(1).type(), torch.ones(1).is_cuda"
@@ -125,8 +127,11 @@ def test_other_libraries_hear_the_truth(facade, tmp_path):
     megatron, library = types.ModuleType("megatron.fake"), types.ModuleType("somelibrary")
     exec(compile(answer, "/anywhere/megatron/fake.py", "exec"), vars(megatron))
     exec(compile(answer, torch.__file__, "exec"), vars(library))
-    assert megatron.ask() == (True, "torch.cuda.FloatTensor", True)
-    assert library.ask() == (torch.version.cuda is not None, "torch.FloatTensor", False)
+    with contextlib.ExitStack() as stack:
+        for _ in range(facades):
+            stack.enter_context(Facade(cpu))
+        assert megatron.ask() == (True, "torch.cuda.FloatTensor", True)
+        assert library.ask() == (torch.version.cuda is not None, "torch.FloatTensor", False)
 
 
 def test_copies_taken_by_megatron_before_are_found_and_given_back(cpu):
