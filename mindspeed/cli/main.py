@@ -33,6 +33,7 @@ def main(
             parser.print_help(sys.stderr)
             return MISUSE
         code: int = args.run(args)
+        sys.stdout.flush()  # here, where a reader that has left can be noticed
         return code
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: error: {error}\n")

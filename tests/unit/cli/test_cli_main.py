@@ -72,8 +72,14 @@ def test_interrupt_is_quiet(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_reader_that_leaves_is_no_error():
+@pytest.mark.parametrize("is_unbuffered", [False, True], ids=["buffered", "unbuffered"])
+def test_a_reader_that_leaves_is_no_error(is_unbuffered):
+    # Both with and without the buffer that is written at the end.
+    unbuffered = {"PYTHONUNBUFFERED": "1"} if is_unbuffered else {}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     pipe = f"{sys.executable} -m mindspeed features | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", pipe], env=env | unbuffered, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
