@@ -1,6 +1,7 @@
 """Who asks: Megatron and the user's scripts are answered by the facade, other libraries truthfully.
 
-torch itself, transformers and the like take "cuda is available" as leave to use real CUDA.
+torch itself, transformers and the like take "cuda is available" as leave to use real CUDA, and
+our own packages ask mindspeed.device.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ import functools
 import sys
 import sysconfig
 
+_OURS = ("mindspeed", "mindspeed_llm", "mindspeed_mm")
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
 
 
 def is_other_library(depth: int = 2) -> bool:
-    """Say whether the caller `depth` frames up is an installed library other than Megatron."""
+    """Say whether the caller `depth` frames up is a library other than Megatron."""
     frame = sys._getframe(depth)
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package != "megatron" and _is_installed(frame.f_code.co_filename)
+    if package == "megatron":
+        return False
+    return package in _OURS or _is_installed(frame.f_code.co_filename)
 
 
 @functools.cache

@@ -20,12 +20,13 @@ _FACTORIES = (
     "scalar_tensor tensor tril_indices triu_indices zeros zeros_like"
 ).split()
 _TENSOR_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
-_CPU = torch.device("cpu")
+_Device = torch.device  # looked up here: under that name in torch stands what the facade put there
+_CPU = _Device("cpu")
 
 
 def landed(device: Any) -> Any:
     """Map every spelling of a CUDA device to the cpu and leave the rest alone."""
-    if isinstance(device, torch.device):
+    if isinstance(device, _Device):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
         return _CPU if device.partition(":")[0] == "cuda" else device
@@ -50,6 +51,7 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     yield torch, "set_default_device", _on_cpu(torch.set_default_device, position=0)
     yield torch, "load", _on_cpu(torch.load, position=1, argument="map_location")
     yield torch, "Generator", _generator(torch.Generator)
+    yield torch, "device", _device(torch.device)
 
 
 def _on_cpu(
@@ -101,3 +103,23 @@ def _generator(original: type[torch.Generator]) -> type:
             return original(landed(device))
 
     return GeneratorType("Generator", (), {})
+
+
+def _device(original: type[torch.device]) -> type:
+    class DeviceType(type):
+        """Real devices stay instances of what stands at torch.device."""
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+            if is_other_library():
+                return original(*args, **kwargs)
+            if isinstance(args[0] if args else None, int):
+                return _CPU
+            asked = original(*args, **kwargs)
+            # An index is kept, since set_device may be asked to go there.
+            return original("cpu", asked.index) if asked.type == "cuda" else asked
+
+    # Saved tensors name their device by the place where its class is found.
+    return DeviceType("device", (), {"__module__": "torch", "__qualname__": "device"})

@@ -36,8 +36,13 @@ def write(tmp_path, monkeypatch):
 
 @pytest.fixture
 def patcher():
+    before = _hooks()  # of the adaptor, where another test has imported it
     patcher = Patcher()
     yield patcher
     patcher.revert()
     assert patcher.report() == []
-    assert not any(isinstance(finder, ImportHook) for finder in sys.meta_path)
+    assert _hooks() == before
+
+
+def _hooks():
+    return [finder for finder in sys.meta_path if isinstance(finder, ImportHook)]

@@ -7,7 +7,7 @@ from types import FunctionType
 
 import pytest
 
-from mindspeed.patching import Patch, Patcher
+from mindspeed.patching import Patch, Patcher, PatchError
 
 SOURCE = """
     def hash(data, salt=0):
@@ -203,12 +203,16 @@ def test_bound_and_unbound_copies_of_methods(source, write, patcher):
 def test_a_class_is_exchanged_in_its_copies_but_not_under_super(source, write, patcher):
     write(
         crypt__holder="""
+        from typing import Generic, TypeVar
         from crypt.source import Codec
+        T = TypeVar("T")
         registry = {"codec": Codec, Codec: 1}
-        class Child(Codec):
+        class Child(Codec, Generic[T]):
             kind = Codec
+            typed: Codec
         def use(codec: Codec):
             return codec
+        typed: Codec
         """
     )
     holder = importlib.import_module("crypt.holder")
@@ -222,7 +226,9 @@ def test_a_class_is_exchanged_in_its_copies_but_not_under_super(source, write, p
     assert holder.registry == {"codec": Better, Better: 1} and holder.Child.kind is Better
     assert holder.Codec().encode(1) == "new"
     assert holder.Codec().name() == "old"  # super() inside the original class still works
-    assert holder.Child.__bases__ == (old,) and holder.use.__annotations__ == {"codec": old}
+    assert holder.Child.__mro__[1] is holder.Child.__orig_bases__[0] is old
+    mentions = (holder.use, holder.Child, holder)
+    assert all(list(each.__annotations__.values()) == [old] for each in mentions)
     assert patcher.report()[0].copies == 4
     patcher.revert()
     assert holder.registry == {"codec": old, old: 1}
@@ -307,6 +313,39 @@ SHARED = """
     FLAG, NAME, ZERO, PAIR = None, "x", Decimal(0), (1, 2)
     LIMIT = crypt_limit
 """
+
+
+def test_who_takes_the_replacement_from_its_own_package_keeps_it(source, write, patcher):
+    write(vendor__fast="def hash(data, salt=0):\n    return 'vendor'")
+    write(vendor__late="from vendor.fast import hash")
+    patcher.apply("x", [Patch.replace("crypt.source:hash", "vendor.fast:hash")])
+    late, fast = (importlib.import_module(f"vendor.{name}") for name in ("late", "fast"))
+    patcher.revert()
+    assert late.hash is fast.hash is not source.hash
+
+
+def test_a_key_that_cannot_be_one(source, write, patcher):
+    write(crypt__holder="from crypt.source import hash\ntable = {1: 2, hash: 3, 4: 5}")
+    holder = importlib.import_module("crypt.holder")
+    before = dict(holder.table)
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, data, salt=0):
+            return "new"
+
+    with pytest.raises(PatchError, match="unhashable"):
+        patcher.apply("x", [Patch.replace("crypt.source:hash", Unhashable())])
+    assert list(holder.table.items()) == list(before.items())
+    assert holder.hash is source.hash is list(before)[1]
+
+
+def test_large_collections_are_data(source, write, patcher):
+    write(crypt__holder="import crypt.source as s\ndata = [0] * 20_000 + [s.hash]")
+    holder = importlib.import_module("crypt.holder")
+    patcher.apply("x", [Patch.replace("crypt.source:hash", _new)])
+    assert holder.data[-1](1) == "old" and patcher.report()[0].copies == 0
 
 
 def test_shared_and_foreign_objects_are_changed_in_one_place_only(write, patcher):

@@ -179,6 +179,26 @@ def test_a_module_that_is_being_imported(write, patcher):
     assert states(patcher) == ["applied", "applied"]
 
 
+def test_a_module_patches_with_its_own_values_while_it_is_imported(lib, write, patcher):
+    write(
+        own="""
+        from mindspeed.patching import Patch
+        def work(x):
+            return "own"
+        patcher.apply("own", [Patch.replace("lib.deep.mod:work", "own:work")])
+        during = mod.work
+        """
+    )
+    import builtins
+
+    builtins.patcher, builtins.mod = patcher, importlib.import_module("lib.deep.mod")
+    try:
+        import own
+    finally:
+        del builtins.patcher, builtins.mod
+    assert own.during is own.work
+
+
 def test_an_error_comes_out_of_the_import_and_comes_again(write, patcher):
     write(lib__mod=LIB, lib__user="from lib.mod import work")
     patcher.apply("gone", [Patch.replace("lib.mod:gone", _new)])

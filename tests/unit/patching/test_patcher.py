@@ -157,9 +157,12 @@ def test_inherited_attributes_are_deleted_on_revert_and_siblings_are_left_alone(
 
 @pytest.mark.parametrize("base_first", [True, False])
 def test_an_inherited_method_is_wrapped_around_the_patched_base(shop, patcher, base_first):
+    def child(original):
+        return tagging("child")(original.__call__)  # which no search for copies can look into
+
     calls = [
         ("base", [Patch.wrap("shop:Base.greet", tagging("base"))]),
-        ("child", [Patch.wrap("shop:Counter.greet", tagging("child"))]),
+        ("child", [Patch.wrap("shop:Counter.greet", child)]),
     ]
     for owner, patches in calls if base_first else calls[::-1]:
         patcher.apply(owner, patches)
@@ -238,7 +241,7 @@ MODULES = ["depot.late", "depot.early", "depot.stock"]
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     steps=st.permutations([*OWNERS, *MODULES]),

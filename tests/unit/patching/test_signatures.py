@@ -99,6 +99,7 @@ class Created:
         (Sized, Created),
         (len, lambda obj, /: 0),
         (type("Error", (Exception,), {}), type("Other", (Exception,), {})),
+        (type("Error", (Exception,), {}), Sized),  # Python cannot tell what Error takes
         (5, area),
         (None, "anything"),
     ],
