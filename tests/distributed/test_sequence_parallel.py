@@ -12,6 +12,7 @@ from tests.gpt.saved import Kept, kept_after_forward
     [
         Layout(tp=2, sequence_parallel=True),
         Layout(tp=2, sequence_parallel=True, spec="te"),
+        Layout("llama", tp=2, sequence_parallel=True),
         Layout("llama", tp=2, sequence_parallel=True, spec="te"),
     ],
     ids=str,

@@ -34,13 +34,14 @@ def test_a_rank_holds_its_part_of_each_matrix(spec: str) -> None:
 
 
 def test_bf16_with_fp32_master_weights_trains_alike() -> None:
-    """Activations round to 8 bits of mantissa at other places; the fp32 weights hide nothing."""
+    """bf16 has 8 bits: 4e-3 an operation, of which ten steps leave 5e-4 in the mean loss."""
     whole, split = trained(Layout(bf16=True)), trained(Layout(bf16=True, tp=2))
     exact = trained(Layout())
     assert whole.losses[-1] < 0.8 * whole.losses[0]
-    assert split.losses == pytest.approx(whole.losses, rel=2e-3)
-    assert whole.losses == pytest.approx(exact.losses, rel=2e-2)
-    assert_same_weights(split.weights, whole.weights, atol=2e-2)
+    assert split.losses == pytest.approx(whole.losses, rel=1e-3)
+    assert whole.losses == pytest.approx(exact.losses, rel=5e-3)
+    # A norm's weight near one is stored in steps of 2**-7.
+    assert_same_weights(split.weights, whole.weights, atol=1e-2)
 
 
 def _count_parameters(training: "Training") -> int:

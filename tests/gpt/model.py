@@ -23,6 +23,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": True,
         "add_bias_linear": False,
         "num_query_groups": 2,
     },
