@@ -52,6 +52,14 @@ class ApexStandIn(_StandIn):
     }
 
 
+class GroupedGemmStandIn(_StandIn):
+    """The products of Megatron's legacy GroupedMLP, whose package exists for CUDA only."""
+
+    name = "grouped_gemm_stand_in"
+    title = "Stand-in for grouped_gemm"
+    served = {"grouped_gemm": "mindspeed.compat.grouped_gemm"}
+
+
 class MegatronTrainingStandIn(_StandIn):
     """get_model and the null tokenizer, which megatron-core wheels before 0.19 leave out."""
 

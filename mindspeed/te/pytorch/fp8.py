@@ -21,13 +21,18 @@ def refuse(what: str) -> NoReturn:
     )
 
 
+def check_fp8_support() -> tuple[bool, str]:
+    """Say no, and why."""
+    return False, f"mindspeed.te does not offer FP8 on {device.current().name}"
+
+
 class FP8GlobalStateManager:
     """What Megatron asks about FP8 at run time."""
 
     @staticmethod
     def is_fp8_available() -> tuple[bool, str]:
         """Say no, and why."""
-        return False, f"mindspeed.te does not offer FP8 on {device.current().name}"
+        return check_fp8_support()
 
     @staticmethod
     def is_fp8_enabled() -> bool:

@@ -5,7 +5,8 @@ import importlib.util
 
 import pytest
 
-from mindspeed.compat import batch_invariant_kernels
+from mindspeed.compat import batch_invariant_kernels, megatron
+from mindspeed.features.stand_ins import TritonModuleStandIns
 
 SWITCH = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
@@ -21,15 +22,12 @@ def test_the_mode_is_off_and_asking_for_it_names_triton():
 
 
 def test_megatron_finds_the_switch_exactly_where_it_has_one():
-    import mindspeed.megatron_adaptor  # noqa: F401
-    from mindspeed.compat import megatron
-
-    has_switch = (
-        megatron.location() / "transformer/custom_layers/batch_invariant_kernels.py"
-    ).is_file()
-    if not has_switch:
-        assert importlib.util.find_spec(SWITCH) is None
-    elif importlib.util.find_spec("triton") is None:
-        assert importlib.import_module(SWITCH) is batch_invariant_kernels
-    else:
-        assert importlib.import_module(SWITCH) is not batch_invariant_kernels
+    switch_file = megatron.location() / "transformer/custom_layers/batch_invariant_kernels.py"
+    (effect,) = TritonModuleStandIns().effects(None)
+    with effect.context:
+        if not switch_file.is_file():
+            assert importlib.util.find_spec(SWITCH) is None
+        elif importlib.util.find_spec("triton") is None:
+            assert importlib.import_module(SWITCH) is batch_invariant_kernels
+        else:
+            assert importlib.import_module(SWITCH) is not batch_invariant_kernels

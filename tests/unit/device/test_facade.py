@@ -56,7 +56,19 @@ def test_every_spelling_of_a_cuda_device_lands_on_the_cpu(facade, device):
     assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
+@pytest.mark.parametrize("arguments", [("cuda",), ("cuda:3",), ("cuda", 1), (0,)], ids=str)
+def test_a_device_made_of_any_spelling_is_a_cpu(facade, arguments, tmp_path):
+    device = torch.device(*arguments)
+    assert device.type == "cpu" and isinstance(device, torch.device)
+    with torch.device(*arguments):
+        assert torch.zeros(2).device.type == "cpu"
+    torch.save({"device": device}, tmp_path / "file")
+    assert torch.load(tmp_path / "file") == {"device": device}
+
+
 def test_other_devices_are_left_alone(facade):
+    assert torch.device("meta").type == torch.device(type="meta").type == "meta"
+    assert torch.device(torch.zeros(1, device="meta").device).type == "meta"
     assert torch.zeros(2, device="meta").device.type == "meta"
     assert torch.ones(2).to("meta").device.type == "meta"
     assert torch.ones(2).to(torch.float64).dtype == torch.float64

@@ -1,0 +1,130 @@
+"""One rank of a Megatron test file: run pytest on it and write each test's result as it ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import fnmatch
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    "mindspeed.megatron_adaptor",
+    "megatron.core",
+    "megatron.training.arguments",
+    "torch.distributed.checkpoint",
+    "pytest",
+)
+
+
+@dataclass(eq=False)  # pytest keeps its plugins in sets
+class Recorder:
+    """A pytest plugin: which tests to run, and one line of JSON for each event of them."""
+
+    log: Path
+    chosen: Sequence[str] | None
+    """The tests to run by name, or all."""
+    left_out: Sequence[str]
+    """Patterns of tests not to run."""
+    _phases: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        """Keep the chosen tests; note the ones left out."""
+        for item in items:
+            pattern = next((each for each in self.left_out if matches(item.nodeid, each)), None)
+            if pattern is not None:
+                self._write(test=item.nodeid, outcome="left out", cause=pattern)
+        chosen = None if self.chosen is None else set(self.chosen)
+        items[:] = [
+            item
+            for item in items
+            if (chosen is None or item.nodeid in chosen)
+            and not any(matches(item.nodeid, each) for each in self.left_out)
+        ]
+        for item in items:
+            self._write(test=item.nodeid, outcome="waiting")
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Note a file that cannot be imported, or skips itself as a whole."""
+        if report.failed:
+            self._write(file=report.nodeid, outcome="failed", cause=_cause(report.longrepr))
+        elif report.skipped:
+            cause = str(report.longrepr[2]).removeprefix("Skipped: ")
+            self._write(file=report.nodeid, outcome="skipped", cause=cause)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note the test that runs now: it is to blame if nothing follows."""
+        self._phases[nodeid] = {"outcome": "passed", "cause": "", "start": time.time()}
+        self._write(test=nodeid, outcome="running")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Join set-up, call and tear-down of a test: the worst counts."""
+        state = self._phases[report.nodeid]
+        if report.failed and state["outcome"] != "failed":
+            state.update(outcome="failed", cause=_cause(report.longrepr))
+        elif report.skipped and state["outcome"] == "passed":
+            expected = hasattr(report, "wasxfail")
+            cause = report.wasxfail if expected else report.longrepr[2]
+            state.update(outcome="skipped", cause=str(cause).removeprefix("Skipped: "))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Write the result."""
+        state = self._phases.pop(nodeid)
+        seconds = round(time.time() - state.pop("start"), 2)
+        self._write(test=nodeid, seconds=seconds, **state)
+
+    def _write(self, **event: Any) -> None:
+        with self.log.open("a") as log:
+            log.write(json.dumps(event) + "\n")
+
+
+def matches(test: str, pattern: str) -> bool:
+    """Compare a test's name with a pattern in which only * is special."""
+    name = test.removeprefix("tests/unit_tests/")
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+def preload() -> None:
+    """Import once, before the fork, what every rank needs."""
+    import importlib
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+
+def become(environment: Mapping[str, str], output: Path) -> None:
+    """Turn a fresh fork into a rank of its own: environment, output, stacks on SIGABRT."""
+    os.environ.update(environment)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable(file=2)
+    from mindspeed import device
+
+    device.current().set_index(int(environment["LOCAL_RANK"]))
+
+
+def run_file(file: str, recorder: Recorder) -> int:
+    """Run one file in this process, in the manner of Megatron's own test job."""
+    import pytest
+
+    sys.argv = [sys.argv[0]]  # Megatron's parse_args reads it in some tests
+    options = ["-p", "mindspeed.megatron_adaptor", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    options += ["-o", "addopts=", "-q", "-s", "-W", "ignore", "--tb=short"]
+    return int(pytest.main([*options, file], plugins=[recorder]))
+
+
+def _cause(representation: Any) -> str:
+    """Say in one line what went wrong, and in which line of code."""
+    crash = getattr(representation, "reprcrash", None)
+    if crash is not None:
+        place = "/".join(Path(crash.path).parts[-2:])
+        message = next(iter(crash.message.strip().splitlines()), "")
+        return f"{message[:240]} ({place}:{crash.lineno})"
+    lines = [line for line in str(representation).splitlines() if line.startswith("E  ")]
+    return (lines or str(representation).splitlines() or [""])[-1].removeprefix("E").strip()[:240]
