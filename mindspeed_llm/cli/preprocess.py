@@ -1,0 +1,92 @@
+"""`mindspeed-llm preprocess`: data files to the token files that training reads."""
+
+import argparse
+import logging
+import sys
+from typing import Any
+
+from mindspeed.config import add_flags, from_namespace, load_yaml
+from mindspeed_llm.cli.progress import ByteProgress
+from mindspeed_llm.data.options import PreprocessOptions
+from mindspeed_llm.data.summary import Summary
+
+logger = logging.getLogger(__name__)
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the sub-command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "preprocess", help="turn data files into token files for training", allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
+    add_flags(parser, PreprocessOptions)
+    for action in parser._actions:
+        if action.dest in PreprocessOptions.model_fields:
+            action.default = argparse.SUPPRESS  # what is not given leaves room for the file
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Preprocess, or merge, and say what became of the records."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, stream=sys.stderr)
+    defaults = load_yaml(args.config, PreprocessOptions) if args.config else None
+    options = from_namespace(PreprocessOptions, args, defaults)
+    if options.merge_group_keys:
+        from mindspeed_llm.data.merge import merge_groups
+
+        for prefix, pairs in merge_groups(options).items():
+            print(f"{prefix}.bin/.idx: {pairs} pairs joined")
+        return 0
+    summary = _preprocess(options)
+    print(describe(summary, options))
+    if summary.truncated.count:
+        logger.warning("samples were cut: they may lack the end-of-text token")
+    return 0
+
+
+def _preprocess(options: PreprocessOptions) -> Summary:
+    from mindspeed_llm.data.preprocess import preprocess
+    from mindspeed_llm.data.readers import find_sources
+
+    if not sys.stderr.isatty():
+        return preprocess(options)
+    total = sum(source.size for source in find_sources(options.input))
+    done = 0
+
+    with ByteProgress("preprocessing") as progress:
+
+        def report(summary: Summary, size: int) -> None:
+            nonlocal done
+            progress.advance(size - done, total)
+            done = size
+
+        return preprocess(options, report=report)
+
+
+def describe(summary: Summary, options: PreprocessOptions) -> str:
+    """Account for every record, in lines."""
+    from mindspeed_llm.data.preprocess import token_files
+
+    skipped = summary.skipped_records
+    lines = [
+        f"records    {summary.records} in = {summary.written} written + {skipped} skipped",
+        *(
+            f"skipped    {tally.count} x {reason} (first: {tally.first})"
+            for reason, tally in summary.skipped.items()
+        ),
+    ]
+    if summary.truncated.count:
+        cut = summary.truncated
+        lines.append(f"cut        {cut.count} to {options.seq_length} (first: {cut.first})")
+    share = summary.learnt / max(1, summary.tokens)
+    lines.append(f"tokens     {summary.tokens}, of which {summary.learnt} ({share:.0%}) are learnt")
+    lines.append(f"longest    {summary.longest} tokens ({summary.longest_at})")
+    if summary.is_chat:
+        lines.append(f"ended      {summary.ended} of {summary.written} with an end-of-text token")
+    if summary.rows is not None:
+        filled = summary.tokens / max(1, summary.rows * (options.seq_length or 1))
+        lines.append(f"packed     {summary.rows} rows, {filled:.1%} filled")
+    speed = summary.tokens / max(summary.seconds, 1e-9)
+    lines.append(f"time       {summary.seconds:.1f} s, {speed / 1e6:.2f} M tokens/s")
+    lines.append(f"files      {token_files(options)}_*_document.bin and .idx")
+    return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""`mindspeed-llm show-batch`: samples as training sees them, with what is learnt in colour."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from mindspeed.config import ConfigError
+
+LEARNT, GIVEN, SPECIAL, LOST, BORDER = "green", "dim", "bold cyan", "red strike", "bold yellow"
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the sub-command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "show-batch",
+        help="show preprocessed samples and what of them is learnt",
+        allow_abbrev=False,
+    )
+    parser.add_argument("prefix", help="the --output-prefix of preprocessing")
+    parser.add_argument(
+        "--tokenizer-name-or-path",
+        default="",
+        metavar="TEXT",
+        help="folder of the tokenizer (default: the one of preprocessing)",
+    )
+    parser.add_argument("--count", type=int, default=3, metavar="N", help="samples to show (3)")
+    parser.add_argument("--start", type=int, default=0, metavar="N", help="first sample (0)")
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="show what a training of this length would cut"
+    )
+    parser.add_argument("--tokens", action="store_true", help="one line a token, with its label")
+    parser.add_argument("--cache-dir", default="", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="colours (auto)"
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the samples."""
+    from rich.console import Console
+
+    from mindspeed_llm.data.shown import open_shown
+
+    forced = {"auto": None, "always": True, "never": False}[args.color]
+    console = Console(file=sys.stdout, force_terminal=forced, highlight=False, soft_wrap=True)
+    shown = open_shown(args.prefix, args.tokenizer_name_or_path, args.cache_dir)
+    if not 0 <= args.start < shown.size():
+        raise ConfigError(
+            f"--start {args.start}: {args.prefix} has samples 0 to {shown.size() - 1}"
+        )
+    console.print(_legend(console.is_terminal), soft_wrap=True)
+    for number in islice(range(args.start, shown.size()), max(0, args.count)):
+        for sample in shown.samples(number):
+            limit = args.seq_length
+            console.print(_heading(sample, number, limit), style=BORDER)
+            lines = _token_lines(sample) if args.tokens else [_text(sample, limit, console)]
+            for line in lines:
+                console.print(line)
+    return 0
+
+
+def _legend(is_colourful: bool) -> Any:
+    from rich.text import Text
+
+    if not is_colourful:
+        return Text("[[learnt]] given <special token> ~~cut~~")
+    words = [("learnt", LEARNT), ("given", GIVEN), ("special token", SPECIAL), ("cut", LOST)]
+    return Text.assemble(*[part for word in words for part in (word, "  ")])
+
+
+def _heading(sample: Any, number: int, limit: int | None) -> str:
+    learnt = sum(span.is_learnt * span.size for span in sample.spans)
+    parts = [f"── sample {number}{sample.name}: {sample.size} tokens, {learnt} learnt"]
+    if sample.segments > 1:
+        parts.append(f"{sample.segments} samples packed")
+    if sample.padding:
+        parts.append(f"{sample.padding} padding")
+    if limit is not None and sample.size > limit:
+        parts.append(f"cut at {limit}: {sample.size - limit} tokens lost")
+    elif not sample.is_ended:
+        parts.append("no end-of-text token at the end")
+    return ", ".join(parts)
+
+
+def _text(sample: Any, limit: int | None, console: Any) -> Any:
+    from rich.text import Text
+
+    text = Text()
+    for span in sample.cut_at(limit):
+        if span.opens_segment:
+            text.append(f"\n┄┄ packed sample {span.segment} ┄┄\n", BORDER)
+        style = LOST if span.is_lost else SPECIAL if span.is_special else GIVEN
+        if span.is_learnt and not span.is_lost:
+            style = f"{SPECIAL} underline" if span.is_special else LEARNT
+        if console.is_terminal:
+            text.append(span.text, style)
+        else:
+            marks = ("~~", "~~") if span.is_lost else ("[[", "]]") if span.is_learnt else ("", "")
+            text.append(f"{marks[0]}{span.text}{marks[1]}")
+    return text
+
+
+def _token_lines(sample: Any) -> Iterator[str]:
+    for place, (token, text, label) in enumerate(sample.tokens()):
+        learnt = "" if label is None else f"label {label}"
+        yield f"{place:>6} {token:>7}  {text!r:<24} {learnt}"

@@ -1,0 +1,122 @@
+"""Samples to the tensors of a micro-batch. No mask of size s x s: causal attention needs none for
+padding on the right, and packed samples are told apart by where they begin (`cu_seqlens`).
+
+Shapes: (B, S), or (1, B * S) for packed rows. `labels` are what follows each token, as Megatron
+wants them; where nothing is learnt `loss_mask` is 0 and the label 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.indexed import Array
+from mindspeed_llm.data.samples import IGNORED
+
+Batch = dict[str, torch.Tensor]
+Samples = Sequence[Mapping[str, Array]]
+
+
+def collate_fixed(samples: Samples, *, seq_length: int, pad_id: int, shift: bool = True) -> Batch:
+    """Pad every sample to `seq_length`; a longer one is an error."""
+    return _padded(samples, seq_length, pad_id, shift)
+
+
+def collate_variable(
+    samples: Samples,
+    *,
+    multiple: int = 8,
+    limit: int | None = None,
+    pad_id: int,
+    shift: bool = True,
+) -> Batch:
+    """Pad to the longest sample of the micro-batch, rounded up to a multiple (at most `limit`)."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    length = -(-longest // multiple) * multiple
+    return _padded(samples, min(length, limit) if limit else length, pad_id, shift)
+
+
+def collate_packed(samples: Samples, *, eos_id: int | None = None) -> Batch:
+    """Join packed rows; `cu_seqlens` are the borders of samples, `max_seqlen` the longest.
+
+    Samples are told apart by the attention mask of neat rows, which counts them; with `eos_id` by
+    the end-of-text tokens instead (rows of plain packing). Padding is a sample of its own.
+    """
+    ids = np.concatenate([sample["input_ids"] for sample in samples]).astype(np.int64)
+    labels = np.concatenate([sample["labels"] for sample in samples]).astype(np.int64)
+    starts, offset = [], 0
+    for sample in samples:
+        starts.append(_starts(sample, eos_id) + offset)
+        offset += len(sample["input_ids"])
+    begins = np.concatenate(starts)
+    borders = np.append(begins, len(ids))
+    positions = np.arange(len(ids)) - np.repeat(begins, np.diff(borders))
+    targets = np.append(labels[1:], IGNORED)
+    targets[borders[1:] - 1] = IGNORED  # the last token of a sample is not followed by the next
+    batch = _tensors(ids[None], targets[None], positions[None])
+    batch["cu_seqlens"] = torch.from_numpy(borders.astype(np.int32))
+    batch["max_seqlen"] = torch.tensor(int(np.diff(borders).max()), dtype=torch.int32)
+    return batch
+
+
+def collate_pairwise(
+    samples: Samples, *, pad_id: int, multiple: int = 8, limit: int | None = None
+) -> Batch:
+    """Pad pairs to one length: the chosen answers first, then the rejected, in the same order."""
+    halves = [
+        {"input_ids": sample[f"{side}_input_ids"], "labels": sample[f"{side}_labels"]}
+        for side in ("chosen", "rejected")
+        for sample in samples
+    ]
+    return collate_variable(halves, multiple=multiple, limit=limit, pad_id=pad_id)
+
+
+def collate_prompts(samples: Samples, *, pad_id: int) -> Batch:
+    """Pad prompts on the left, so that all answers begin at the same place."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    ids = np.full((len(samples), longest), pad_id, np.int64)
+    for row, sample in zip(ids, samples):
+        row[longest - len(sample["input_ids"]) :] = sample["input_ids"]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    return {"tokens": torch.from_numpy(ids), "lengths": torch.tensor(lengths)}
+
+
+def _padded(samples: Samples, length: int, pad_id: int, shift: bool) -> Batch:
+    ids = np.full((len(samples), length), pad_id, np.int64)
+    targets = np.full((len(samples), length), IGNORED, np.int64)
+    for number, sample in enumerate(samples):
+        size = len(sample["input_ids"])
+        if size > length:
+            raise ConfigError(
+                f"a sample has {size} tokens, more than the {length} of a row: preprocess with "
+                f"--seq-length {length}, or train with a longer one"
+            )
+        ids[number, :size] = sample["input_ids"]
+        if shift:
+            targets[number, : size - 1] = sample["labels"][1:]
+        else:
+            targets[number, :size] = sample["labels"]
+    positions = np.broadcast_to(np.arange(length), ids.shape)
+    return _tensors(ids, targets, positions)
+
+
+def _tensors(ids: Array, targets: Array, positions: Array) -> Batch:
+    learnt = targets != IGNORED
+    return {
+        "tokens": torch.from_numpy(np.ascontiguousarray(ids)),
+        "labels": torch.from_numpy(np.where(learnt, targets, 0)),
+        "loss_mask": torch.from_numpy(learnt.astype(np.float32)),
+        "position_ids": torch.from_numpy(np.array(positions, np.int64)),
+    }
+
+
+def _starts(row: Mapping[str, Array], eos_id: int | None) -> Array:
+    """Return where the samples of a row begin."""
+    if eos_id is None:
+        changes = np.flatnonzero(np.diff(row["attention_mask"])) + 1
+        return np.concatenate(([0], changes))
+    ends = np.flatnonzero(np.asarray(row["input_ids"]) == eos_id) + 1
+    return np.concatenate(([0], ends[ends < len(row["input_ids"])]))

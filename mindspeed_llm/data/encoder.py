@@ -1,0 +1,194 @@
+"""Text to token ids, in bulk: Hugging Face tokenizers, or gigatoken where it gives the same ids."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mindspeed_llm.data.indexed import Array
+from mindspeed_llm.data.tokenizer import TokenizerFacts
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED, SHORT = 20_000, 256
+"""How many texts of up to how many characters are remembered: headers and system prompts recur."""
+
+TRICKY = (
+    "don't DON'T I'll 'S",
+    " a  b \n\n c\t\td \r\n e   ",
+    "12345 3.14 1e-5 0x1F",
+    "x\u00a0\u2003y \u3000 z",
+    "\u00e9 e\u0301 \u00df \ufb01 \u0130",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u3053\u3093 \uc548\ub155",
+    "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947 \u0663 \uff11\uff12",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001d518",
+    "a\x00b\x7f\u200b\ufeff",
+    "<tag/> </s> <|x|> [INST] {{y}} __init__ != ==> //",
+)
+"""Texts on which two implementations of one tokenizer would disagree first."""
+
+
+class TextEncoder:
+    """Encodes texts with one tokenizer, with or without reading special tokens in them.
+
+    `continued` is for a text that goes on where another ended: a tokenizer that puts a space in
+    front of a text must not do so there.
+    """
+
+    def __init__(
+        self, facts: TokenizerFacts, *, parse_special: bool, accelerate: bool = True
+    ) -> None:
+        self.facts = facts
+        self._parse_special = parse_special
+        self._plain = _variant(facts.backend, parse_special)
+        self._memory: dict[tuple[bool, str], Array] = {}
+        self._fast = _Gigatoken.load(facts, parse_special) if accelerate else None
+        self._unsure = unsure_characters() if self._fast else None
+        self.check([*TRICKY, *facts.special])
+        without_prefix = _without_prefix(json.loads(facts.backend))
+        self.has_prefix = without_prefix is not None
+        self._continued = (
+            self._plain
+            if without_prefix is None
+            else _variant(json.dumps(without_prefix), parse_special)
+        )
+        self.prefix_after_token = self.has_prefix and _prefixes_every_section(facts.backend)
+
+    @property
+    def engine(self) -> str:
+        """Which implementation encodes."""
+        return "tokenizers" if self._fast is None else "gigatoken"
+
+    def encode(self, texts: Sequence[str], continued: bool = False) -> list[Array]:
+        """Return the ids of each text."""
+        known = self._memory
+        fresh = [
+            text
+            for text in dict.fromkeys(texts)
+            if len(text) > SHORT or (continued, text) not in known
+        ]
+        ids = dict(zip(fresh, self._encode(fresh, continued)))
+        result = [ids[text] if text in ids else known[continued, text] for text in texts]
+        for text, found in ids.items():
+            if len(text) <= SHORT and len(known) < REMEMBERED:
+                known[continued, text] = found
+        return result
+
+    def encode_long(self, texts: Sequence[str]) -> list[Array]:
+        """Return the ids of each text, remembering nothing: for documents."""
+        return self._encode(texts, continued=False)
+
+    def _encode(self, texts: Sequence[str], continued: bool) -> list[Array]:
+        if self._fast is None or (continued and self.has_prefix):
+            return _hf_encode(self._continued if continued else self._plain, texts)
+        fast, unsure = self._fast, self._unsure
+        assert unsure is not None
+        result = [
+            fast.encode(text)
+            if text.isascii() or unsure.search(text) is None
+            else _hf_encode(self._plain, [text])[0]
+            for text in texts
+        ]
+        return result
+
+    def check(self, samples: Sequence[str]) -> None:
+        """Compare the accelerator with the Hugging Face tokenizer; give it up if they differ."""
+        if self._fast is None:
+            return
+        for text, right in zip(samples, _hf_encode(self._plain, samples)):
+            if not np.array_equal(self._encode([text], continued=False)[0], right):
+                logger.warning(
+                    "gigatoken is not used: it encodes %r unlike the Hugging Face tokenizer",
+                    text[:40],
+                )
+                self._fast = None
+                return
+
+
+@functools.cache
+def unsure_characters() -> re.Pattern[str]:
+    """Match characters that this Python's Unicode does not know yet.
+
+    Newer tables may call them letters and older ones not, so implementations differ on them.
+    """
+    unknown = [p for p in range(0x40000) if unicodedata.category(chr(p)) == "Cn"]
+    ranges, start = [], unknown[0]
+    for here, after in zip(unknown, [*unknown[1:], 0]):
+        if after != here + 1:
+            ranges.append(f"\\U{start:08x}-\\U{here:08x}")
+            start = after
+    return re.compile(f"[{''.join(ranges)}\\U00040000-\\U0010ffff]")
+
+
+class _Gigatoken:
+    """The optional accelerator: the same tokenizer, tens of times faster."""
+
+    @staticmethod
+    def load(facts: TokenizerFacts, parse_special: bool) -> Any:
+        """Return gigatoken's form of the tokenizer, or None if it is absent or cannot have it."""
+        try:
+            import gigatoken
+        except ImportError:
+            return None
+        content = json.loads(facts.backend)
+        if not parse_special:
+            added = content["added_tokens"]
+            content["added_tokens"] = [token for token in added if not token["special"]]
+        try:
+            return gigatoken.Tokenizer.from_json(json.dumps(content))
+        except Exception as error:  # noqa: BLE001 (whatever it does not like, we do without it)
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            logger.info("gigatoken cannot take this tokenizer (%s): it is not used", reason[0])
+            return None
+
+
+def _hf_encode(tokenizer: Any, texts: Sequence[str]) -> list[Array]:
+    found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.array(one.ids, dtype=np.int32) for one in found]
+
+
+def _variant(backend: str, parse_special: bool) -> Any:
+    """Build the Hugging Face tokenizer that never pads, cuts or adds tokens of its own."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(backend)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = not parse_special
+    return tokenizer
+
+
+def _without_prefix(content: dict[str, Any]) -> dict[str, Any] | None:
+    """Take away whatever puts a space in front of a text; None if nothing does."""
+    changed = False
+    for step in _steps(content, "pre_tokenizer"):
+        if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+            step["prepend_scheme"], changed = "never", True
+        if step["type"] == "ByteLevel" and step.get("add_prefix_space"):
+            step["add_prefix_space"], changed = False, True
+    for step in _steps(content, "normalizer"):
+        if step["type"] == "Prepend":
+            step["prepend"], changed = "", True
+    return content if changed else None
+
+
+def _prefixes_every_section(backend: str) -> bool:
+    """Tell whether text behind a special token gets the space too, not only the first text."""
+    steps = _steps(json.loads(backend), "pre_tokenizer")
+    return not any(step.get("prepend_scheme") == "first" for step in steps)
+
+
+def _steps(content: dict[str, Any], stage: str) -> list[dict[str, Any]]:
+    step = content.get(stage)
+    if not step:
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    return list(step.get("pretokenizers") or step.get("normalizers") or [])

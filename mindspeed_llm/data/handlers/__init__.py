@@ -1,0 +1,6 @@
+"""What records of a data set mean: one class for every layout that `--handler-name` can name."""
+
+from mindspeed_llm.data.handlers.base import Columns, Context, Handler, Output
+from mindspeed_llm.data.handlers.registry import HANDLERS, PRETRAIN, find_handler
+
+__all__ = ["HANDLERS", "PRETRAIN", "Columns", "Context", "Handler", "Output", "find_handler"]

@@ -1,0 +1,98 @@
+"""One question and one answer a record, in columns of their own, with earlier turns if any."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message
+from mindspeed_llm.data.handlers.base import (
+    INSTRUCTION,
+    PAIRWISE,
+    PROMPTS,
+    Handler,
+    Output,
+    Record,
+    as_text,
+    only_last_answer,
+)
+
+LAYOUTS = (
+    {"prompt": "instruction", "query": "input", "response": "output"},
+    {"prompt": "prompt", "query": "input", "response": "response"},
+    {"prompt": "prompt", "query": "input", "response": "answer"},
+)
+"""Names that are in use for the same three columns; the first whose columns are there is meant."""
+
+
+class AlpacaStyleInstructionHandler(Handler):
+    """Questions with their answers: instruction, input, output; history and system if any."""
+
+    outputs: ClassVar[tuple[Output, ...]] = INSTRUCTION
+    roles: ClassVar[Mapping[str, str]] = {**LAYOUTS[0], "history": "history", "system": "system"}
+    required: ClassVar[tuple[str, ...]] = ("prompt", "response")
+
+    @classmethod
+    def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
+        for layout in LAYOUTS:
+            names = {role: layout.get(role, name) for role, name in cls.roles.items()}
+            if all(names[role] in present for role in cls.required):
+                break
+        else:
+            names = dict(cls.roles)
+        if map_keys:
+            # Whoever names columns means these; earlier turns and system prompts are opt-in then.
+            names |= {"history": "", "system": ""}
+        return {r: n for r, n in names.items() if r in cls.required or n in present}
+
+    def render(self, record: Record) -> list[list[Piece]]:
+        """Write the conversation."""
+        answer = Message("assistant", self._text(record, "response"))
+        return [self._write(self._conversation(record, answer).check())]
+
+    def _conversation(self, record: Record, *answer: Message) -> Conversation:
+        asked = [self._text(record, role) for role in ("prompt", "query")]
+        question = "\n".join(filter(None, asked)) if len(asked) > 1 else asked[0]
+        messages = (*self._history(record), Message("user", question), *answer)
+        return Conversation(messages, system=self._text(record, "system"))
+
+    def _history(self, record: Record) -> list[Message]:
+        column = self._columns["history"]
+        turns = (record.get(column) if column else None) or []
+        if not isinstance(turns, list) or any(
+            not isinstance(turn, list) or len(turn) != 2 for turn in turns
+        ):
+            raise MalformedRecord(f"{column} must be a list of [question, answer] pairs")
+        messages = []
+        for question, answer in turns:
+            messages.append(Message("user", as_text(question, column)))
+            messages.append(Message("assistant", as_text(answer, column)))
+        return messages
+
+
+class AlpacaStylePairwiseHandler(AlpacaStyleInstructionHandler):
+    """Questions with a better and a worse answer: chosen, rejected."""
+
+    outputs = PAIRWISE
+    roles = {**AlpacaStyleInstructionHandler.roles, "chosen": "chosen", "rejected": "rejected"}
+    required = ("prompt", "chosen", "rejected")
+
+    def render(self, record: Record) -> list[list[Piece]]:
+        """Write the conversation twice, with either answer."""
+        tracks = []
+        for role in ("chosen", "rejected"):
+            answer = Message("assistant", self._text(record, role))
+            pieces = self._write(self._conversation(record, answer).check())
+            tracks.append(only_last_answer(pieces))
+        return tracks
+
+
+class PPOAlpacaStyleInstructionHandler(AlpacaStyleInstructionHandler):
+    """Questions only: the answers are the model's own to find."""
+
+    outputs = PROMPTS
+    required = ("prompt",)
+    learns = False
+
+    def render(self, record: Record) -> list[list[Piece]]:
+        """Write the prompt."""
+        return [self._write(self._conversation(record).check(answered=False))]

@@ -1,0 +1,156 @@
+"""What every handler of conversations has: the columns it reads and the files it fills."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_llm.data.chat import ChatFormat, Piece
+from mindspeed_llm.data.conversation import Conversation, MalformedRecord
+from mindspeed_llm.data.encoder import TextEncoder
+from mindspeed_llm.data.readers import kind_of
+
+Record = Mapping[str, Any]
+
+
+class Output(NamedTuple):
+    """One file of tokens: which of a record's sequences it takes, and what of it."""
+
+    key: str
+    track: int
+    content: Literal["ids", "labels", "ones"]
+
+
+INSTRUCTION = (
+    Output("input_ids", 0, "ids"),
+    Output("attention_mask", 0, "ones"),
+    Output("labels", 0, "labels"),
+)
+PAIRWISE = (
+    Output("chosen_input_ids", 0, "ids"),
+    Output("chosen_labels", 0, "labels"),
+    Output("rejected_input_ids", 1, "ids"),
+    Output("rejected_labels", 1, "labels"),
+)
+PROMPTS = (Output("input_ids", 0, "ids"), Output("attention_mask", 0, "ones"))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which column of the data holds what; "" where there is none."""
+
+    names: Mapping[str, str]
+    tags: Mapping[str, str]
+
+    def __getitem__(self, role: str) -> str:
+        return self.names.get(role, "")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a handler works with."""
+
+    columns: Columns
+    encoder: TextEncoder
+    chat: ChatFormat | None = None
+    placeholder_token: str = ""
+    reward_tokens: Sequence[str] = ()
+
+
+class Handler(ABC):
+    """Reads records of one layout; `render` gives one list of pieces per sequence of a record."""
+
+    outputs: ClassVar[tuple[Output, ...]]
+    roles: ClassVar[Mapping[str, str]]
+    """What `--map-keys` may name, and the column that is meant when it does not."""
+    required: ClassVar[tuple[str, ...]]
+    tags: ClassVar[Mapping[str, str]] = {}
+    needs_chat: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
+    """Whether a record without anything to learn is useless."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._columns = context.columns
+
+    @classmethod
+    def find_columns(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> Columns:
+        """Join `--map-keys` with the defaults, and check both against the columns there are."""
+        _check_keys(map_keys, [*cls.roles, *(["tags"] if cls.tags else [])])
+        given = {key: _text_value(key, map_keys[key]) for key in map_keys if key != "tags"}
+        names = {**cls._defaults(map_keys, present), **given}
+        for role in dict.fromkeys([*given, *cls.required]):
+            if not names[role] and role in cls.required:
+                raise ConfigError(f"--map-keys: {cls.__name__} cannot do without {role}")
+            if names[role] and names[role] not in present:
+                raise _no_column(role, names[role], present)
+        return Columns(names, cls._find_tags(map_keys.get("tags")))
+
+    @classmethod
+    def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
+        """Return the columns that are read where `--map-keys` says nothing."""
+        required = cls.required
+        return {r: name for r, name in cls.roles.items() if r in required or name in present}
+
+    @classmethod
+    def _find_tags(cls, given: Any) -> Mapping[str, str]:
+        if given is None:
+            return cls.tags
+        if not isinstance(given, dict):
+            raise ConfigError(f"--map-keys: tags holds {kind_of(given)}: give an object")
+        _check_keys(given, list(cls.tags))
+        return {**cls.tags, **{key: _text_value(key, given[key]) for key in given}}
+
+    @abstractmethod
+    def render(self, record: Record) -> list[list[Piece]]:
+        """Write the sequences of one record."""
+
+    def _write(self, conversation: Conversation) -> list[Piece]:
+        assert self._context.chat is not None
+        return self._context.chat.render(conversation)
+
+    def _text(self, record: Record, role: str) -> str:
+        """Return the text of a column; null and a column that is not there are empty."""
+        column = self._columns[role]
+        if not column:
+            return ""
+        if column not in record and role in self.required:
+            raise MalformedRecord(f"has no {column}; it has {', '.join(record) or 'nothing'}")
+        return as_text(record.get(column), column)
+
+
+def as_text(value: Any, column: str) -> str:
+    """Return a text, with "" for null; anything else is malformed."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return ""
+    raise MalformedRecord(f"{column} holds {kind_of(value)}, not text")
+
+
+def only_last_answer(pieces: Sequence[Piece]) -> list[Piece]:
+    """Let nothing be learnt but what follows the last prompt."""
+    last = max((place for place, piece in enumerate(pieces) if not piece.is_answer), default=-1)
+    return [Piece(p.parts, p.is_answer and i > last) for i, p in enumerate(pieces)]
+
+
+def _check_keys(given: Iterable[str], allowed: Sequence[str]) -> None:
+    for key in given:
+        if key not in allowed:
+            raise ConfigError(f"--map-keys: {key} is not known; {did_you_mean(key, allowed)}")
+
+
+def _text_value(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"--map-keys: {key} holds {kind_of(value)}: give the name of a column")
+    return value
+
+
+def _no_column(role: str, column: str, present: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"the data has no column {column} for {role}; it has {', '.join(sorted(present))}: "
+        "name the right one with --map-keys"
+    )

@@ -1,0 +1,42 @@
+"""The handlers by the names that `--handler-name` takes."""
+
+from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_llm.data.handlers.alpaca import (
+    AlpacaStyleInstructionHandler,
+    AlpacaStylePairwiseHandler,
+    PPOAlpacaStyleInstructionHandler,
+)
+from mindspeed_llm.data.handlers.base import Handler
+from mindspeed_llm.data.handlers.openai import OpenAIInstructionHandler
+from mindspeed_llm.data.handlers.process_reward import AlpacaStyleProcessRewardHandler
+from mindspeed_llm.data.handlers.sharegpt import (
+    SharegptStyleInstructionHandler,
+    SharegptStylePairwiseHandler,
+)
+
+PRETRAIN = "GeneralPretrainHandler"
+"""Plain documents; they need no conversation, so a handler class has nothing to do for them."""
+
+HANDLERS: dict[str, type[Handler]] = {
+    handler.__name__: handler
+    for handler in (
+        AlpacaStyleInstructionHandler,
+        AlpacaStylePairwiseHandler,
+        AlpacaStyleProcessRewardHandler,
+        OpenAIInstructionHandler,
+        PPOAlpacaStyleInstructionHandler,
+        SharegptStyleInstructionHandler,
+        SharegptStylePairwiseHandler,
+    )
+}
+
+
+def find_handler(name: str) -> type[Handler] | None:
+    """Return the handler of a name, None for plain documents."""
+    if name == PRETRAIN:
+        return None
+    if name not in HANDLERS:
+        raise ConfigError(
+            f"--handler-name {name} is not known; {did_you_mean(name, [PRETRAIN, *HANDLERS])}"
+        )
+    return HANDLERS[name]

@@ -1,0 +1,198 @@
+"""Megatron's indexed token files: `.bin` holds tokens, `.idx` where each sequence begins.
+
+An `.idx` is: 9 bytes of magic, u64 version 1, u8 dtype code, u64 sequence count, u64 document
+count + 1, int32 lengths, int64 byte offsets, int64 document borders (the first is 0).
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data import durable
+
+Array = npt.NDArray[Any]
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CHUNK = 1 << 20
+"""Sequences handled at a time where an index may be larger than memory."""
+
+
+def smallest_dtype(vocabulary: int) -> np.dtype[Any]:
+    """Return the type Megatron stores token ids in: two bytes where the vocabulary allows it."""
+    return np.dtype("<u2" if vocabulary < 65500 else "<i4")
+
+
+class IndexedTokens:
+    """Sequences of one `.bin`/`.idx` pair, checked when opened and read in place."""
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        index_path, data_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        for path in (index_path, data_path):
+            if not path.is_file():
+                raise ConfigError(f"{path} does not exist: {self.prefix} needs a .bin and an .idx")
+        self._read_index(index_path)
+        size = data_path.stat().st_size
+        self._check(index_path, data_path, size)
+        self._data = np.memmap(data_path, np.uint8, "r") if size else np.zeros(0, np.uint8)
+
+    def _read_index(self, path: Path) -> None:
+        head = path.open("rb").read(HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise ConfigError(f"{path} is not an index of tokens: it does not start with MMIDIDX")
+        _, version, code, sequences, documents = HEADER.unpack(head)
+        if version != 1 or code not in CODES or documents < 1:
+            raise ConfigError(
+                f"{path} is damaged: version {version}, type {code}, {documents} document borders"
+            )
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        # Multimodal indices carry one more byte per sequence, which tells nothing about text.
+        if path.stat().st_size not in (expected, expected + sequences):
+            raise ConfigError(
+                f"{path} is damaged: {sequences} sequences need {expected} bytes, "
+                f"it has {path.stat().st_size}"
+            )
+        content = np.memmap(path, np.uint8, "r")
+        places = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
+        self.dtype = CODES[code]
+        self.lengths: Array = content[places[0] : places[1]].view("<i4")
+        self.offsets: Array = content[places[1] : places[2]].view("<i8")
+        self.documents: Array = content[places[2] : places[3]].view("<i8")
+
+    def _check(self, index_path: Path, data_path: Path, size: int) -> None:
+        """Refuse an index that points outside the data, before anything is read through it."""
+        for start in range(0, len(self.lengths), CHUNK):
+            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
+            offsets = self.offsets[start : start + CHUNK]
+            room = (size - offsets) // self.dtype.itemsize
+            if (lengths < 0).any() or (offsets < 0).any() or (lengths > room).any():
+                raise ConfigError(
+                    f"{index_path} does not fit {data_path} ({size} bytes): "
+                    "one of them is damaged or belongs to another run"
+                )
+        borders = self.documents
+        if borders[0] != 0 or borders[-1] > len(self.lengths) or (np.diff(borders) < 0).any():
+            raise ConfigError(f"{index_path} is damaged: its document borders are out of order")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Array:
+        start, count = int(self.offsets[index]), int(self.lengths[index])
+        return self._data[start : start + count * self.dtype.itemsize].view(self.dtype)
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all sequences."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+class TokenWriter:
+    """Appends sequences to files in a work folder; `build_index` makes the index of them.
+
+    Lengths and document borders go to files of their own, so that memory does not grow with the
+    data, and so that cutting each file to an earlier size takes the writer back to that moment.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self._paths = [folder / f"{name}.{kind}" for kind in ("bin", "lengths", "borders")]
+        self._files = [open(path, "ab") for path in self._paths]
+        self._sequences = self._paths[1].stat().st_size // 4
+
+    @property
+    def data_path(self) -> Path:
+        """The file of tokens."""
+        return self._paths[0]
+
+    @property
+    def lengths_path(self) -> Path:
+        """The file of lengths."""
+        return self._paths[1]
+
+    def append(self, tokens: Array, lengths: Array, borders: Array | None = None) -> None:
+        """Add sequences that lie one after the other in `tokens`.
+
+        `borders` counts the sequences up to the end of each document, within this call; without
+        it every sequence is a document.
+        """
+        if borders is None:
+            borders = np.arange(1, len(lengths) + 1, dtype=np.int64)
+        parts = (
+            np.ascontiguousarray(tokens, self.dtype),
+            np.ascontiguousarray(lengths, "<i4"),
+            np.ascontiguousarray(borders + self._sequences, "<i8"),
+        )
+        for file, part in zip(self._files, parts):
+            file.write(part.tobytes())
+        self._sequences += len(lengths)
+
+    def sizes(self) -> dict[str, int]:
+        """Bring everything to the disk and return the name and size of each file."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        return {path.name: file.tell() for path, file in zip(self._paths, self._files)}
+
+    def cut(self, sizes: Mapping[str, int]) -> None:
+        """Go back to the moment when `sizes` was taken; without an entry, to the beginning."""
+        for path, file in zip(self._paths, self._files):
+            file.truncate(sizes.get(path.name, 0))
+            file.seek(0, os.SEEK_END)
+        self._sequences = self._paths[1].stat().st_size // 4
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+    def build_index(self, path: Path) -> None:
+        """Write the index of everything that was appended, and close."""
+        self.sizes()
+        self.close()
+        _, lengths_path, borders_path = self._paths
+        documents = borders_path.stat().st_size // 8 + 1
+        code = next(code for code, dtype in CODES.items() if dtype == self.dtype)
+        with open(path, "wb") as file:
+            file.write(HEADER.pack(MAGIC, 1, code, self._sequences, documents))
+            for lengths in _pieces(lengths_path, "<i4"):
+                file.write(lengths.tobytes())
+            end = 0
+            for lengths in _pieces(lengths_path, "<i4"):
+                ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+                starts = np.concatenate(([end], ends[:-1]))
+                file.write(starts.astype("<i8").tobytes())
+                end = int(ends[-1])
+            file.write(bytes(8))
+            for borders in _pieces(borders_path, "<i8"):
+                file.write(borders.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        durable.sync(path.parent)
+
+
+def _pieces(path: Path, dtype: str) -> Iterator[Array]:
+    """Read a file of numbers a piece at a time."""
+    with open(path, "rb") as file:
+        while len(piece := np.fromfile(file, dtype, CHUNK)):
+            yield piece

@@ -1,0 +1,224 @@
+"""Samples of preprocessed data, for training: by prefix, mixed by weight, at any position.
+
+stream = open_stream(["0.7", "out/a", "0.3", "out/b"], seed=1234)
+for samples in MicroBatches(stream, size=2, rank=0, world=1, consumed=0): ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.indexed import IndexedTokens
+from mindspeed_llm.data.stream import MicroBatches, Part, Sample, SampleStream
+
+KINDS = {
+    "instruction": ("input_ids", "attention_mask", "labels"),
+    "pairwise": (
+        "chosen_input_ids",
+        "chosen_labels",
+        "rejected_input_ids",
+        "rejected_labels",
+    ),
+    "prompts": ("input_ids", "attention_mask"),
+}
+"""The kinds of data and their files; a prefix is of the first kind whose files are all there."""
+
+PROBES, PROBE_BYTES = 64, 4096
+"""How many places of the tokens a fingerprint looks at, and how much of each."""
+
+__all__ = [
+    "KINDS",
+    "InstructionData",
+    "MicroBatches",
+    "Sample",
+    "SampleStream",
+    "open_stream",
+    "split_parts",
+    "split_weights",
+]
+
+
+class InstructionData(Sequence[Sample]):
+    """The samples behind one prefix: `{prefix}_packed_{key}_document.bin/.idx`.
+
+    Keys are those of KINDS. A sample's `attention_mask` is 1, or counts the samples of a neat row.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.kind = self._find_kind()
+        self._files = {key: IndexedTokens(self._name(key)) for key in KINDS[self.kind]}
+        self._check_lengths()
+        self.facts = self._read_facts()
+        """What preprocessing noted: seq_length, pack, pad_id, vocabulary, tokenizer, ...; or {}."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self._files.values())))
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        return {key: tokens[index] for key, tokens in self._files.items()}
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sample."""
+        return max(int(tokens.lengths.max(initial=0)) for tokens in self._files.values())
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a sample is a row of several."""
+        return self.facts.get("pack") is not None
+
+    def check_length(self, seq_length: int) -> None:
+        """Refuse a training length that would cut samples."""
+        if self.longest > seq_length:
+            lengths = next(iter(self._files.values())).lengths
+            count = int((lengths > seq_length).sum())
+            raise ConfigError(
+                f"{self.prefix}: {count} of {len(self)} samples are longer than --seq-length "
+                f"{seq_length} (longest: {self.longest}): train with a longer one, or preprocess "
+                f"again with --seq-length {seq_length}"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for this data, from all lengths and from probes of the tokens."""
+        digest = hashlib.sha256()
+        for key, tokens in self._files.items():
+            path = Path(f"{self._name(key)}.bin")
+            size = path.stat().st_size
+            digest.update(f"{key} {tokens.dtype} {size}".encode())
+            digest.update(tokens.lengths.tobytes())
+            with path.open("rb") as file:
+                for place in range(0, size, max(PROBE_BYTES, size // PROBES)):
+                    file.seek(place)
+                    digest.update(file.read(PROBE_BYTES))
+        return digest.hexdigest()[:16]
+
+    def _name(self, key: str) -> str:
+        return f"{self.prefix}_packed_{key}_document"
+
+    def _find_kind(self) -> str:
+        for kind, keys in KINDS.items():
+            if all(Path(f"{self._name(key)}.idx").is_file() for key in keys):
+                return kind
+        raise ConfigError(self._not_found())
+
+    def _not_found(self) -> str:
+        looked = f"looked for {self._name('input_ids')}.idx and its like"
+        if Path(self.prefix).is_dir():
+            found = sorted(
+                p.name for p in Path(self.prefix).glob("*_packed_input_ids_document.idx")
+            )
+            names = [name.removesuffix("_packed_input_ids_document.idx") for name in found]
+            hint = f"such as {Path(self.prefix) / names[0]}" if names else "it holds none"
+            return f"{self.prefix} is a folder: give the prefix of data in it ({hint})"
+        for ending in (".idx", ".bin", "_document", "_packed"):
+            if self.prefix.endswith(ending):
+                return (
+                    f"{self.prefix}: give the --output-prefix of preprocessing as it was; {looked}"
+                )
+        if Path(f"{self.prefix}_text_document.idx").is_file():
+            return f"{self.prefix} holds plain documents, not samples; {looked}"
+        return f"{self.prefix}: there is no preprocessed data of that name; {looked}"
+
+    def _check_lengths(self) -> None:
+        pairs = [(f"{one}_input_ids", f"{one}_labels") for one in ("chosen", "rejected")]
+        groups: list[tuple[str, ...]] = [("input_ids", "attention_mask", "labels"), *pairs]
+        for group in groups:
+            files = [self._files[key] for key in group if key in self._files]
+            if any(not np.array_equal(files[0].lengths, file.lengths) for file in files[1:]):
+                raise ConfigError(
+                    f"{self.prefix}: {' and '.join(group)} do not fit each other: they are of "
+                    "different runs; preprocess again"
+                )
+        if len({len(file) for file in self._files.values()}) > 1:
+            raise ConfigError(f"{self.prefix}: its files hold different numbers of samples")
+
+    def _read_facts(self) -> dict[str, Any]:
+        try:
+            facts = json.loads(Path(f"{self.prefix}.summary.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return facts if isinstance(facts, dict) else {}
+
+
+def open_stream(
+    data_path: Sequence[str],
+    *,
+    seed: int = 1234,
+    shuffle: bool = True,
+    part: tuple[float, float] = (0.0, 1.0),
+    epoch_multiple: int = 1,
+    seq_length: int | None = None,
+) -> SampleStream:
+    """Open what `--data-path` names: prefixes, each with or all without a weight in front.
+
+    `part` is the share of every data set to take, from and to (see `split_parts`). With
+    `seq_length`, data with longer samples is refused.
+    """
+    weights, prefixes = split_weights(data_path)
+    data = [InstructionData(prefix) for prefix in prefixes]
+    if seq_length is not None:
+        for one in data:
+            one.check_length(seq_length)
+    kinds = {one.kind for one in data}
+    if len(kinds) > 1:
+        raise ConfigError(f"--data-path mixes {' and '.join(sorted(kinds))} data")
+    views = [Part(one, *part) for one in data]
+    if any(len(view) == 0 for view in views):
+        raise ConfigError(f"--data-path {' '.join(data_path)}: a part of --split has no samples")
+    fingerprint = "-".join(one.fingerprint for one in data)
+    return SampleStream(
+        views,
+        weights,
+        seed=seed,
+        shuffle=shuffle,
+        epoch_multiple=epoch_multiple,
+        fingerprint=fingerprint,
+    )
+
+
+def split_weights(data_path: Sequence[str]) -> tuple[list[Fraction], list[str]]:
+    """Read "0.7 a 0.3 b", or prefixes only (no weights then: mixed by their sizes)."""
+    words = list(data_path)
+    if not words:
+        raise ConfigError("--data-path is missing: give the --output-prefix of preprocessing")
+    if len(words) == 1 or _weight(words[0]) is None:
+        return [], words
+    weights = [_weight(word) for word in words[::2]]
+    given = [weight for weight in weights if weight is not None and weight > 0]
+    if len(words) % 2 or len(given) < len(weights):
+        raise ConfigError(
+            f"--data-path {' '.join(words)}: give a weight above 0 in front of every prefix, or "
+            "no weights"
+        )
+    return given, words[1::2]
+
+
+def split_parts(split: str) -> list[tuple[float, float]]:
+    """Read `--split 98,2,0`: the shares of training, evaluation and test, from and to."""
+    try:
+        sizes = [float(word) for word in split.split(",")]
+    except ValueError:
+        sizes = []
+    sizes += [0.0] * (3 - len(sizes))
+    if len(sizes) != 3 or min(sizes) < 0 or sum(sizes) <= 0:
+        raise ConfigError(f"--split {split}: give three numbers with commas, such as 98,2,0")
+    ends = [sum(sizes[: place + 1]) / sum(sizes) for place in range(3)]
+    return list(zip([0.0, *ends[:2]], ends))
+
+
+def _weight(word: str) -> Fraction | None:
+    try:
+        return Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return None

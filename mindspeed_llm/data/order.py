@@ -1,0 +1,77 @@
+"""Which sample comes when: computed from the position, never stored, so it cannot be stale.
+
+Neither the order nor the mixture depends on a library's random numbers: a run can be taken up years
+later and see the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+MASK = (1 << 64) - 1
+ROUNDS = 4
+
+
+class SampleOrder:
+    """The samples 0 .. size-1, in another order in every epoch.
+
+    With `multiple` an epoch is filled up to a multiple of that many with samples 0, 1, ...
+    """
+
+    def __init__(
+        self, size: int, *, seed: int = 1234, shuffle: bool = True, multiple: int = 1
+    ) -> None:
+        self._size, self._seed, self._shuffle = size, seed, shuffle
+        self.epoch_size = -(-size // multiple) * multiple
+        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
+
+    def __getitem__(self, position: int) -> int:
+        epoch, place = divmod(position, self.epoch_size)
+        if place >= self._size:
+            return (place - self._size) % self._size
+        return self._permute(epoch, place) if self._shuffle else place
+
+    def _permute(self, epoch: int, place: int) -> int:
+        """Return where a place goes: a Feistel network, which is a permutation whatever it hashes.
+
+        It permutes the next power of four; a value outside is sent on until it is inside.
+        """
+        mask = (1 << self._half) - 1
+        while True:
+            left, right = place >> self._half, place & mask
+            for step in range(ROUNDS):
+                key = _mix(self._seed ^ _mix(epoch * ROUNDS + step))
+                left, right = right, left ^ (_mix(key ^ right) & mask)
+            place = left << self._half | right
+            if place < self._size:
+                return place
+
+
+class Mixture:
+    """Shares out positions among several data sets, always as close to the weights as can be."""
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        self._weights = list(weights)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the data set at a position, and how often it came before.
+
+        The first data set gets the positions at which its exact share passes a whole number; the
+        others share what is left in the same way.
+        """
+        for part in range(len(self._weights) - 1):
+            share = self._weights[part] / sum(self._weights[part:], Fraction())
+            before = int(position * share)
+            if int((position + 1) * share) > before:
+                return part, before
+            position -= before
+        return len(self._weights) - 1, position
+
+
+def _mix(value: int) -> int:
+    """Scatter 64 bits (the finalizer of splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
+    return value ^ value >> 31

@@ -1,0 +1,137 @@
+"""From options to a plan: everything a user can get wrong is found here, before work starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, find_handler
+from mindspeed_llm.data.options import PreprocessOptions, check_options
+from mindspeed_llm.data.readers import Problem, Source, find_sources, peek
+from mindspeed_llm.data.template import TemplateEntry, load_template
+from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
+from mindspeed_llm.data.work import Plan, SampleWorker, make_chat
+
+logger = logging.getLogger(__name__)
+
+PEEKED_ROWS = 100
+"""Rows of every file that are looked at to learn which columns there are."""
+
+
+def make_plan(
+    options: PreprocessOptions, facts: TokenizerFacts | None = None
+) -> tuple[Plan, list[Source]]:
+    """Check the options against each other, the data and the tokenizer."""
+    check_options(options)
+    find_handler(options.handler_name)
+    if not options.output_prefix:
+        raise ConfigError("--output-prefix is missing: give a path and how the names begin")
+    sources = find_sources(options.input)
+    template = _find_template(options)
+    columns = _find_columns(options, sources)
+    if facts is None:
+        facts = load_facts(
+            options.tokenizer_name_or_path,
+            cache_dir=options.cache_dir,
+            trust_remote_code=options.trust_remote_code,
+        )
+    plan = _plan(options, facts, template, columns)
+    if plan.handler != PRETRAIN:
+        _check_chat(plan, options)
+    return plan, sources
+
+
+def _find_template(options: PreprocessOptions) -> TemplateEntry | None:
+    handler = find_handler(options.handler_name)
+    if handler is None and options.pack:
+        raise ConfigError(f"--pack is for samples, not for documents ({PRETRAIN}): drop --pack")
+    if handler is None or not handler.needs_chat or options.prompt_type == "tokenizer":
+        return None
+    if not options.prompt_type:
+        raise ConfigError(
+            f"--prompt-type is missing: {options.handler_name} needs a chat template by name, "
+            "tokenizer for the tokenizer's own, or empty if the data has it already"
+        )
+    if options.pack and len({output.track for output in handler.outputs}) > 1:
+        raise ConfigError(f"--pack: the pairs of {options.handler_name} cannot share rows")
+    return load_template(options.prompt_type, options.prompt_type_path)
+
+
+def _plan(
+    options: PreprocessOptions,
+    facts: TokenizerFacts,
+    template: TemplateEntry | None,
+    columns: Columns,
+) -> Plan:
+    parse = options.special_tokens == "parse" or (
+        options.special_tokens == "auto" and options.prompt_type == "empty"
+    )
+    too_long = options.too_long
+    if too_long == "auto":
+        too_long = "truncate" if options.neat_pack else "drop"
+    if options.append_eod and facts.eos_id is None:
+        raise ConfigError(f"--append-eod: the tokenizer in {facts.source} has no end-of-text token")
+    return Plan(
+        handler=options.handler_name,
+        facts=facts,
+        columns=columns,
+        keys=options.json_keys if options.handler_name == PRETRAIN else (),
+        template=template,
+        thinking=options.enable_thinking,
+        parse_special=parse,
+        accelerate=options.accelerator == "auto",
+        limit=options.seq_length,
+        too_long=too_long,
+        append_eod=options.append_eod,
+        skip_malformed=options.on_bad_line == "skip",
+        placeholder_token=options.placeholder_token,
+        reward_tokens=options.reward_tokens,
+    )
+
+
+def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
+    """Look at the first rows of every file and find the columns that are meant."""
+    try:
+        map_keys = json.loads(options.map_keys) if options.map_keys else {}
+    except ValueError as error:
+        raise ConfigError(f"--map-keys {options.map_keys} is not valid JSON: {error}") from None
+    if not isinstance(map_keys, dict):
+        raise ConfigError(f"--map-keys {options.map_keys} is not a JSON object such as {{...}}")
+    rows = peek(sources, PEEKED_ROWS)
+    names = [list(row) for _, _, row in rows if not isinstance(row, Problem)]
+    present = list(dict.fromkeys(name for row in names for name in row))
+    if not rows:
+        raise ConfigError(f"--input {options.input} holds no records")
+    if not present:
+        source, line, problem = rows[0]
+        raise ConfigError(f"{source.path}, line {line}: {problem.reason}")
+    if options.handler_name == PRETRAIN:
+        return _document_columns(options.json_keys, present)
+    return HANDLERS[options.handler_name].find_columns(map_keys, present)
+
+
+def _document_columns(keys: tuple[str, ...], present: list[str]) -> Columns:
+    missing = [key for key in keys if key not in present]
+    if missing:
+        raise ConfigError(
+            f"the data has no column {missing[0]}; it has {', '.join(sorted(present))}: "
+            "name the column of the documents with --json-keys"
+        )
+    return Columns({key: key for key in keys}, {})
+
+
+def _check_chat(plan: Plan, options: PreprocessOptions) -> None:
+    """Say so if nothing in the samples can teach the model to stop."""
+    if not HANDLERS[plan.handler].needs_chat:
+        SampleWorker(plan)  # finds placeholders and verdicts that are no single tokens
+        return
+    chat = make_chat(plan)
+    if HANDLERS[plan.handler].learns and not chat.teaches_eos and not plan.append_eod:
+        logger.warning(
+            "--prompt-type %s never puts an end-of-text token (%s) behind an answer: unless every "
+            "answer in the data ends with one, the model will not learn to stop; --append-eod "
+            "adds it",
+            options.prompt_type,
+            plan.facts.eos,
+        )

@@ -1,0 +1,253 @@
+"""Data files to token files: encode, pack, publish, and account for every record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.handlers import PRETRAIN, find_handler
+from mindspeed_llm.data.indexed import TokenWriter, smallest_dtype
+from mindspeed_llm.data.options import PreprocessOptions
+from mindspeed_llm.data.planning import make_plan
+from mindspeed_llm.data.pool import encode_blocks
+from mindspeed_llm.data.readers import Block, Source, blocks
+from mindspeed_llm.data.readers.blocks import BLOCK_BYTES
+from mindspeed_llm.data.rows import write_rows
+from mindspeed_llm.data.summary import SHOWN_PLACES, Summary
+from mindspeed_llm.data.tokenizer import TokenizerFacts
+from mindspeed_llm.data.work import Encoded, Plan, make_chat
+from mindspeed_llm.data.workspace import Workspace
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Counted up when the output changes, so that no run takes up from one of another version."""
+SAVE_SECONDS = 10.0
+HARMLESS = {"workers", "n_subs", "log_interval", "cache_dir", "accelerator", "output_prefix"}
+"""Options that do not change what is written."""
+
+Report = Callable[[Summary, int], None]
+
+
+def preprocess(
+    options: PreprocessOptions,
+    facts: TokenizerFacts | None = None,
+    report: Report | None = None,
+) -> Summary:
+    """Write the token files that `options` describe and return what became of the records.
+
+    `facts` saves loading the tokenizer; `report` is called with the state and the bytes read.
+    """
+    plan, sources = make_plan(options, facts)
+    run = _Run(plan, options, sources, report)
+    try:
+        return run.run()
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(
+            f"{where}{error.strerror}; what was done so far is kept in {run.folder}: put this "
+            "right and give the same command again"
+        ) from None
+    finally:
+        run.close()
+
+
+def token_files(options: PreprocessOptions) -> str:
+    """Return how the names of the token files begin: a set of several is called packed."""
+    return options.output_prefix + ("" if options.handler_name == PRETRAIN else "_packed")
+
+
+class _Run:
+    """One run over the data, from the first block or from where a killed run came."""
+
+    def __init__(
+        self, plan: Plan, options: PreprocessOptions, sources: list[Source], report: Report | None
+    ) -> None:
+        self._plan, self._options, self._sources, self._report = plan, options, sources, report
+        self._prefix = token_files(options)
+        self._workspace = Workspace(options.output_prefix, self._fingerprint())
+        self.folder = self._workspace.folder
+        state = self._workspace.state
+        self._done: int = state.get("blocks", 0)
+        self._lines: int = state.get("lines", 0)
+        self._bytes: int = state.get("bytes", 0)
+        self._path: str = state.get("path", "")
+        self._summary = Summary.from_dict(state["summary"]) if state else Summary()
+        self._summary.is_chat = options.handler_name != PRETRAIN
+        self._writers: dict[str, TokenWriter] = {}
+        if state:
+            logger.info("taking up a run that ended after %d records", self._summary.records)
+
+    def run(self) -> Summary:
+        """Do everything that is left to do."""
+        if self._workspace.was_publishing:
+            self._workspace.publish_again()
+            return self._summary
+        started = time.monotonic() - self._summary.seconds
+        self._writers = self._open_writers(self._workspace.state.get("sizes", {}))
+        for _ in self._encode():
+            self._summary.seconds = time.monotonic() - started
+            if self._report is not None:
+                self._report(self._summary, self._bytes)
+        self._save()
+        self._finish()
+        self._summary.seconds = time.monotonic() - started
+        return self._summary
+
+    def _encode(self) -> Iterator[None]:
+        """Write block after block; yield after each."""
+        columns = list(self._plan.columns.names.values())
+        todo = islice(blocks(self._sources, columns), self._done, None)
+        saved = told = time.monotonic()
+        told_records, interval = 0, self._options.log_interval
+        for block, encoded in encode_blocks(self._plan, todo, self._processes()):
+            self._take(block, encoded)
+            yield
+            now = time.monotonic()
+            if now - saved > SAVE_SECONDS:
+                self._save()
+                saved = now
+            fresh = self._summary.records - told_records
+            if self._report is None and now - told > SAVE_SECONDS and fresh >= interval:
+                told, told_records = now, self._summary.records
+                logger.info("%d records, %d tokens", told_records, self._summary.tokens)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._workspace.release()
+
+    def _processes(self) -> int:
+        """Return how many processes are worth having."""
+        asked = max(self._options.workers, self._options.n_subs)
+        cores = len(os.sched_getaffinity(0))
+        if asked > cores:
+            logger.info("%d workers were asked for; %d are used, one a core", asked, cores)
+        size = sum(source.size for source in self._sources)
+        return min(asked, cores, max(1, size // BLOCK_BYTES))
+
+    def _open_writers(self, sizes: dict[str, int]) -> dict[str, TokenWriter]:
+        handler = find_handler(self._options.handler_name)
+        if handler is None:
+            dtype = smallest_dtype(self._plan.facts.size)
+            keys = self._plan.keys
+        else:
+            dtype = np.dtype("<i4")
+            keys = tuple(output.key for output in handler.outputs)
+        writers = {key: TokenWriter(self._workspace.folder, key, dtype) for key in keys}
+        for writer in writers.values():
+            writer.cut(sizes)
+        return writers
+
+    def _take(self, block: Block, encoded: Encoded) -> None:
+        """Write one block and count its records."""
+        path = block.source.path
+        if path != self._path:
+            self._path, self._lines = path, 0
+        if encoded.stopped is not None:
+            line, reason = encoded.stopped
+            raise ConfigError(
+                f"{path}, line {self._lines + line}: {reason}; correct it, or leave such lines out "
+                "with --on-bad-line skip"
+            )
+        for key, (tokens, lengths, borders) in encoded.data.items():
+            self._writers[key].append(tokens, lengths, borders)
+        before = self._malformed()
+        told = self._summary.add(encoded.counts, path, self._lines)
+        for text in told[: max(0, SHOWN_PLACES - before)]:
+            logger.warning("skipped: %s", text)
+        self._lines += encoded.lines
+        self._bytes += block.end - block.start
+        self._done += 1
+
+    def _malformed(self) -> int:
+        tally = self._summary.skipped.get("malformed")
+        return tally.count if tally else 0
+
+    def _save(self) -> None:
+        sizes = {name: n for w in self._writers.values() for name, n in w.sizes().items()}
+        self._workspace.save(
+            {
+                "blocks": self._done,
+                "lines": self._lines,
+                "bytes": self._bytes,
+                "path": self._path,
+                "sizes": sizes,
+                "summary": self._summary.as_dict(),
+            }
+        )
+
+    def _finish(self) -> None:
+        """Pack, index and publish."""
+        if not self._summary.written:
+            reasons = ", ".join(f"{t.count} {r}" for r, t in self._summary.skipped.items())
+            raise ConfigError(
+                f"--input {self._options.input}: none of {self._summary.records} records can be "
+                f"used ({reasons or 'there are none'})"
+            )
+        folder = self._workspace.folder
+        if self._options.pack:
+            self._writers, self._summary.rows = write_rows(
+                folder,
+                self._writers,
+                capacity=self._options.seq_length or 0,
+                pad_id=self._plan.facts.pad_id,
+                neat=self._options.neat_pack,
+            )
+        files: dict[str, Path] = {}
+        for key, writer in self._writers.items():
+            writer.build_index(folder / f"{key}.idx")
+            files[writer.data_path.name] = Path(f"{self._prefix}_{key}_document.bin")
+        files |= {f"{key}.idx": Path(f"{self._prefix}_{key}_document.idx") for key in self._writers}
+        files[self._facts_file()] = Path(f"{self._options.output_prefix}.summary.json")
+        self._workspace.publish(files, {"summary": self._summary.as_dict()})
+
+    def _facts_file(self) -> str:
+        """Write what later steps want to know about this data."""
+        options = self._options
+        content = {
+            "handler": options.handler_name,
+            "prompt_type": options.prompt_type,
+            "tokenizer": str(Path(options.tokenizer_name_or_path).resolve()),
+            "tokenizer_fingerprint": self._plan.facts.fingerprint,
+            "vocabulary": self._plan.facts.size,
+            "pad_id": self._plan.facts.pad_id,
+            "stop_ids": list(self._stop_ids()),
+            "seq_length": options.seq_length,
+            "pack": ("neat" if options.neat_pack else "plain") if options.pack else None,
+            "summary": self._summary.as_dict(),
+        }
+        path = self._workspace.folder / "summary.json"
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        return path.name
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        """Return the tokens at which a sample may end."""
+        handler = find_handler(self._options.handler_name)
+        if handler is not None and handler.needs_chat:
+            return make_chat(self._plan).stop_ids
+        eos_id = self._plan.facts.eos_id
+        return () if eos_id is None else (eos_id,)
+
+    def _fingerprint(self) -> str:
+        """Name what this run would write, so that only the same run takes up from it."""
+        plan = asdict(self._plan)
+        plan["facts"] = self._plan.facts.fingerprint
+        plan.pop("accelerate")
+        options = self._options.model_dump(exclude=HARMLESS)
+        sources = [asdict(source) for source in self._sources]
+        content: Any = [FORMAT, plan, options, sources]
+        text = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()

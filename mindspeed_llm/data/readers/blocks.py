@@ -1,0 +1,155 @@
+"""Blocks of a few megabytes: the unit in which data is read, encoded and written.
+
+Lines are cut by byte ranges, so whoever processes a block reads it too; other formats can only be
+read from the front and travel as finished records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import orjson
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.readers.sources import Source
+
+BLOCK_BYTES = 4 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Problem(NamedTuple):
+    """Why a line is not a record."""
+
+    reason: str
+
+
+Row = tuple[int, "dict[str, Any] | Problem"]
+"""The number of a line (of a row in parquet), counted from 1, and what it holds."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of one file: a byte range that is yet to be read, or rows."""
+
+    source: Source
+    start: int = 0
+    end: int = 0
+    rows: tuple[Row, ...] | None = None
+
+
+def blocks(
+    sources: Iterable[Source], columns: Sequence[str] = (), size: int = BLOCK_BYTES
+) -> Iterator[Block]:
+    """Cut files into blocks; of tables only `columns` are read (all when none is named)."""
+    for source in sources:
+        if _has_lines(source):
+            for start in range(0, source.size, size):
+                yield Block(source, start, min(start + size, source.size))
+        else:
+            rows = _rows(source, columns)
+            while group := tuple(_take(rows, size)):
+                yield Block(source, rows=group)
+
+
+def read(block: Block) -> tuple[Iterator[Row], int]:
+    """Return the rows of a block and how many lines it has.
+
+    Nobody knows where in the file a byte range stands before those in front of it were read, so its
+    rows count from its own first line. Rows that came finished have true numbers, and 0 lines.
+    """
+    if block.rows is not None:
+        return iter(block.rows), 0
+    data = _read_range(block)
+    if not block.start:
+        data = data.removeprefix(BYTE_ORDER_MARK)
+    lines = data.split(b"\n")
+    parse = _parse_text if block.source.format == "txt" else _parse_object
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line)
+    rows = ((number, parse(line)) for number, line in numbered if not line.isspace())
+    return rows, len(lines) - 1
+
+
+def peek(sources: Sequence[Source], count: int) -> list[tuple[Source, int, Any]]:
+    """Return the first rows of every file, with the file."""
+    found: list[tuple[Source, int, Any]] = []
+    for source in sources:
+        first = next(blocks([source], size=1 << 16), None)
+        rows = read(first)[0] if first else iter(())
+        found.extend((source, *row) for row in islice(rows, count))
+    return found
+
+
+def _has_lines(source: Source) -> bool:
+    if source.format in ("jsonl", "txt"):
+        return True
+    if source.format != "json":
+        return False
+    with open(source.path, "rb") as file:
+        line = file.readline(BLOCK_BYTES).removeprefix(BYTE_ORDER_MARK).strip()
+    return line.startswith(b"{") and not isinstance(_parse_object(line), Problem)
+
+
+def _read_range(block: Block) -> bytes:
+    """Read the lines that begin inside the block's byte range."""
+    try:
+        with open(block.source.path, "rb") as file:
+            if block.start:
+                file.seek(block.start - 1)
+                file.readline()  # the line that began in the block before
+            missing = block.end - file.tell()
+            if missing <= 0:
+                return b""
+            data = file.read(missing)
+            return data if data.endswith(b"\n") else data + file.readline()
+    except OSError as error:
+        raise ConfigError(f"{block.source.path} cannot be read: {error.strerror}") from None
+
+
+def _parse_object(line: bytes) -> dict[str, Any] | Problem:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return Problem(f"is not valid JSON: {error.msg} (column {error.colno})")
+    if type(value) is not dict:
+        return Problem(f"holds {kind_of(value)}, not an object such as {{...}}")
+    return value or Problem("holds an empty object")
+
+
+def _parse_text(line: bytes) -> dict[str, Any] | Problem:
+    try:
+        return {"text": line.decode().removesuffix("\r")}
+    except UnicodeDecodeError as error:
+        return Problem(f"is not UTF-8 text: byte {error.start + 1} of the line")
+
+
+def kind_of(value: object) -> str:
+    """Name the kind of a value as JSON does."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true or false"
+    names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _rows(source: Source, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
+    """Read the other formats: the size of a row, and the row."""
+    if source.format == "json":
+        from mindspeed_llm.data.readers.json_array import read_array as read
+    elif source.format == "parquet":
+        from mindspeed_llm.data.readers.table import read_parquet
+
+        return read_parquet(source.path, columns)
+    else:
+        from mindspeed_llm.data.readers.table import read_csv as read
+    return read(source.path)
+
+
+def _take(rows: Iterator[tuple[int, Row]], size: int) -> Iterator[Row]:
+    taken = 0
+    for length, row in rows:
+        yield row
+        taken += length
+        if taken >= size:
+            return

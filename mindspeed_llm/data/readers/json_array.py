@@ -1,0 +1,125 @@
+"""A `.json` file: one array, or objects one after the other, read without holding the whole."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import orjson
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.readers.blocks import Problem, Row, kind_of
+
+CHUNK = 1 << 20
+NEAR_THE_END = 64
+"""A mistake this close to the end of what was read may be nothing but text not read yet."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def read_array(path: str) -> Iterator[tuple[int, Row]]:
+    """Yield the length and the row of every object of the file."""
+    with open(path, encoding="utf-8-sig") as file:
+        try:
+            yield from _Scanner(path, file).rows()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from None
+
+
+class _Scanner:
+    """Finds where each value ends; only the text from the current value on is kept."""
+
+    def __init__(self, path: str, file: TextIO) -> None:
+        self._path, self._file = path, file
+        self._text, self._place, self._line, self._ended = "", 0, 1, False
+        self._decoder = json.JSONDecoder()
+
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        is_array = self._next_is("[")
+        while self._has_value(is_array):
+            line, start = self._line, self._place
+            end = self._end_of_value()
+            text = self._text[start:end]
+            self._move_to(end)
+            yield len(text), (line, _record(text))
+            if is_array and not self._next_is(","):
+                self._expect_end("]")
+                return
+
+    def _has_value(self, is_array: bool) -> bool:
+        self._skip_space()
+        if self._at_end():
+            if is_array:
+                self._fail("the array is not closed")
+            return False
+        if is_array and self._next_is("]"):
+            self._expect_end("")
+            return False
+        return True
+
+    def _expect_end(self, closing: str) -> None:
+        if closing and not self._next_is(closing):
+            self._fail("a comma or a closing bracket is missing")
+        self._skip_space()
+        if not self._at_end():
+            self._fail("there is something after the array")
+
+    def _next_is(self, character: str) -> bool:
+        self._skip_space()
+        if self._at_end() or self._text[self._place] != character:
+            return False
+        self._place += 1
+        return True
+
+    def _skip_space(self) -> None:
+        while True:
+            match = _SPACE.match(self._text, self._place)
+            self._move_to(match.end() if match else self._place)
+            if self._place < len(self._text) or not self._read_more():
+                return
+
+    def _at_end(self) -> bool:
+        return self._place >= len(self._text)
+
+    def _end_of_value(self) -> int:
+        """Return where the value that begins here ends, reading on until it does."""
+        while True:
+            try:
+                _, end = self._decoder.raw_decode(self._text, self._place)
+                return end
+            except json.JSONDecodeError as error:
+                open_string = error.msg.startswith("Unterminated string")
+                may_go_on = open_string or error.pos > len(self._text) - NEAR_THE_END
+                if not (may_go_on and self._read_more()):
+                    self._move_to(error.pos)
+                    self._fail(error.msg)
+            except RecursionError:
+                self._fail("it is nested too deeply")
+
+    def _read_more(self) -> bool:
+        """Double what is held from the current value on, so that a long value costs no more."""
+        if self._ended:
+            return False
+        rest = self._text[self._place :]
+        more = self._file.read(max(CHUNK, len(rest)))
+        self._ended = not more
+        self._text, self._place = rest + more, 0
+        return bool(more)
+
+    def _move_to(self, place: int) -> None:
+        self._line += self._text.count("\n", self._place, place)
+        self._place = place
+
+    def _fail(self, reason: str) -> None:
+        raise ConfigError(f"{self._path}, line {self._line}: is not valid JSON: {reason}")
+
+
+def _record(text: str) -> dict[str, Any] | Problem:
+    # Read again by the reader of lines, so that both formats accept exactly the same values.
+    try:
+        value = orjson.loads(text)
+    except (orjson.JSONDecodeError, UnicodeEncodeError) as error:
+        return Problem(f"is not valid JSON: {getattr(error, 'msg', error)}")
+    if type(value) is not dict:
+        return Problem(f"holds {kind_of(value)}, not an object such as {{...}}")
+    return value or Problem("holds an empty object")

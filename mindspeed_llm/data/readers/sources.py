@@ -1,0 +1,77 @@
+"""Which files an `--input` means."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FORMATS = ("jsonl", "json", "parquet", "csv", "tsv", "txt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file."""
+
+    path: str
+    format: str
+    size: int
+    modified: int
+
+
+def find_sources(given: str) -> list[Source]:
+    """Return the files meant by a file, a folder, or several of them with commas between."""
+    if not given:
+        raise ConfigError("--input is missing: give a file, a folder, or several with commas")
+    names = [given] if Path(given).exists() else given.split(",")
+    found = [source for name in names for source in _find(Path(name.strip()))]
+    if all(source.size == 0 for source in found):
+        raise ConfigError(f"--input {given} is empty: there is nothing to read")
+    return found
+
+
+def _find(path: Path) -> list[Source]:
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.is_file():
+        raise ConfigError(f"--input {path} does not exist")
+    if _format(path) not in FORMATS:
+        raise ConfigError(f"--input {path}: its name must end in {_endings()}")
+    return [_source(path)]
+
+
+def _in_folder(folder: Path) -> list[Source]:
+    """Take every file of a known format below a folder, in the order of the names."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path)]
+    known = [path for path in files if _format(path) in FORMATS]
+    if not known:
+        names = ", ".join(path.name for path in files[:5]) or "nothing"
+        raise ConfigError(
+            f"--input {folder} holds no file that ends in {_endings()}: it has {names}"
+        )
+    if len(known) < len(files):
+        logger.info("%s: %d files of other kinds are left out", folder, len(files) - len(known))
+    return [_source(path) for path in known]
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") or part.endswith(".partial") for part in path.parts[-2:])
+
+
+def _source(path: Path) -> Source:
+    try:
+        status = path.stat()
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"--input {path} cannot be read: {error.strerror}") from None
+    return Source(str(path), _format(path), status.st_size, status.st_mtime_ns)
+
+
+def _format(path: Path) -> str:
+    return path.suffix.lower().removeprefix(".")
+
+
+def _endings() -> str:
+    return ", ".join(f".{name}" for name in FORMATS)

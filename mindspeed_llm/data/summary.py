@@ -1,0 +1,104 @@
+"""What became of the records: every one is written or skipped, and every skip has a reason."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SHOWN_PLACES = 10
+"""How many malformed records are named one by one."""
+
+
+@dataclass
+class Tally:
+    """One reason, how often it came up, and where first."""
+
+    count: int = 0
+    first: str = ""
+
+
+@dataclass
+class BlockCounts:
+    """What became of the records of one block; lines count from the block's first."""
+
+    records: int = 0
+    written: int = 0
+    malformed: list[tuple[int, str]] = field(default_factory=list)
+    dropped: dict[str, list[int]] = field(default_factory=dict)
+    truncated: list[int] = field(default_factory=list)
+    tokens: int = 0
+    learnt: int = 0
+    ended: int = 0
+    longest: tuple[int, int] = (0, 0)
+    """The longest sample, also of those dropped, and its line."""
+
+    def drop(self, reason: str, line: int) -> None:
+        """Count a record that is not written."""
+        self.dropped.setdefault(reason, []).append(line)
+
+    def measure(self, size: int, line: int) -> None:
+        """Note the length of a sample."""
+        self.longest = max(self.longest, (size, line))
+
+
+@dataclass
+class Summary:
+    """What became of all records."""
+
+    records: int = 0
+    written: int = 0
+    tokens: int = 0
+    learnt: int = 0
+    """Tokens that are learnt; all of them in plain documents."""
+    ended: int = 0
+    """Samples that end with a token the model can stop at."""
+    skipped: dict[str, Tally] = field(default_factory=dict)
+    truncated: Tally = field(default_factory=Tally)
+    longest: int = 0
+    longest_at: str = ""
+    is_chat: bool = False
+    """Whether the records are samples with prompts and answers."""
+    rows: int | None = None
+    """Packed rows, if samples were packed."""
+    seconds: float = 0.0
+
+    def add(self, counts: BlockCounts, path: str, line: int) -> list[str]:
+        """Add a block whose first line stands behind `line`; return its malformed records."""
+
+        def place(local: int) -> str:
+            return f"{path}, line {line + local}"
+
+        for name in ("records", "written", "tokens", "learnt", "ended"):
+            setattr(self, name, getattr(self, name) + getattr(counts, name))
+        told = [f"{place(local)}: {reason}" for local, reason in counts.malformed]
+        malformed = [local for local, _ in counts.malformed]
+        for reason, lines in ({"malformed": malformed} | counts.dropped).items():
+            if lines:
+                _count(self.skipped.setdefault(reason, Tally()), len(lines), place(lines[0]))
+        if counts.truncated:
+            _count(self.truncated, len(counts.truncated), place(counts.truncated[0]))
+        size, local = counts.longest
+        if size > self.longest:
+            self.longest, self.longest_at = size, place(local)
+        return told
+
+    @property
+    def skipped_records(self) -> int:
+        """How many records were not written."""
+        return sum(tally.count for tally in self.skipped.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for a file."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Summary:
+        """Read what `as_dict` gave."""
+        skipped = {reason: Tally(**tally) for reason, tally in values["skipped"].items()}
+        truncated = Tally(**values["truncated"])
+        return cls(**{**values, "skipped": skipped, "truncated": truncated})
+
+
+def _count(tally: Tally, count: int, first: str) -> None:
+    tally.count += count
+    tally.first = tally.first or first

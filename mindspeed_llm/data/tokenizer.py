@@ -1,0 +1,182 @@
+"""What encoding needs to know of a tokenizer, taken once from transformers and then plain data.
+
+transformers loads torch, which costs seconds and hundreds of megabytes in every worker, so a
+process of its own reads the tokenizer, and what it found is remembered until the files change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data import durable
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Counted up when `TokenizerFacts` changes, so that nothing remembered is misread."""
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """A tokenizer as data: the content of its tokenizer.json and the names of its tokens."""
+
+    source: str
+    backend: str = field(repr=False)
+    size: int
+    bos: str | None = None
+    eos: str | None = None
+    pad: str | None = None
+    special: dict[str, int] = field(default_factory=dict)
+    """Every special token and its id."""
+    added: dict[str, int] = field(default_factory=dict)
+    """Every added token, special or not, and its id."""
+    strip_before: tuple[int, ...] = ()
+    """Tokens that swallow the space in front of them."""
+    strip_after: tuple[int, ...] = ()
+    """Tokens that swallow the space behind them."""
+    chat_template: str | None = field(default=None, repr=False)
+
+    def id_of(self, token: str | None) -> int | None:
+        """Return the id of a special or added token, None for text that is none."""
+        return self.added.get(token) if token is not None else None
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of the end-of-text token."""
+        return self.id_of(self.eos)
+
+    @property
+    def pad_id(self) -> int:
+        """The id to pad with: the tokenizer's own, else the end of text, else 0."""
+        pad = self.id_of(self.pad)
+        return next((one for one in (pad, self.eos_id) if one is not None), 0)
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for exactly this tokenizer."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
+    """Take the facts out of a transformers tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            f"{source}: this tokenizer has no fast form: a tokenizer.json is needed beside it"
+        )
+    tokens = tokenizer.added_tokens_decoder
+    return TokenizerFacts(
+        source=source,
+        backend=backend.to_str(),
+        size=len(tokenizer),
+        bos=tokenizer.bos_token,
+        eos=tokenizer.eos_token,
+        pad=tokenizer.pad_token,
+        special={token.content: number for number, token in tokens.items() if token.special},
+        added={token.content: number for number, token in tokens.items()},
+        strip_before=tuple(number for number, token in tokens.items() if token.lstrip),
+        strip_after=tuple(number for number, token in tokens.items() if token.rstrip),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def load_facts(
+    path: str, *, cache_dir: str = "", trust_remote_code: bool = False
+) -> TokenizerFacts:
+    """Describe the tokenizer in a folder of Hugging Face files (or in a .gguf file)."""
+    _check_path(path)
+    remembered = _cache_folder(cache_dir) / f"{_files_key(path, trust_remote_code)}.json"
+    found = _recall(remembered)
+    if found is None:
+        found = _describe_elsewhere(path, trust_remote_code)
+        remembered.parent.mkdir(parents=True, exist_ok=True)
+        durable.write(remembered, json.dumps(found).encode())
+    lists = {name: tuple(found[name]) for name in ("strip_before", "strip_after")}
+    return TokenizerFacts(**{**found, **lists, "source": path})
+
+
+def _recall(remembered: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(remembered.read_bytes())
+        TokenizerFacts(**found)
+        return found
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _check_path(path: str) -> None:
+    if not path:
+        raise ConfigError(
+            "--tokenizer-name-or-path is missing: give the folder of a Hugging Face model"
+        )
+    place = Path(path)
+    if place.is_file() and place.suffix == ".gguf":
+        return
+    if not place.is_dir():
+        what = "is a file" if place.exists() else "does not exist"
+        raise ConfigError(
+            f"--tokenizer-name-or-path {path} {what}: give a folder with a tokenizer.json"
+        )
+    if not any(place.glob("*.json")) and not any(place.glob("*.model")):
+        raise ConfigError(
+            f"--tokenizer-name-or-path {path} holds no tokenizer: give a folder with a "
+            "tokenizer.json"
+        )
+
+
+def _cache_folder(cache_dir: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache_dir or f"{base}/mindspeed").expanduser() / "tokenizers"
+
+
+def _files_key(path: str, trust_remote_code: bool) -> str:
+    """Name the state of the tokenizer's files and of the code that reads them."""
+    place = Path(path)
+    files = [place] if place.is_file() else sorted(place.iterdir())
+    small = [file for file in files if file.suffix not in (".safetensors", ".bin", ".pt")]
+    states = [(file.name, (now := file.stat()).st_size, now.st_mtime_ns) for file in small]
+    version = importlib.metadata.version("transformers")
+    key = json.dumps([FORMAT, version, trust_remote_code, str(place.resolve()), states])
+    return hashlib.sha256(key.encode()).hexdigest()[:24]
+
+
+def _describe_elsewhere(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    logger.info("reading the tokenizer in %s (once; remembered until its files change)", path)
+    command = [sys.executable, "-m", __spec__.name, path, "1" if trust_remote_code else ""]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no reason was given"]
+        hint = "" if "trust_remote_code" not in done.stderr else " (see --trust-remote-code)"
+        raise ConfigError(
+            f"--tokenizer-name-or-path {path} cannot be loaded by transformers: {lines[-1]}{hint}"
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _main(path: str, trust_remote_code: str) -> None:
+    """Print the facts of one tokenizer as a line of JSON."""
+    from transformers import AutoTokenizer
+
+    options: dict[str, Any] = {
+        "local_files_only": True,
+        "trust_remote_code": bool(trust_remote_code),
+    }
+    if path.endswith(".gguf"):
+        path, options["gguf_file"] = os.path.split(path)
+    facts = facts_of(AutoTokenizer.from_pretrained(path or ".", **options), path)
+    sys.stdout.write("\n" + json.dumps(asdict(facts)) + "\n")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,54 @@
+"""Tools and calls of tools, which data sets carry as JSON text."""
+
+import json
+from typing import Any, NamedTuple
+
+from mindspeed_llm.data.conversation import MalformedRecord
+
+
+class Call(NamedTuple):
+    """One call of a tool; the arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+def read_tools(tools: str) -> list[Any]:
+    """Read the list of tools; an empty text holds none."""
+    if not tools.strip():
+        return []
+    found = _from_json(tools, "tools")
+    return found if isinstance(found, list) else [found]
+
+
+def tool_lines(tools: str) -> str:
+    """Write tools as one line of JSON each."""
+    return "\n".join(map(dump, read_tools(tools)))
+
+
+def read_calls(calls: str) -> list[Call]:
+    """Read calls; both {"name", "arguments"} and that inside {"function": ...} are understood."""
+    if not calls.strip():
+        return []
+    found = _from_json(calls, "a call of a tool")
+    return [_call(entry) for entry in (found if isinstance(found, list) else [found])]
+
+
+def dump(value: object) -> str:
+    """Write JSON as chat templates do."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _call(entry: Any) -> Call:
+    inner = entry.get("function", entry) if isinstance(entry, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise MalformedRecord('a call of a tool must be {"name": ..., "arguments": ...}')
+    arguments = inner.get("arguments", {})
+    return Call(inner["name"], arguments if isinstance(arguments, str) else dump(arguments))
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedRecord(f"{what} is not valid JSON: {error}") from None

@@ -1,0 +1,144 @@
+"""Token files: what we write Megatron reads, what Megatron writes we read, and damage is told."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.indexed import IndexedTokens, TokenWriter, smallest_dtype
+
+DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [], [[7]]]
+
+
+def write_with_megatron(prefix, documents, dtype):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sentences in documents:
+        flat = [token for sentence in sentences for token in sentence]
+        builder.add_document(flat, [len(sentence) for sentence in sentences])
+    builder.finalize(f"{prefix}.idx")
+
+
+def write(folder, documents, dtype, calls=1):
+    writer = TokenWriter(folder, "ours", np.dtype(dtype))
+    writer.cut({})
+    for group in np.array_split(np.arange(len(documents)), calls):
+        sentences = [sentence for place in group for sentence in documents[place]]
+        flat = np.array([token for sentence in sentences for token in sentence], dtype)
+        borders = np.cumsum([len(documents[place]) for place in group], dtype=np.int64)
+        writer.append(flat, np.array(list(map(len, sentences)), np.int32), borders)
+    writer.build_index(folder / "ours.idx")
+    return folder / "ours"
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_files_are_those_of_megatron(tmp_path, dtype, calls):
+    write_with_megatron(tmp_path / "theirs", DOCUMENTS, dtype)
+    ours = write(tmp_path, DOCUMENTS, dtype, calls)
+    for ending in (".bin", ".idx"):
+        theirs = (tmp_path / "theirs").with_suffix(ending).read_bytes()
+        assert ours.with_suffix(ending).read_bytes() == theirs
+
+
+def test_megatron_reads_ours(tmp_path):
+    prefix = write(tmp_path, DOCUMENTS, np.int32)
+    read = IndexedDataset(str(prefix))
+    expected = [sentence for sentences in DOCUMENTS for sentence in sentences]
+    assert [read[place].tolist() for place in range(len(read))] == expected
+    assert read.document_indices.tolist() == [0, 2, 3, 3, 4]
+
+
+@given(
+    documents=st.lists(
+        st.lists(st.lists(st.integers(0, 65000), min_size=1, max_size=5), max_size=3), max_size=6
+    )
+)
+def test_round_trip(tmp_path_factory, documents):
+    prefix = tmp_path_factory.mktemp("pair") / "theirs"
+    write_with_megatron(prefix, documents, np.int32)
+    read = IndexedTokens(prefix)
+    expected = [sentence for sentences in documents for sentence in sentences]
+    assert [tokens.tolist() for tokens in read] == expected
+    assert read.tokens == sum(map(len, expected))
+
+
+def test_multimodal_index_is_read(tmp_path):
+    builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), multimodal=True)
+    builder.add_item(torch.tensor([1, 2]), mode=1)
+    builder.end_document()
+    builder.finalize(str(tmp_path / "m.idx"))
+    assert IndexedTokens(tmp_path / "m")[0].tolist() == [1, 2]
+
+
+def test_a_writer_goes_back(tmp_path):
+    writer = TokenWriter(tmp_path, "ours", np.dtype("<i4"))
+    writer.append(np.arange(3), np.array([1, 2]))
+    sizes = writer.sizes()
+    writer.append(np.arange(5), np.array([5]))
+    writer.close()
+    again = TokenWriter(tmp_path, "ours", np.dtype("<i4"))
+    again.cut(sizes)
+    again.append(np.array([9]), np.array([1]))
+    again.build_index(tmp_path / "ours.idx")
+    assert [t.tolist() for t in IndexedTokens(tmp_path / "ours")] == [[0], [1, 2], [9]]
+
+
+def test_smallest_dtype_is_megatrons():
+    from megatron.core.datasets.indexed_dataset import DType
+
+    for size in (100, 65499, 65500, 200_000):
+        assert smallest_dtype(size) == np.dtype(DType.optimal_dtype(size))
+
+
+HEADER = struct.Struct("<9sQBQQ")
+
+
+def damage(index, data, how):
+    """Return the damaged index and data."""
+    magic, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
+    body = index[HEADER.size :]
+    changed = {
+        "empty": b"",
+        "short": index[:20],
+        "magic": b"X" + index[1:],
+        "version": HEADER.pack(magic, 9, code, sequences, documents) + body,
+        "dtype": HEADER.pack(magic, 1, 77, sequences, documents) + body,
+        "count": HEADER.pack(magic, 1, code, 2**60, documents) + body,
+        "no documents": HEADER.pack(magic, 1, code, sequences, 0) + body,
+        "cut": index[:-3],
+        "length": index[: HEADER.size] + struct.pack("<i", 10**6) + body[4:],
+        "negative": index[: HEADER.size] + struct.pack("<i", -1) + body[4:],
+        "offset": index[: HEADER.size + 16] + struct.pack("<q", 2**62) + body[24:],
+        "border": index[:-8] + struct.pack("<q", 99),
+        "order": index[:-16] + struct.pack("<qq", 3, 1),
+    }
+    return changed.get(how, index), b"" if how == "no data" else data
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("empty", "short", "magic", "version", "dtype", "count", "no documents", "cut"),
+        *("length", "negative", "offset", "border", "order", "no data"),
+    ],
+)
+def test_damage_is_told(tmp_path, how):
+    write_with_megatron(tmp_path / "x", DOCUMENTS, np.int32)
+    index, data = (tmp_path / "x.idx").read_bytes(), (tmp_path / "x.bin").read_bytes()
+    IndexedTokens(tmp_path / "x")
+    damaged_index, damaged_data = damage(index, data, how)
+    assert (damaged_index, damaged_data) != (index, data)
+    (tmp_path / "x.idx").write_bytes(damaged_index)
+    (tmp_path / "x.bin").write_bytes(damaged_data)
+    with pytest.raises(ConfigError, match="x.idx"):
+        IndexedTokens(tmp_path / "x")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="x.idx does not exist"):
+        IndexedTokens(tmp_path / "x")
