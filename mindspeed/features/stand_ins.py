@@ -69,7 +69,7 @@ class MegatronTrainingStandIn(_StandIn):
 
 
 class TritonModuleStandIns(_StandIn):
-    """Modules of Megatron that import triton whether or not it is there, and are always imported.
+    """Modules of Megatron that import triton at their top and are imported without need of it.
 
     triton itself stays absent: where Megatron has a way without it, that is the way taken.
     """
@@ -80,5 +80,8 @@ class TritonModuleStandIns(_StandIn):
     served = {
         "megatron.core.transformer.custom_layers.batch_invariant_kernels": (
             "mindspeed.compat.batch_invariant_kernels"
-        )
+        ),
+        "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
+            "mindspeed.compat.inference_tensor_ops"
+        ),
     }

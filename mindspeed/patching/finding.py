@@ -7,6 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Container, Iterable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 
 def find_without_import(name: str, skip: Container[object] = ()) -> ModuleSpec | None:
@@ -24,10 +25,21 @@ def ask_finders(
     """Return the first spec that one of `finders` has for `name`."""
     for finder in finders:
         find_spec = getattr(finder, "find_spec", None)
-        spec = find_spec(name, path) if find_spec else None
+        try:
+            spec = find_spec(name, path) if find_spec else None
+        except KeyError:  # the path of a namespace package is looked up in its imported parent
+            spec = _namespace(name, path or ())
         if isinstance(spec, ModuleSpec):
             return spec
     return None
+
+
+def _namespace(name: str, path: Sequence[str]) -> ModuleSpec:
+    """Describe a directory without `__init__.py` below a package that is not imported yet."""
+    spec = ModuleSpec(name, None, is_package=True)
+    places = [Path(each, name.rpartition(".")[2]) for each in path]
+    spec.submodule_search_locations = [str(place) for place in places if place.is_dir()]
+    return spec
 
 
 def is_installed(name: str, skip: Container[object] = ()) -> bool:
@@ -57,7 +69,7 @@ def _search_path(package: str, skip: Container[object]) -> Sequence[str] | None:
         spec = find_without_import(package, skip)
         if spec is None:
             return None
-        if not _is_namespace(spec):
+        if not _is_namespace(spec) or isinstance(spec.submodule_search_locations, list):
             return spec.submodule_search_locations
         loaded = importlib.import_module(package)  # a namespace package runs no code
     return getattr(loaded, "__path__", None)

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,24 +111,26 @@ def test_one_name_has_one_answer(real, aliases):
     assert not Aliases().serve("machine", "house")
 
 
-def test_inside_a_namespace_package(real, tmp_path):
-    (tmp_path / "family" / "core").mkdir(parents=True)
-    (tmp_path / "family" / "core" / "__init__.py").write_text("name = 'real'")
+@pytest.mark.parametrize("space", ["family", "family.branch"])
+def test_inside_a_namespace_package(real, tmp_path, space):
+    directory = tmp_path.joinpath(*space.split("."))
+    (directory / "core").mkdir(parents=True)
+    (directory / "core" / "__init__.py").write_text("name = 'real'")
     importlib.invalidate_caches()
     aliases = Aliases()
     try:
-        assert aliases.serve("family.core", real) is False
-        assert aliases.serve("family.training", real) is True
-        import family.core
-        from family.training.parts import bolt
-
-        assert bolt.size == 3 and family.core.name == "real"
-        assert family.training is sys.modules["house.engine"]
-        assert list(family.__path__) == [str(tmp_path / "family")]
+        assert aliases.serve(f"{space}.core", real) is False
+        assert aliases.serve(f"{space}.training", real) is True
+        assert f"{space}.core" not in sys.modules
+        assert importlib.import_module(f"{space}.training.parts.bolt").size == 3
+        assert importlib.import_module(f"{space}.core").name == "real"
+        parent = sys.modules[space]
+        assert parent.training is sys.modules["house.engine"]
+        assert list(parent.__path__) == [str(directory)]
         aliases.revert()
-        assert not hasattr(family, "training") and hasattr(family, "core")
+        assert not hasattr(parent, "training") and hasattr(parent, "core")
         with pytest.raises(ModuleNotFoundError):
-            importlib.import_module("family.training")
+            importlib.import_module(f"{space}.training")
     finally:
         aliases.revert()
         for name in [name for name in sys.modules if name.split(".")[0] == "family"]:
@@ -178,3 +181,15 @@ def test_a_module_that_cannot_work_here_is_answered_for(real, write, aliases):
     aliases.revert()
     with pytest.raises(ModuleNotFoundError, match="no_such_motor"):
         importlib.import_module("shop.lathe")
+
+
+def test_a_module_in_a_directory_without_init_of_a_package_not_imported(real, write, aliases):
+    write(plant__hall__press="import no_such_motor", plant__hall__init="")
+    Path(importlib.util.find_spec("plant").origin).parent.joinpath("hall/__init__.py").unlink()
+    importlib.invalidate_caches()
+    assert aliases.serve("plant.hall.press", "house.engine.core", without="no_such_motor") is True
+    assert aliases.serve("plant.yard.press", "house.engine.core", without="no_such_motor") is False
+    assert "plant" not in sys.modules
+    from plant.hall import press
+
+    assert press is sys.modules["house.engine.core"]
