@@ -79,11 +79,16 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype | None = Non
             if is_kept and path.is_file() and path.stat().st_size <= LARGEST_COPIED:
                 shutil.copyfile(path, target / path.name)
     if dtype is not None:
-        config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        key = "dtype" if "dtype" in config else "torch_dtype"
-        config[key] = str(dtype).removeprefix("torch.")
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (target / "config.json").write_text(text, encoding="utf-8")
+        _tell_dtype(target / "config.json", str(dtype).removeprefix("torch."))
+
+
+def _tell_dtype(path: Path, name: str) -> None:
+    """Put the type of the weights into a config.json that says another."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    if config.get(key) != name:
+        text = json.dumps(config | {key: name}, indent=2, sort_keys=True)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def _extent(tiles: Sequence[Tile]) -> tuple[int, ...]:

@@ -84,8 +84,18 @@ def layer_spec(config: Any, impl: Impl, vp_stage: int | None = None) -> Any:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, **stage
     )
+    if config.multi_latent_attention or config.window_size is not None:
+        _give_attention(spec)
     # Megatron chooses the norm after the last layer by what is installed, not by what is asked for.
     return dataclasses.replace(spec, layer_norm=WrappedTorchNorm)
+
+
+def _give_attention(spec: Any) -> None:
+    """Use transformer_engine's: Megatron's own has one size of head, and lately only a window."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
 
 
 def _mtp_spec(config: Any, spec: Any, impl: Impl, vp_stage: int | None) -> Any:
