@@ -28,7 +28,12 @@ def package_version(module: str) -> str:
         loaded = getattr(sys.modules.get(_VERSION_MODULE[top]), "__version__", None)
         if loaded:
             return f"{_VERSION_MODULE[top]} {loaded}"
-    for distribution in metadata.packages_distributions().get(top, ()):
+    try:
+        return f"{top} {metadata.version(top)}"
+    except metadata.PackageNotFoundError:
+        declared = getattr(sys.modules.get(top), "__version__", None)
+    if declared:
+        return f"{top} {declared}"
+    for distribution in metadata.packages_distributions().get(top, ()):  # slow: reads every file
         return f"{distribution} {metadata.version(distribution)}"
-    declared = getattr(sys.modules.get(top), "__version__", None)
-    return f"{top} {declared}" if declared else f"{top}, version unknown"
+    return f"{top}, version unknown"

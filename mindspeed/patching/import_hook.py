@@ -66,11 +66,10 @@ class ImportHook(MetaPathFinder):
 
     def _watch(self, spec: ModuleSpec | None) -> None:
         if type(spec) is ModuleSpec:
-            vars(spec)["_callbacks"] = []
+            vars(spec)["_callbacks"] = {}  # in the order of the first request
             spec.__class__ = _WatchedSpec
-        callbacks = vars(spec).get("_callbacks") if isinstance(spec, _WatchedSpec) else None
-        if callbacks is not None and self._arrived not in callbacks:
-            callbacks.append(self._arrived)
+        if isinstance(spec, _WatchedSpec) and "_callbacks" in vars(spec):
+            vars(spec)["_callbacks"][self._arrived] = None
 
 
 def is_imported(name: str) -> bool:
