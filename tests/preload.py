@@ -19,5 +19,6 @@ for _name in (
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.tensor_parallel",
     "pytest",
+    "torch._dynamo",  # torch.optim imports it with the first optimizer: half a second a rank
 ):
     importlib.import_module(_name)
