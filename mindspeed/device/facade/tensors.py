@@ -41,8 +41,9 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
         yield torch, name, _on_cpu(getattr(torch, name))
     for name in _TENSOR_METHODS:
         yield torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name))
-    yield torch.Tensor, "to", _on_cpu(torch.Tensor.to, position=1)
-    yield torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor
+    yield torch.Tensor, "to", _to(torch.Tensor.to)
+    yield torch.Tensor, "cuda", _cuda
+    yield torch.Tensor, "cpu", _cpu(torch.Tensor.cpu)
     yield torch.Tensor, "pin_memory", lambda tensor, *args, **kwargs: tensor
     yield torch.Tensor, "record_stream", lambda tensor, stream: None
     yield torch.Tensor, "type", _cuda_type(inspect.unwrap(torch.Tensor.type))
@@ -70,6 +71,41 @@ def _on_cpu(
         return original(*args, **kwargs)
 
     return on_cpu
+
+
+def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the tensor, which is there already; one whose rows share memory gets rows of its own.
+
+    Megatron writes to what it has moved, and after a real move such rows are apart.
+    """
+    is_shared = any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+    return tensor.contiguous() if is_shared else tensor
+
+
+def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Copy, as from a device: Megatron keeps the copy and goes on to change the tensor."""
+        return original(tensor, *args, **kwargs) if is_other_library() else tensor.clone()
+
+    return cpu
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    place = _on_cpu(original, position=1)
+
+    @functools.wraps(original)
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        moved: torch.Tensor = place(tensor, *args, **kwargs)
+        # The word "cpu" means the host; a device object may be that of another tensor.
+        device = kwargs.get("device", args[0] if args else None)
+        if moved is tensor and isinstance(device, str) and not is_other_library():
+            return tensor.clone() if device == "cpu" else _cuda(tensor)
+        return moved
+
+    return to
 
 
 def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:

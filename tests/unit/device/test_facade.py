@@ -66,6 +66,29 @@ def test_a_device_made_of_any_spelling_is_a_cpu(facade, arguments, tmp_path):
     assert torch.load(tmp_path / "file") == {"device": device}
 
 
+def test_a_move_to_the_host_is_a_copy(facade):
+    weight = torch.zeros(3, requires_grad=True)
+    kept = [weight.detach().cpu(), weight.detach().to("cpu"), weight.detach().to(device="cpu")]
+    with torch.no_grad():
+        weight += 1
+    assert all(torch.equal(each, torch.zeros(3)) for each in kept)
+    (weight.cpu() * 2).sum().backward()
+    assert torch.equal(weight.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("move", ["cuda", 0, torch.device("cuda")], ids=str)
+def test_a_move_to_the_device_is_none_for_a_tensor_that_is_there(facade, move):
+    tensor = torch.zeros(3)
+    assert tensor.cuda() is tensor and tensor.to(move) is tensor
+    assert tensor.to(torch.ones(1).device) is tensor
+
+
+def test_rows_that_share_memory_are_apart_after_a_move(facade):
+    for moved in (torch.arange(3).expand(2, 3).cuda(), torch.arange(3).expand(2, 3).to("cuda")):
+        moved[0, 0] = 7
+        assert moved.tolist() == [[7, 1, 2], [0, 1, 2]]
+
+
 def test_other_devices_are_left_alone(facade):
     assert torch.device("meta").type == torch.device(type="meta").type == "meta"
     assert torch.device(torch.zeros(1, device="meta").device).type == "meta"
