@@ -1,0 +1,29 @@
+"""`mindspeed-llm posttrain`: fine-tune a model; one process is one rank."""
+
+import argparse
+from typing import Any
+
+from mindspeed_llm.training.arguments import add_arguments, from_arguments
+from mindspeed_llm.training.rank import run_rank
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the sub-command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "posttrain", help="fine-tune a model (--stage sft)", allow_abbrev=False
+    )
+    add_arguments(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, as one of the ranks."""
+    options = from_arguments(args)
+
+    def train() -> None:
+        from mindspeed_llm import megatron_adaptor  # noqa: F401  # before anything of Megatron
+        from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+
+        AutoTrainer(options).train()
+
+    return run_rank(train)

@@ -1,0 +1,1 @@
+"""Post-training, one file a stage."""

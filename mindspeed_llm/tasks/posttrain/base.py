@@ -1,0 +1,95 @@
+"""What every trainer shares: the model, the data and the loop; a task says the rest."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_llm.data.instruction import InstructionData, open_stream, split_parts, split_weights
+from mindspeed_llm.data.stream import SampleStream
+from mindspeed_llm.training.checkpoint import Progress
+from mindspeed_llm.training.loop import Loop
+from mindspeed_llm.training.model import provide
+from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.setup import begin, prepare
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class BaseTrainer(ABC):
+    """Trains a language model; a task gives get_batch, loss_func and forward_step."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+        self.initialize()
+
+    def initialize(self) -> None:
+        """Meet the other ranks, open the data, build the model and load its weights."""
+        self.setup = prepare(self.options)
+        self.train_data, self.valid_data = self.open_data()
+        self.training = begin(self.setup, self.model_provider)
+
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    ) -> Any:
+        """Build the GPTModel of one pipeline stage."""
+        setup = self.setup
+        build = provide(setup.options, setup.shape, setup.config, setup.vocab_size)
+        return build(pre_process, post_process, vp_stage)
+
+    def open_data(self) -> tuple[SampleStream, SampleStream | None]:
+        """Open the samples to train on, and those to evaluate on if there are any."""
+        first = [InstructionData(prefix) for prefix in split_weights(self.options.data_path)[1]]
+        self.look_at(first)
+        train, valid, _ = split_parts(self.options.split)
+        return self._open(train), self._open(valid) if self.evaluates(valid) else None
+
+    @abstractmethod
+    def look_at(self, data: Sequence[InstructionData]) -> None:
+        """Learn from the data sets what batches will be like, before the model is built."""
+
+    def evaluates(self, part: tuple[float, float]) -> bool:
+        """Say whether a part of the data is there and asked for."""
+        is_asked = bool(self.options.eval_interval and self.options.eval_iters)
+        return is_asked and part[1] > part[0]
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, int]:
+        """The length and the number of samples of a micro-batch, as Megatron's schedule sees it."""
+
+    @abstractmethod
+    def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
+        """Take the next micro-batch, as tensors on the device."""
+
+    @abstractmethod
+    def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
+        """Return the loss of a micro-batch, its number of tokens, and what to report."""
+
+    @abstractmethod
+    def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+        """Run the model on the next micro-batch; return its output and the loss function."""
+
+    def train(self) -> Progress:
+        """Train to the end, or until asked to stop."""
+        loop = Loop(
+            self.setup,
+            self.training,
+            self.forward_step,
+            train=self.train_data,
+            valid=self.valid_data,
+            sizes=self.sizes,
+        )
+        return loop.run()
+
+    def _open(self, part: tuple[float, float]) -> SampleStream:
+        options = self.options
+        return open_stream(
+            options.data_path,
+            seed=options.seed,
+            shuffle=not options.no_shuffle,
+            part=part,
+            epoch_multiple=self.setup.layout.global_batch if options.padded_samples else 1,
+            seq_length=options.seq_length,
+        )

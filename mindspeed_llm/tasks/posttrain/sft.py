@@ -1,0 +1,117 @@
+"""Supervised fine-tuning: learn the answers, token by token."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.collate import collate_fixed, collate_packed, collate_variable
+from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.losses.token_loss import token_loss
+from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
+
+
+class SFTTrainer(BaseTrainer):
+    """Trains on samples whose labels say which tokens are to be learnt."""
+
+    def look_at(self, data: Sequence[InstructionData]) -> None:
+        """Find the length of rows, how they are padded, and whether they hold several samples."""
+        options = self.options
+        for one in data:
+            if one.kind != "instruction":
+                raise ConfigError(f"{one.prefix} holds {one.kind} data: --stage sft cannot use it")
+        self.pad_id: int = next((one.facts.get("pad_id", 0) for one in data), 0)
+        asked = options.neat_pack or options.reset_position_ids or options.reset_attention_mask
+        self.is_packed = asked or any(_is_neat(one) for one in data)
+        if self.is_packed and options.transformer_impl == "local":
+            raise ConfigError("packed samples need --transformer-impl transformer_engine")
+        if self.is_packed and options.variable_seq_lengths:
+            raise ConfigError("packed rows all have one length: drop --variable-seq-lengths")
+        # With sequence parallelism every rank takes an equal share of the positions.
+        self.multiple = math.lcm(options.pad_to_multiple_of, self.setup.layout.tp)
+        longest = max(one.longest for one in data)
+        length = options.seq_length or -(-longest // self.multiple) * self.multiple
+        if self.is_packed:
+            length = longest
+        if options.sequence_parallel and length % self.setup.layout.tp:
+            raise ConfigError(
+                f"--sequence-parallel: a length of {length} cannot be shared by "
+                f"{self.setup.layout.tp} ranks: choose --seq-length a multiple of it"
+            )
+        self.length = length
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Packed rows are joined to one long one."""
+        size = self.options.micro_batch_size
+        return (self.length * size, 1) if self.is_packed else (self.length, size)
+
+    def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
+        """Take the next samples and make tensors of them."""
+        samples = next(data_iterator)
+        if self.is_packed:
+            batch = collate_packed(samples)
+            real = sum(int((sample["attention_mask"] != 0).sum()) for sample in samples)
+        else:
+            batch = self._padded(samples)
+            real = sum(len(sample["input_ids"]) for sample in samples)
+        if int(batch["tokens"].max()) >= self.setup.shape.vocab_size:
+            raise ConfigError(
+                f"the data has token {int(batch['tokens'].max())}, the model knows "
+                f"{self.setup.shape.vocab_size}: it was made with another tokenizer"
+            )
+        batch["real_tokens"] = torch.tensor(real)
+        return {name: values.cuda(non_blocking=True) for name, values in batch.items()}
+
+    def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
+        """Sum the losses of what is to be learnt; Megatron divides by the number of tokens."""
+        total, count = token_loss(output_tensor, batch["loss_mask"])
+        report = {
+            "lm loss": torch.stack([total.detach(), count.float()]),
+            "tokens": batch["real_tokens"],
+        }
+        # A micro-batch without anything to learn counts as one token of loss 0.
+        divisor = count if self.options.calculate_per_token_loss else count.clamp(min=1)
+        return total, divisor, report
+
+    def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+        """Run the model on the next micro-batch, without any mask of size s x s."""
+        batch = self.get_batch(data_iterator)
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            None,
+            labels=batch["labels"],
+            packed_seq_params=_packed(batch),
+        )
+        return output, partial(self.loss_func, batch)
+
+    def _padded(self, samples: Any) -> dict[str, torch.Tensor]:
+        if not self.options.variable_seq_lengths:
+            return collate_fixed(samples, seq_length=self.length, pad_id=self.pad_id)
+        return collate_variable(samples, multiple=self.multiple, pad_id=self.pad_id)
+
+
+def _packed(batch: Batch) -> Any:
+    """Tell attention where samples begin, if they share rows."""
+    if "cu_seqlens" not in batch:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    borders, longest = batch["cu_seqlens"], int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _is_neat(data: InstructionData) -> bool:
+    """Say whether rows hold several samples; the mask of such a row counts them."""
+    noted = data.facts.get("pack")
+    return noted == "neat" if data.facts else len(data) > 0 and data[0]["attention_mask"].max() > 1

@@ -1,0 +1,76 @@
+"""Options of a run from the command line, a YAML file or both."""
+
+import argparse
+from collections.abc import Sequence
+
+from mindspeed.config import (
+    ConfigError,
+    Spelling,
+    add_flags,
+    from_namespace,
+    load_yaml,
+    suggest_flags,
+)
+from mindspeed_llm.training.options import SECTIONS, TrainOptions
+
+OTHER_NAMES = {"--no-pad-to-seq-lengths": "variable_seq_lengths"}
+"""Flags that were renamed upstream, under the name that is not the field's."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag; a flag that is not given leaves room for the YAML file."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
+    for section in SECTIONS:
+        title = section.__name__.removesuffix("Options").lower()
+        add_flags(parser.add_argument_group(title, section.__doc__), section)
+    add_flags(parser.add_argument_group("mindspeed"), TrainOptions)
+    for flag, field in OTHER_NAMES.items():
+        parser.add_argument(
+            flag, dest=field, action="store_true", help=f"The same as --{field.replace('_', '-')}."
+        )
+    for action in parser._actions:
+        if action.dest in TrainOptions.model_fields:
+            action.default = argparse.SUPPRESS
+
+
+def from_arguments(namespace: argparse.Namespace) -> TrainOptions:
+    """Build the options; a flag wins over the file."""
+    defaults = load_yaml(namespace.config, TrainOptions) if namespace.config else None
+    if defaults is not None:  # only what the file says, so that "given" keeps its meaning
+        given = vars(namespace).keys() & TrainOptions.model_fields.keys()
+        values = defaults.model_dump(exclude_unset=True) | {n: getattr(namespace, n) for n in given}
+        namespace = argparse.Namespace(**values)
+    options = from_namespace(TrainOptions, namespace)
+    check(options)
+    return options
+
+
+def parse(argv: Sequence[str] | None = None) -> TrainOptions:
+    """Read the options of a script's command line."""
+    parser = argparse.ArgumentParser(description="Train a language model.", allow_abbrev=False)
+    add_arguments(parser)
+    suggest_flags(parser)
+    return from_arguments(parser.parse_args(argv))
+
+
+def check(options: TrainOptions) -> None:
+    """Refuse what can never work, before anything is loaded."""
+    if not options.data_path:
+        raise ConfigError("--data-path is missing: give the --output-prefix of preprocess")
+    if options.lr is None:
+        raise ConfigError("--lr is missing: give the highest learning rate, such as 1e-5")
+    if (options.train_iters is None) == (options.epochs is None):
+        raise ConfigError("give one of --train-iters and --epochs: the length of the run")
+    if options.load is None and not options.from_scratch:
+        raise ConfigError(
+            "--load is missing: give a model or a checkpoint, or --from-scratch for random weights"
+        )
+    if options.bf16 and options.fp16:
+        raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
+    positive = ("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "epochs")
+    positive += ("log_interval", "save_interval", "keep_last", "pad_to_multiple_of")
+    for name in positive:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            spelled = Spelling.FLAG.with_value(name, value)
+            raise ConfigError(f"{spelled} is too small: give 1 or more")

@@ -1,0 +1,118 @@
+"""The shape of the model to train, and whether flags that name sizes agree with it."""
+
+from pathlib import Path
+from typing import Any
+
+from mindspeed.config import ConfigError, Spelling
+from mindspeed_llm.checkpoint import Found, detect
+from mindspeed_llm.models.families import read_shape
+from mindspeed_llm.models.shape import ModelShape, RotaryShape
+from mindspeed_llm.training.options import TrainOptions
+
+NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+"""What flags must say where no config.json does."""
+SAME_NAME = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+SAME_NAME += ("kv_channels", "vocab_size", "norm_epsilon")
+
+
+def find_shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
+    """Return the shape and the folder of the config.json it was read from, if from one."""
+    found = None if options.load is None or options.from_scratch else detect(options.load)
+    folder = _config_folder(options, found)
+    if folder is None:
+        shape = _from_flags(options)
+    elif found is None:
+        shape = read_shape(folder, named=options.model_type_hf)
+    else:
+        shape = _of_weights(found, folder, options)
+    check_flags(options, shape)
+    return shape, folder
+
+
+def _of_weights(found: Found, folder: Path, options: TrainOptions) -> ModelShape:
+    """Read the config and see in the weights what it does not say, such as biases."""
+    from mindspeed_llm.checkpoint.opening import open_source
+
+    source = open_source(
+        found, folder, named=options.model_type_hf, noop_layers=options.noop_layers
+    )
+    return source.shape
+
+
+def _config_folder(options: TrainOptions, found: Found | None) -> Path | None:
+    if options.hf_cfg_dir is not None:
+        return Path(options.hf_cfg_dir)
+    places = [found.config_folder if found else None, options.load, options.tokenizer_name_or_path]
+    for place in places:
+        if place is not None and (Path(place) / "config.json").is_file():
+            return Path(place)
+    if options.from_scratch:
+        return None
+    raise ConfigError(
+        f"--load {options.load}: no config.json tells what model this is: give --hf-cfg-dir"
+    )
+
+
+def _from_flags(options: TrainOptions) -> ModelShape:
+    missing = [Spelling.FLAG.name_of(name) for name in NEEDED if getattr(options, name) is None]
+    if missing:
+        raise ConfigError(
+            f"no config.json says what to train: give --hf-cfg-dir, or {', '.join(missing)}"
+        )
+    heads = options.num_attention_heads
+    return ModelShape(
+        family=options.model_type_hf or "llama",
+        num_layers=options.num_layers - len(options.noop_layers),
+        hidden_size=options.hidden_size,
+        ffn_hidden_size=options.ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=options.num_query_groups or heads,
+        kv_channels=options.kv_channels or options.hidden_size // heads,
+        vocab_size=options.vocab_size,
+        max_position_embeddings=options.max_position_embeddings or options.seq_length or 4096,
+        norm_epsilon=options.norm_epsilon or 1e-6,
+        tied=not options.untie_embeddings_and_output_weights,
+        qkv_bias=options.add_qkv_bias,
+        qk_layernorm=options.qk_layernorm,
+        rotary=RotaryShape(base=options.rotary_base or 10000.0),
+    )
+
+
+def check_flags(options: TrainOptions, shape: ModelShape) -> None:
+    """Raise, naming each, if a size that was given is not the model's."""
+    wrong = []
+
+    def compare(name: str, given: Any, real: Any) -> None:
+        if given is not None and given != real:
+            wrong.append(f"{Spelling.FLAG.with_value(name, given)} (the model has {real})")
+
+    for name in SAME_NAME:
+        compare(name, getattr(options, name), getattr(shape, name))
+    compare("num_layers", options.num_layers, shape.num_layers + len(options.noop_layers))
+    compare("rotary_base", options.rotary_base, shape.rotary.base)
+    switches = {
+        "untie_embeddings_and_output_weights": shape.untied,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_layernorm,
+        "disable_bias_linear": not shape.linear_bias,
+    }
+    for name, real in switches.items():
+        if getattr(options, name) and not real:
+            wrong.append(f"{Spelling.FLAG.name_of(name)} (the model is not so)")
+    if wrong:
+        raise ConfigError(f"not the model that is loaded: {'; '.join(wrong)}: drop these flags")
+
+
+def vocabulary(options: TrainOptions, shape: ModelShape) -> int:
+    """Return the rows of the embedding with padding."""
+    from mindspeed_llm.checkpoint.mcore_target import padded_vocabulary
+
+    tp = options.tensor_model_parallel_size
+    if options.padded_vocab_size is None:
+        return padded_vocabulary(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
+    if options.padded_vocab_size < shape.vocab_size or options.padded_vocab_size % tp:
+        raise ConfigError(
+            f"--padded-vocab-size {options.padded_vocab_size}: must be at least the model's "
+            f"{shape.vocab_size} and a multiple of --tensor-model-parallel-size {tp}"
+        )
+    return options.padded_vocab_size

@@ -1,0 +1,43 @@
+"""All options of a training run as one strict object."""
+
+from pydantic import create_model
+
+from mindspeed.features.registry import registry
+from mindspeed_llm.training.options.accepted import AcceptedOptions
+from mindspeed_llm.training.options.data import DataOptions
+from mindspeed_llm.training.options.model import ModelOptions
+from mindspeed_llm.training.options.optimizer import OptimizerOptions, ScheduleOptions
+from mindspeed_llm.training.options.parallel import ParallelOptions
+from mindspeed_llm.training.options.run import CheckpointOptions, LogOptions
+
+SECTIONS = (
+    ModelOptions,
+    DataOptions,
+    ParallelOptions,
+    OptimizerOptions,
+    ScheduleOptions,
+    CheckpointOptions,
+    LogOptions,
+    AcceptedOptions,
+)
+
+
+class StageOptions(
+    AcceptedOptions,
+    LogOptions,
+    CheckpointOptions,
+    ScheduleOptions,
+    OptimizerOptions,
+    ParallelOptions,
+    DataOptions,
+    ModelOptions,
+):
+    """The sections, and the task."""
+
+    stage: str = "sft"
+    """The task of post-training: sft."""
+
+
+# The switches of mindspeed's features (--use-fused-rmsnorm and the like) are options as well.
+TrainOptions = create_model("TrainOptions", __base__=(StageOptions, registry().options_class))
+TrainOptions.__doc__ = "Everything that decides what a training run does."

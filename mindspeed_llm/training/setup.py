@@ -1,0 +1,110 @@
+"""Everything a run needs, made once from its options."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed.config import ConfigError, build
+from mindspeed_llm.checkpoint.detection import HF_FOLDER
+from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.training import checkpoint, model
+from mindspeed_llm.training.checkpoint import Checkpoints, Progress
+from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
+from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.world import Layout, join, plan_layout, seed_everything
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Setup:
+    """What does not depend on weights: the shape, the layout, Megatron's configuration."""
+
+    options: TrainOptions
+    shape: ModelShape
+    config_folder: Path | None
+    layout: Layout
+    vocab_size: int
+    config: Any
+
+
+@dataclass
+class Training:
+    """The model of this rank and what trains it."""
+
+    chunks: list[Any]
+    wrapped: list[Any]
+    optimizer: Any
+    checkpoints: Checkpoints
+    progress: Progress
+
+
+def prepare(options: TrainOptions) -> Setup:
+    """Check the options against the model and the ranks, and meet the other ranks."""
+    resumed = _resumed(options)
+    shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
+    layout = plan_layout(options, shape)
+    vocab_size = vocabulary(options, shape)
+    join(options, layout)
+    config = model.make_config(options, shape, layout)
+    return Setup(options, shape, folder, layout, vocab_size, config)
+
+
+def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
+    """Build the model, and fill it from --load or from the checkpoint to go on from."""
+    options = setup.options
+    seed_everything(options.seed)
+    chunks = model.build_chunks(provider, setup.layout)
+    resumed = _resumed(options)
+    if resumed is None and not options.from_scratch:
+        from mindspeed_llm.checkpoint.loading import load_weights
+
+        load_weights(chunks, options.load, shape=setup.shape, noop_layers=options.noop_layers)
+        logger.info("weights from %s", options.load)
+    wrapped = model.wrap(chunks, setup.config, options)
+    optimizer = model.make_optimizer(wrapped, options)
+    model.connect(setup.config, wrapped, optimizer, options)
+    checkpoints = Checkpoints(options.save, chunks, optimizer)
+    progress = Progress()
+    if resumed is not None:
+        progress = checkpoint.read_progress(resumed)
+        with_optimizer = progress.has_optimizer and not options.no_load_optim
+        checkpoints.load(resumed, with_optimizer=with_optimizer)
+        logger.info("going on after iteration %d (%s)", progress.iteration, resumed)
+        if not with_optimizer:
+            logger.warning("the optimizer begins anew: %s", _why_anew(progress))
+    return Training(chunks, wrapped, optimizer, checkpoints, progress)
+
+
+def _resumed(options: TrainOptions) -> Path | None:
+    """Return the training checkpoint to go on from: that in --save, else --load if it is one."""
+    if options.save is not None and not options.no_auto_resume:
+        if (found := checkpoint.newest(options.save)) is not None:
+            return found
+    if options.load is None or options.finetune or options.from_scratch:
+        return None
+    return checkpoint.newest(options.load)
+
+
+def _known_shape(options: TrainOptions, resumed: Path) -> tuple[ModelShape, Path | None]:
+    """Return the shape that a training checkpoint notes, and the folder of its config.json."""
+    shape = build(ModelShape, checkpoint.read_progress(resumed).shape, source=str(resumed))
+    check_flags(options, shape)
+    folder = resumed.parent / HF_FOLDER
+    return shape, folder if (folder / "config.json").is_file() else None
+
+
+def _why_anew(progress: Progress) -> str:
+    return "--no-load-optim" if progress.has_optimizer else "it was not saved (--no-save-optim)"
+
+
+def check_data(progress: Progress, fingerprint: str, options: TrainOptions) -> None:
+    """Refuse to go on with other data than the run had."""
+    if progress.data and progress.data != fingerprint:
+        raise ConfigError(
+            f"--save {options.save} holds a run on other data than --data-path "
+            f"{' '.join(options.data_path)}: choose another --save, or load that checkpoint with "
+            "--finetune"
+        )

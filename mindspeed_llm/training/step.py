@@ -1,0 +1,135 @@
+"""One training step: gradients of a global batch, their reduction, the update."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.world import Layout
+
+ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on every rank."""
+
+    losses: dict[str, float]
+    grad_norm: float
+    tokens: int
+    """Tokens of the step, without padding."""
+    loss_scale: float
+    is_updated: bool
+    is_finite: bool
+    is_asked_to_stop: bool
+
+
+class Stepper:
+    """Runs steps of one model."""
+
+    def __init__(
+        self,
+        wrapped: list[Any],
+        optimizer: Any,
+        forward_step: ForwardStep,
+        options: TrainOptions,
+        layout: Layout,
+    ) -> None:
+        self._wrapped, self._optimizer, self._forward_step = wrapped, optimizer, forward_step
+        self._options, self._layout = options, layout
+
+    def train(
+        self, batches: Callable[[], Iterator[Any]], sizes: tuple[int, int], stop: bool = False
+    ) -> StepResult:
+        """Learn from one global batch; `batches` gives this rank's micro-batches from the start.
+
+        `sizes` are the length and the number of samples of a micro-batch; `stop` is this rank's
+        wish to end, which becomes every rank's.
+        """
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        reports = self._run(batches, sizes, forward_only=False)
+        # With --fp16 overflows are usual, and the loss scaler deals with them.
+        is_bad = not self._options.fp16 and not self._gradients_are_finite()
+        losses, tokens, bad, stops = self._share(reports, is_bad, stop)
+        is_finite = not bad and all(map(math.isfinite, losses.values()))
+        updated, norm = False, math.nan
+        if is_finite or self._options.fp16:
+            updated, grad_norm, _ = self._optimizer.step()
+            norm = float(grad_norm) if grad_norm is not None else math.nan
+        return StepResult(
+            losses=losses,
+            grad_norm=norm,
+            tokens=tokens,
+            loss_scale=float(self._optimizer.get_loss_scale()),
+            is_updated=bool(updated),
+            is_finite=is_finite,
+            is_asked_to_stop=stops,
+        )
+
+    def evaluate(
+        self, batches: Callable[[], Iterator[Any]], sizes: tuple[int, int]
+    ) -> dict[str, float]:
+        """Return the losses of one global batch without learning from it."""
+        for chunk in self._wrapped:
+            chunk.eval()
+        with torch.no_grad():
+            reports = self._run(batches, sizes, forward_only=True)
+        for chunk in self._wrapped:
+            chunk.train()
+        return self._share(reports, False, False)[0]
+
+    def _run(
+        self, batches: Callable[[], Iterator[Any]], sizes: tuple[int, int], *, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        iterators = [batches() for _ in self._wrapped]
+        reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._wrapped,
+            num_microbatches=self._layout.micro_batches,
+            seq_length=sizes[0],
+            micro_batch_size=sizes[1],
+            forward_only=forward_only,
+        )
+        return reports
+
+    def _gradients_are_finite(self) -> bool:
+        buffers = [
+            buffer
+            for chunk in self._wrapped
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        return all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)
+
+    def _share(
+        self, reports: list[dict[str, torch.Tensor]], is_bad: bool, stop: bool
+    ) -> tuple[dict[str, float], int, bool, bool]:
+        """Tell every rank the losses of all, and whether one of them has trouble or must end.
+
+        A report holds the sum of losses and how many they are, and the tokens of its micro-batch.
+        Only one rank of each model copy reports: the last stage's first.
+        """
+        from megatron.core import parallel_state
+
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        counted = reports if is_first else []
+        row = torch.zeros(7, dtype=torch.float32)
+        for report in counted:
+            total, count = report["lm loss"].float().tolist()
+            row[:3] += torch.tensor([total, count, total / max(count, 1.0)])
+            row[3] += 1
+            row[4] += report["tokens"].item()
+        row[5:] = torch.tensor([float(is_bad), float(stop)])
+        row = row.cuda()
+        torch.distributed.all_reduce(row)
+        total, count, means, batches, tokens, bad, stops = row.tolist()
+        per_token = self._options.calculate_per_token_loss
+        loss = total / max(count, 1.0) if per_token else means / max(batches, 1.0)
+        return {"lm loss": loss}, int(tokens), bad > 0, stops > 0

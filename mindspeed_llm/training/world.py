@@ -1,0 +1,111 @@
+"""This process among the ranks: where it stands, and the groups it belongs to."""
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from mindspeed import device
+from mindspeed.config import ConfigError, Spelling, build
+from mindspeed.features.activation import current
+from mindspeed.features.base import Context
+from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.training.options import TrainOptions
+
+logger = logging.getLogger(__name__)
+
+LARGEST_SEED = 2**31
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of a run share the work."""
+
+    world: int
+    rank: int
+    tp: int
+    pp: int
+    dp: int
+    virtual_stages: int | None
+    micro_batches: int
+    """Micro-batches of one data-parallel rank in a step."""
+    global_batch: int
+
+
+def plan_layout(options: TrainOptions, shape: ModelShape) -> Layout:
+    """Check that the ranks can hold the model and share the batch."""
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    layers = shape.num_layers + len(options.noop_layers)
+    known = options.model_dump() | {
+        "world_size": world,
+        "num_layers": layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "group_query_attention": True,
+    }
+    activation = current()
+    fields = activation.registry.options_class.model_fields
+    features = {name: getattr(options, name) for name in fields}
+    given = build(activation.registry.options_class, features)
+    activation.activate(given, Context(Spelling.FLAG, megatron=known))
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    if world % (tp * pp):  # with one rank Megatron's features that check this are not in use
+        raise ConfigError(
+            f"{world} rank(s) cannot hold --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp}: start a multiple of {tp * pp} ranks"
+        )
+    dp = world // (tp * pp)
+    batch = options.global_batch_size or options.micro_batch_size * dp
+    micro_batches, rest = divmod(batch, options.micro_batch_size * dp)
+    if rest or not micro_batches:
+        step = options.micro_batch_size * dp
+        raise ConfigError(
+            f"--global-batch-size {batch} is not a multiple of {step} (--micro-batch-size "
+            f"{options.micro_batch_size} x {dp} data-parallel ranks): use {step} or a multiple"
+        )
+    per_stage = options.num_layers_per_virtual_pipeline_stage
+    stages = layers // pp // per_stage if per_stage and pp > 1 else None
+    return Layout(world, rank, tp, pp, dp, stages, micro_batches, batch)
+
+
+def join(options: TrainOptions, layout: Layout) -> None:
+    """Meet the other ranks and form Megatron's groups."""
+    from megatron.core import parallel_state
+
+    if not torch.distributed.is_initialized():
+        here = device.current()
+        if layout.world > 1:
+            here.set_index(int(os.environ.get("LOCAL_RANK", "0")))
+        alone = {"store": torch.distributed.HashStore()} if layout.world == 1 else {}
+        torch.distributed.init_process_group(
+            here.backend,
+            rank=layout.rank,
+            world_size=layout.world,
+            timeout=timedelta(minutes=options.distributed_timeout_minutes),
+            **alone,
+        )
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        layout.virtual_stages,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+    )
+
+
+def seed_everything(seed: int, step: int = 0) -> None:
+    """Seed the random numbers of a step: they depend on nothing that happened before it.
+
+    Step 0 is the making of the model. Ranks that hold the same weights make them alike; in later
+    steps the data-parallel ranks draw numbers of their own.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    mixed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if step:
+        mixed += 1_000_003 * step + 10_007 * parallel_state.get_data_parallel_rank()
+    mixed %= LARGEST_SEED
+    torch.manual_seed(mixed)
+    model_parallel_cuda_manual_seed(mixed)

@@ -1,0 +1,13 @@
+"""Sums of losses that count."""
+
+import torch
+
+from mindspeed_llm.losses.token_loss import token_loss
+
+
+def test_only_what_is_learnt_counts() -> None:
+    losses = torch.rand(2, 5, dtype=torch.float64)
+    mask = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 0, 1]])
+    total, count = token_loss(losses, mask)
+    assert count.item() == 4
+    torch.testing.assert_close(total.double(), losses[mask.bool()].sum(), rtol=1e-6, atol=1e-6)

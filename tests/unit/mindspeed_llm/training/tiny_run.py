@@ -1,0 +1,126 @@
+"""A tiny llama, tiny data, and runs on them: ours, and a plain loop of transformers and torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_llm.data.indexed import TokenWriter
+
+VOCABULARY = 99  # odd: tensor parallelism has to pad it
+RATE, DECAY, CLIP = 1e-3, 0.1, 0.5
+Sample = tuple[np.ndarray, np.ndarray]
+
+
+def make_model(folder: Path, **changes: Any) -> str:
+    """Save a random llama in Hugging Face's format."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        **changes,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_samples(count: int, seed: int = 0) -> list[Sample]:
+    """Return ids and labels of samples of different lengths; the first third is not learnt."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        ids = generator.integers(0, VOCABULARY, int(generator.integers(6, 24)))
+        labels = ids.copy()
+        labels[: len(ids) // 3] = -100
+        samples.append((ids, labels))
+    return samples
+
+
+def write_samples(prefix: Path, samples: list[Sample], rows: list[list[int]] | None = None) -> str:
+    """Write samples as preprocessing does, several in a row (neatly) where `rows` says so."""
+    work = prefix.with_name(f"{prefix.name}.work")
+    work.mkdir(parents=True)
+    length = 0 if rows is None else max(sum(len(samples[i][0]) for i in row) for row in rows) + 3
+    for key in ("input_ids", "attention_mask", "labels"):
+        writer = TokenWriter(work, key, np.dtype("<i4"))
+        for row in rows or [[number] for number in range(len(samples))]:
+            tokens = np.concatenate([_values(key, n, samples[i]) for n, i in enumerate(row, 1)])
+            padding = {"input_ids": 5, "attention_mask": 0, "labels": -100}[key]
+            tokens = np.append(tokens, [padding] * max(0, length - len(tokens)))
+            writer.append(tokens, np.array([len(tokens)]))
+        writer.build_index(Path(f"{prefix}_packed_{key}_document.idx"))
+        (work / f"{key}.bin").replace(f"{prefix}_packed_{key}_document.bin")
+    return str(prefix)
+
+
+def _values(key: str, number: int, sample: Sample) -> np.ndarray:
+    ids, labels = sample
+    return {"input_ids": ids, "labels": labels, "attention_mask": np.full(len(ids), number)}[key]
+
+
+def settings(model: str, data: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Return the options of a run that the plain loop repeats."""
+    return {
+        "load": model,
+        "data_path": (data,),
+        "no_shuffle": True,
+        "train_iters": 20,
+        "global_batch_size": 4,
+        "lr": RATE,
+        "lr_decay_style": "constant",
+        "weight_decay": DECAY,
+        "clip_grad": CLIP,
+        "log_file": str(folder / "log.jsonl"),
+    } | changes
+
+
+def train(values: dict[str, Any]) -> list[float]:
+    """Train as one rank and return the losses of all steps."""
+    from megatron.core import parallel_state
+
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    AutoTrainer(TrainOptions(**values)).train()
+    parallel_state.destroy_model_parallel()
+    return read_losses(values["log_file"])
+
+
+def read_losses(log_file: str) -> list[float]:
+    """Return the losses in a log."""
+    lines = Path(log_file).read_text().splitlines()
+    return [json.loads(line)["lm loss"] for line in lines]
+
+
+def plain_loop(model: str, samples: list[Sample], steps: int, batch: int) -> tuple[list, Any]:
+    """Train with transformers and torch only; return the losses and the trained model."""
+    from transformers import LlamaForCausalLM
+
+    llama = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    decayed = [p for p in llama.parameters() if p.ndim > 1]
+    others = [p for p in llama.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for place in range(step * batch, (step + 1) * batch):
+            ids, labels = (torch.tensor(x)[None] for x in samples[place % len(samples)])
+            loss = llama(input_ids=ids, labels=labels).loss / batch
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(llama.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, llama
