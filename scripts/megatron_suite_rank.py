@@ -16,8 +16,14 @@ from typing import Any
 PRELOADED = (
     "mindspeed.megatron_adaptor",
     "megatron.core",
-    "megatron.training.arguments",
+    "megatron.training.training",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.dist_checkpointing",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
+    "torch.onnx",
+    "requests",
+    "transformers",
     "pytest",
 )
 

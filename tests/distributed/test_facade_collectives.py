@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
 
@@ -28,3 +29,25 @@ def test_a_sum_of_scaled_tensors():
         assert torch.equal(piece, total.chunk(WORLD)[rank] * 0.25)
         assert torch.equal(source, torch.arange(4.0) + 10 * rank)  # only read
         assert torch.equal(largest, torch.arange(4.0) + 10)
+
+
+def _meshes():
+    made = (
+        dist.init_device_mesh("cuda", (WORLD,)),
+        dist.DeviceMesh("cuda", list(range(WORLD))),
+        dist.DeviceMesh.from_group(dist.group.WORLD, device_type="cuda"),
+    )
+    model = torch.nn.Linear(4, 4, bias=False).cuda()
+    torch.nn.init.ones_(model.weight)
+    fully_shard(model, mesh=made[-1])
+    out = model(torch.ones(1, 4))
+    out.sum().backward()
+    gradient = model.weight.grad.full_tensor()
+    return [mesh.device_type for mesh in made], out, gradient
+
+
+def test_a_mesh_of_cuda_devices_shards_on_the_cpu():
+    for kinds, out, gradient in run_ranks(_meshes, WORLD):
+        assert kinds == ["cpu"] * 3
+        assert torch.equal(out, torch.full((1, 4), 4.0))
+        assert torch.equal(gradient, torch.ones(4, 4))

@@ -27,9 +27,11 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
         stand_in = _with_backend(getattr(dist, name), position, cpu.backend)
         yield dist, name, stand_in
         yield distributed_c10d, name, stand_in
-    mesh = _mesh_on_cpu(device_mesh.init_device_mesh)
+    mesh = _mesh_on_cpu(device_mesh.init_device_mesh, 0)
     yield device_mesh, "init_device_mesh", mesh
     yield dist, "init_device_mesh", mesh
+    init = _mesh_on_cpu(device_mesh.DeviceMesh.__init__, 1)
+    yield device_mesh.DeviceMesh, "__init__", init
 
 
 def _with_backend(original: Callable[..., Any], position: int, native: str) -> Callable[..., Any]:
@@ -61,9 +63,14 @@ def _say_once(native: str) -> None:
     logger.info("process groups asked for nccl; this run is on cpu and uses %s", native)
 
 
-def _mesh_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def _mesh_on_cpu(original: Callable[..., Any], position: int) -> Callable[..., Any]:
     @functools.wraps(original)
-    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return original(torch.device(landed(device_type)).type, *args, **kwargs)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position:
+            kind = torch.device(landed(args[position])).type
+            args = (*args[:position], kind, *args[position + 1 :])
+        elif "device_type" in kwargs:
+            kwargs["device_type"] = torch.device(landed(kwargs["device_type"])).type
+        return original(*args, **kwargs)
 
-    return init_device_mesh
+    return on_cpu
