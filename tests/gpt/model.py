@@ -76,7 +76,7 @@ def build_chunk(config: TransformerConfig, layout: Layout, stage: int | None) ->
         share_embeddings_and_output_weights=gpt,
         position_embedding_type="learned_absolute" if gpt else "rope",
         **here,
-    )
+    ).cuda()  # learned positions start on the cpu
     for shard in shards(chunk):
         shard.values.copy_(shard.start())
     return chunk

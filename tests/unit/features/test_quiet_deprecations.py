@@ -2,6 +2,8 @@
 
 import warnings
 
+import pytest
+
 from mindspeed.features.quiet_deprecations import QuietDeprecations
 
 HIDDEN = "`torch.distributed.reduce_scatter_tensor` is deprecated. Please use something else."
@@ -11,6 +13,14 @@ def shown(message):
     with warnings.catch_warnings(record=True) as caught:
         warnings.warn(message, FutureWarning, stacklevel=1)
     return [str(warning.message) for warning in caught]
+
+
+@pytest.fixture(autouse=True)
+def default_filters():
+    """Start from no filters at all, whatever the command line says."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        yield
 
 
 def test_filters_come_and_go():

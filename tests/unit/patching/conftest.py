@@ -34,15 +34,20 @@ def write(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def no_other_hooks(monkeypatch):
+    """Take the adaptor's hook away, where another test has imported the adaptor."""
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not _is_hook(each)])
+
+
 @pytest.fixture
 def patcher():
-    before = _hooks()  # of the adaptor, where another test has imported it
     patcher = Patcher()
     yield patcher
     patcher.revert()
     assert patcher.report() == []
-    assert _hooks() == before
+    assert not any(map(_is_hook, sys.meta_path))
 
 
-def _hooks():
-    return [finder for finder in sys.meta_path if isinstance(finder, ImportHook)]
+def _is_hook(finder):
+    return isinstance(finder, ImportHook)

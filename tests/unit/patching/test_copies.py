@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import time
 from types import FunctionType
 
 import pytest
@@ -436,7 +435,7 @@ def test_searching_does_not_disturb_objects(source, write, patcher):
     assert patcher.report()[0].copies == 1
 
 
-def test_megatron_is_searched_in_well_under_50_ms_per_patch(patcher):
+def test_copies_in_megatron_follow_and_come_back(patcher):
     import megatron.core.models.gpt  # noqa: F401
     from megatron.core.transformer import mlp
 
@@ -444,18 +443,11 @@ def test_megatron_is_searched_in_well_under_50_ms_per_patch(patcher):
     names += ("transformer_block:TransformerBlock", "identity_op:IdentityOp")
     patches = [Patch.wrap(f"megatron.core.transformer.{name}", _subclass) for name in names]
     original = mlp.MLP
-
-    def seconds():  # of this process: the machine may be busy with others
-        start = time.process_time()
-        patcher.apply("x", patches)
-        assert mlp.MLP is not original
-        assert sum(record.copies for record in patcher.report()) > len(patches)
-        patcher.revert()
-        assert mlp.MLP is original
-        return time.process_time() - start
-
-    per_patch = min(seconds() for _ in range(5)) / 2 / len(patches)
-    assert per_patch < 0.025, f"{per_patch * 1e3:.1f} ms"
+    patcher.apply("x", patches)
+    assert mlp.MLP is not original
+    assert sum(record.copies for record in patcher.report()) > len(patches)
+    patcher.revert()
+    assert mlp.MLP is original
 
 
 def _subclass(original):
