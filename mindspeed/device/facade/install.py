@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from mindspeed.device.facade import compilation, cuda_calls, groups, noise, reductions, tensors
+from mindspeed.device.facade import (
+    compilation,
+    cuda_calls,
+    groups,
+    moves,
+    noise,
+    reductions,
+    tensors,
+)
 
 if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
@@ -26,7 +34,7 @@ class Facade:
         # Megatron asks for it with every tensor-parallel layer; it means nothing to a cpu.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         originals: dict[int, object] = {}
-        for part in (compilation, cuda_calls, tensors, groups, reductions, noise):
+        for part in (compilation, cuda_calls, tensors, moves, groups, reductions, noise):
             for owner, name, stand_in in list(part.redirections(self._cpu)):
                 original = getattr(owner, name, None)
                 if isinstance(owner, ModuleType) and callable(original):

@@ -1,4 +1,4 @@
-"""Tensor factories and moves: device="cuda" means the cpu, pinned memory is plain memory."""
+"""Tensor factories and types: device="cuda" means the cpu, pinned memory is plain memory."""
 
 from __future__ import annotations
 
@@ -38,30 +38,25 @@ def landed(device: Any) -> Any:
 def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     """Yield (owner, attribute, stand-in) for everything that places a tensor."""
     for name in _FACTORIES:
-        yield torch, name, _on_cpu(getattr(torch, name))
+        yield torch, name, on_cpu(getattr(torch, name))
     for name in _TENSOR_METHODS:
-        yield torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name))
-    yield torch.Tensor, "to", _to(torch.Tensor.to)
-    yield torch.Tensor, "cuda", _cuda
-    yield torch.Tensor, "cpu", _cpu(torch.Tensor.cpu)
-    yield torch.Tensor, "pin_memory", lambda tensor, *args, **kwargs: tensor
+        yield torch.Tensor, name, on_cpu(getattr(torch.Tensor, name))
     yield torch.Tensor, "record_stream", lambda tensor, stream: None
     yield torch.Tensor, "type", _cuda_type(inspect.unwrap(torch.Tensor.type))
-    yield torch.Tensor, "is_cuda", property(_is_cuda)
-    yield torch.nn.Module, "to", _on_cpu(torch.nn.Module.to, position=1)
-    yield torch, "set_default_device", _on_cpu(torch.set_default_device, position=0)
-    yield torch, "load", _on_cpu(torch.load, position=1, argument="map_location")
+    yield torch.nn.Module, "to", on_cpu(torch.nn.Module.to, position=1)
+    yield torch, "set_default_device", on_cpu(torch.set_default_device, position=0)
+    yield torch, "load", on_cpu(torch.load, position=1, argument="map_location")
     yield torch, "Generator", _generator(torch.Generator)
     yield torch, "device", _device(torch.device)
 
 
-def _on_cpu(
+def on_cpu(
     original: Callable[..., Any], position: int | None = None, argument: str = "device"
 ) -> Callable[..., Any]:
     """Wrap a function that takes a device by keyword or, where given, at a position."""
 
     @functools.wraps(original)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+    def placed(*args: Any, **kwargs: Any) -> Any:
         if argument in kwargs:
             kwargs[argument] = landed(kwargs[argument])
         if kwargs.get("pin_memory"):
@@ -70,42 +65,7 @@ def _on_cpu(
             args = (*args[:position], landed(args[position]), *args[position + 1 :])
         return original(*args, **kwargs)
 
-    return on_cpu
-
-
-def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return the tensor, which is there already; one whose rows share memory gets rows of its own.
-
-    Megatron writes to what it has moved, and after a real move such rows are apart.
-    """
-    is_shared = any(
-        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
-    return tensor.contiguous() if is_shared else tensor
-
-
-def _cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Copy, as from a device: Megatron keeps the copy and goes on to change the tensor."""
-        return original(tensor, *args, **kwargs) if is_other_library() else tensor.clone()
-
-    return cpu
-
-
-def _to(original: Callable[..., Any]) -> Callable[..., Any]:
-    place = _on_cpu(original, position=1)
-
-    @functools.wraps(original)
-    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        moved: torch.Tensor = place(tensor, *args, **kwargs)
-        # The word "cpu" means the host; a device object may be that of another tensor.
-        device = kwargs.get("device", args[0] if args else None)
-        if moved is tensor and isinstance(device, str) and not is_other_library():
-            return tensor.clone() if device == "cpu" else _cuda(tensor)
-        return moved
-
-    return to
+    return placed
 
 
 def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,12 +80,6 @@ def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(tensor, dtype, *args, **kwargs)
 
     return type
-
-
-def _is_cuda(tensor: torch.Tensor) -> bool:
-    """Answer Megatron, which prepares tensors for collectives only where this is true."""
-    is_on_device = tensor.device.type in ("cpu", "cuda")
-    return tensor.device.type == "cuda" if is_other_library() else is_on_device
 
 
 def _generator(original: type[torch.Generator]) -> type:

@@ -76,6 +76,38 @@ def test_a_move_to_the_host_is_a_copy(facade):
     assert torch.equal(weight.grad, torch.full((3,), 2.0))
 
 
+def test_what_was_moved_to_the_host_is_not_on_the_device(facade):
+    weight = torch.zeros(3)
+    on_host = [weight.cpu(), weight.to("cpu"), torch.ones(3).pin_memory()]
+    assert weight.is_cuda and not any(each.is_cuda for each in on_host)
+    back = [each.cuda() for each in on_host] + [each.to("cuda") for each in on_host]
+    assert all(each.is_cuda for each in back)
+    assert not any(one is other for one in back for other in on_host)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_megatrons_optimizer_on_the_host_updates_the_weights(facade, fraction):
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    def trained(make):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        optimizer = make(list(model.parameters()))
+        for _ in range(3):
+            model(torch.randn(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    adam = torch.optim.Adam
+    kinds = {"cpu_optimizer_cls": adam, "gpu_optimizer_cls": adam}
+    plain = trained(lambda weights: adam(weights, lr=0.01))
+    hybrid = trained(
+        lambda weights: HybridDeviceOptimizer(weights, offload_fraction=fraction, lr=0.01, **kinds)
+    )
+    torch.testing.assert_close(hybrid, plain)
+
+
 @pytest.mark.parametrize("move", ["cuda", 0, torch.device("cuda")], ids=str)
 def test_a_move_to_the_device_is_none_for_a_tensor_that_is_there(facade, move):
     tensor = torch.zeros(3)
