@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
 
 _TENSOR_TYPES = "Byte Char Short Int Long Half BFloat16 Float Double Bool".split()
+_SENSORS = ("temperature", "power_draw", "utilization", "memory_usage", "clock_rate")
 
 
 def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
@@ -78,6 +79,8 @@ def _devices(cpu: Cpu) -> dict[str, object]:
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_name": lambda device=None: "cpu",
         "is_bf16_supported": lambda including_emulation=True: True,
+        # A cpu tells nothing of the kind; the straggler detector prints what it gets.
+        **{sensor: lambda device=None: 0 for sensor in _SENSORS},
         "synchronize": _nothing,
         "init": _nothing,
         "_lazy_init": _nothing,

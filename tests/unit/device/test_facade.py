@@ -244,3 +244,8 @@ def test_memory_is_reported_in_the_keys_that_megatron_reads(facade):
     assert torch.cuda.memory_stats()["allocation.all.current"] == 0
     free, total = torch.cuda.mem_get_info()
     assert 0 < free < total
+
+
+def test_sensors_of_a_gpu_read_zero(facade):
+    sensors = (torch.cuda.temperature, torch.cuda.power_draw, torch.cuda.utilization)
+    assert [sensor() for sensor in (*sensors, torch.cuda.clock_rate)] == [0] * 4

@@ -13,7 +13,7 @@ class FusedSGD(torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: float = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
