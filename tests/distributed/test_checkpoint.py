@@ -18,7 +18,6 @@ _TP = Layout(tp=2)
 _PP = Layout(pp=2)
 _TE = Layout(spec="te")
 _TE_TP = Layout(tp=2, sequence_parallel=True, spec="te")
-_LLAMA = Layout("llama")
 _LLAMA_VPP = Layout("llama", pp=2, layers_per_virtual_stage=1)
 _LLAMA_TE_TP = Layout("llama", tp=2, spec="te")
 _SPLIT_STATE = Layout(dp=2, distributed_optimizer=True)
@@ -40,9 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> "_Saved":
         (_PLAIN, _TE),
         (_TE, _PLAIN),
         (_TP, _TE_TP),
-        (_TE_TP, _PP),
         (_LLAMA_VPP, _LLAMA_TE_TP),
-        (_LLAMA_TE_TP, _LLAMA),
         (_SPLIT_STATE, _SPLIT_STATE_TP),
         (_SPLIT_STATE_TP, _SPLIT_STATE),
     ],

@@ -1,11 +1,13 @@
 """The features together: one training, however it is cut."""
 
+from typing import Any
+
 import pytest
 
 from tests.gpt.layout import Layout
 from tests.gpt.runs import assert_same_training
 
-_OVERLAP = {
+_OVERLAP: dict[str, Any] = {
     "distributed_optimizer": True,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
@@ -27,5 +29,5 @@ _OVERLAP = {
     ],
     ids=["tensor-pipeline", "tensor-data", "virtual-pipeline-data"],
 )
-def test_four_ranks_train_like_one(cut: dict[str, object], spec: str) -> None:
+def test_four_ranks_train_like_one(cut: dict[str, Any], spec: str) -> None:
     assert_same_training(Layout(**cut, spec=spec))

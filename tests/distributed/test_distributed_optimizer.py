@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from tests.gpt.training import Training
 
 _BYTES_PER_PARAMETER = 12  # in bf16 training: fp32 weight, first and second moment
-_ALIGNMENT = 64  # elements: where a parameter of the split buffer may begin
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ALIGNMENT = 64  # elements: where a parameter may begin; the buffer ends at twice that
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,6 @@ def _state_bytes(optimizer: Any) -> int:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     moments = [optimizer.state[weight][key] for weight in weights for key in _MOMENTS]
     return sum(tensor.numel() * tensor.element_size() for tensor in [*weights, *moments])
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _collectives(training: "Training") -> list[tuple[str, int]]:

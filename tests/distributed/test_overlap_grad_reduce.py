@@ -12,7 +12,7 @@ from tests.gpt.runs import assert_same_training, assert_same_weights, in_ranks, 
 if TYPE_CHECKING:
     from tests.gpt.training import Training
 
-_OVERLAP = {"dp": 2, "overlap_grad_reduce": True, "bucket_size": 8000}
+_OVERLAP: dict[str, Any] = {"dp": 2, "overlap_grad_reduce": True, "bucket_size": 8000}
 
 
 @pytest.mark.parametrize("spec", ["local", "te"])

@@ -2,9 +2,21 @@
 
 import pytest
 
-from tests.gpt.layout import HIDDEN, Layout
+from tests.gpt.layout import HIDDEN, SEQUENCE, Layout
 from tests.gpt.runs import assert_same_training, in_ranks
 from tests.gpt.saved import Kept, kept_after_forward
+
+_FLOAT = 4
+_LAYERS = Layout().num_layers
+_NORMS = 2 * _LAYERS + 1
+# Norms save their input, their output (for the matrix that follows) and two statistics a token;
+# dropout follows the embedding and both halves of a layer and saves a mask.
+_PREDICTED = (
+    _FLOAT
+    * SEQUENCE
+    * Layout().micro_batch
+    * (2 * HIDDEN * _NORMS + 2 * _NORMS + HIDDEN * (2 * _LAYERS + 1))
+)
 
 
 @pytest.mark.parametrize(
@@ -28,16 +40,18 @@ def test_a_rank_keeps_its_part_of_what_norms_and_dropout_save(spec: str) -> None
         Layout(tp=2, dropout=0.1, sequence_parallel=True, spec=spec), kept_after_forward
     )
     for before, after in zip(whole, split):
-        assert _bytes(after, outside_matrices=True) == _bytes(before, outside_matrices=True) / 2
-        assert _bytes(after, outside_matrices=False) == _bytes(before, outside_matrices=False)
+        assert _unsplit_bytes(before) == _PREDICTED
+        assert _unsplit_bytes(after) == _PREDICTED / 2
+        assert _bytes(after) - _unsplit_bytes(after) == _bytes(before) - _unsplit_bytes(before)
 
 
-def _bytes(kept: list[Kept], *, outside_matrices: bool) -> int:
-    """Sum the tensors of the hidden width and the norms' statistics, or all others.
+def _bytes(kept: list[Kept]) -> int:
+    return sum(k.bytes for k in kept)
 
-    Nothing that tensor parallelism already splits is as wide as the hidden size in this model.
+
+def _unsplit_bytes(kept: list[Kept]) -> int:
+    """Sum the tensors of the hidden width and the norms' statistics.
+
+    Nothing that tensor parallelism splits by itself is as wide as the hidden size in this model.
     """
-    widths = (HIDDEN, 1)
-    return sum(
-        k.bytes for k in kept if (k.shape[-1] in widths and len(k.shape) == 3) == outside_matrices
-    )
+    return _bytes([k for k in kept if len(k.shape) == 3 and k.shape[-1] in (HIDDEN, 1)])
