@@ -76,6 +76,10 @@ class TrainingLog:
                 self._write(self._numbers(iteration, consumed, rate, result))
             self._interval = Interval(time.perf_counter())
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count time in which no step ran, such as that of a save."""
+        self._interval.began += seconds
+
     def note(self, iteration: int, numbers: dict[str, float]) -> None:
         """Write numbers that belong to no interval, such as an evaluation's."""
         if self._is_writer:

@@ -1,6 +1,7 @@
 """The loop: step after step until the end, with lines, evaluations and checkpoints on the way."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -64,6 +65,7 @@ class Loop:
                 bad = 0 if result.is_finite else bad + 1
                 if bad >= options.max_nan_iterations:
                     raise NotANumber(self._trouble(progress, bad))
+                began = time.perf_counter()
                 is_due = bool(options.save_interval) and not (
                     progress.iteration % (options.save_interval or 1)
                 )
@@ -71,6 +73,7 @@ class Loop:
                     self._save(progress)
                     saved = progress.iteration
                 self._evaluate_if_due(progress)
+                self._log.leave_out(time.perf_counter() - began)
                 if result.is_asked_to_stop:
                     break
         if progress.iteration < self.steps:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed_llm.models.megatron import gpt_model, transformer_config
 from mindspeed_llm.models.shape import ModelShape
@@ -101,7 +102,7 @@ def build_chunks(provider: Provider, layout: Layout) -> list[Any]:
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         is_first, is_last = _place(layout, stage)
         chunk = provider(pre_process=is_first, post_process=is_last, vp_stage=stage)
-        chunks.append(chunk.cuda(torch.cuda.current_device()))
+        chunks.append(chunk.to(device.current().torch_device))
     return chunks
 
 

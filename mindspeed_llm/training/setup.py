@@ -1,10 +1,13 @@
 """Everything a run needs, made once from its options."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mindspeed.config import ConfigError, build
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
@@ -13,6 +16,7 @@ from mindspeed_llm.training import checkpoint, model
 from mindspeed_llm.training.checkpoint import Checkpoints, Progress
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.reservation import Reservation
 from mindspeed_llm.training.world import Layout, join, plan_layout, seed_everything
 
 logger = logging.getLogger(__name__)
@@ -28,6 +32,8 @@ class Setup:
     layout: Layout
     vocab_size: int
     config: Any
+    reservation: Reservation | None
+    """The first rank's hold on --save."""
 
 
 @dataclass
@@ -43,13 +49,15 @@ class Training:
 
 def prepare(options: TrainOptions) -> Setup:
     """Check the options against the model and the ranks, and meet the other ranks."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    reservation = Reservation(options.save) if options.save and is_first else None
     resumed = _resumed(options)
     shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
     layout = plan_layout(options, shape)
     vocab_size = vocabulary(options, shape)
     join(options, layout)
     config = model.make_config(options, shape, layout)
-    return Setup(options, shape, folder, layout, vocab_size, config)
+    return Setup(options, shape, folder, layout, vocab_size, config, reservation)
 
 
 def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
@@ -57,7 +65,10 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
     options = setup.options
     seed_everything(options.seed)
     chunks = model.build_chunks(provider, setup.layout)
-    resumed = _resumed(options)
+    # The first rank decides: it alone holds --save, so what it sees there cannot change.
+    choice = [_resumed(options)]
+    torch.distributed.broadcast_object_list(choice)
+    resumed = choice[0]
     if resumed is None and not options.from_scratch:
         from mindspeed_llm.checkpoint.loading import load_weights
 

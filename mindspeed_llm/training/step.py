@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mindspeed import device
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.world import Layout
 
@@ -127,7 +128,7 @@ class Stepper:
             row[3] += 1
             row[4] += report["tokens"].item()
         row[5:] = torch.tensor([float(is_bad), float(stop)])
-        row = row.cuda()
+        row = row.to(device.current().torch_device)
         torch.distributed.all_reduce(row)
         total, count, means, batches, tokens, bad, stops = row.tolist()
         per_token = self._options.calculate_per_token_loss

@@ -81,7 +81,11 @@ class BaseTrainer(ABC):
             valid=self.valid_data,
             sizes=self.sizes,
         )
-        return loop.run()
+        try:
+            return loop.run()
+        finally:
+            if self.setup.reservation is not None:
+                self.setup.reservation.release()
 
     def _open(self, part: tuple[float, float]) -> SampleStream:
         options = self.options

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.collate import collate_fixed, collate_packed, collate_variable
 from mindspeed_llm.data.instruction import InstructionData
@@ -64,7 +65,8 @@ class SFTTrainer(BaseTrainer):
                 f"{self.setup.shape.vocab_size}: it was made with another tokenizer"
             )
         batch["real_tokens"] = torch.tensor(real)
-        return {name: values.cuda(non_blocking=True) for name, values in batch.items()}
+        here = device.current().torch_device
+        return {name: values.to(here, non_blocking=True) for name, values in batch.items()}
 
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
         """Sum the losses of what is to be learnt; Megatron divides by the number of tokens."""

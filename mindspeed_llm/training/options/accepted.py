@@ -30,7 +30,7 @@ class AcceptedOptions(Options):
     """Accepted for existing scripts: random numbers depend on seed, step and rank only."""
     no_save_rng: bool = False
     """Accepted for existing scripts: random numbers depend on seed, step and rank only."""
-    distributed_backend: Literal["nccl", "gloo", "hccl"] | None = None
+    distributed_backend: str | None = None
     """Accepted for existing scripts: the device decides."""
     exit_on_missing_checkpoint: bool = False
     """Accepted for existing scripts: a missing checkpoint is always an error."""
