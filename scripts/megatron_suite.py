@@ -4,8 +4,8 @@
     python scripts/megatron_suite_report.py results.json ... > docs/megatron_suite.md
 
 A test is tried with 1 rank; if it does not pass, with 8, which most are written for, then with 4
-and 2, unless it has asked for a number that this is not. It passes if every rank says so. Run it again to go on with the files that are
-missing in the output.
+and 2, unless it has asked for a number that this is not. It passes if every rank says so. Run it
+again to go on with the files that are missing in the output.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def _fork(
     chosen: list[str] | None,
     left_out: list[str],
 ) -> int:
+    parent = os.getpid()
     process = os.fork()
     if process:
         return process
@@ -179,7 +180,7 @@ def _fork(
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        become(environment, logs[rank].with_suffix(".out"))
+        become(environment, logs[rank].with_suffix(".out"), parent)
         logs[rank].touch()
         status = run_file(file, Recorder(logs[rank], chosen, left_out))
     finally:

@@ -31,6 +31,27 @@ def test_a_sum_of_scaled_tensors():
         assert torch.equal(largest, torch.arange(4.0) + 10)
 
 
+def _pieces_of_another_shape():
+    rank = dist.get_rank()
+    mine = (torch.arange(6.0) + 10 * rank).view(2, 3)
+    gathered = torch.empty(12)
+    dist.all_gather_into_tensor(gathered, mine)
+    named = torch.empty(3, 4)
+    dist.all_gather_into_tensor(output_tensor=named, input_tensor=mine)
+    piece = torch.empty(3)
+    dist.reduce_scatter_tensor(piece, mine)
+    return gathered, named, piece
+
+
+def test_elements_are_gathered_and_scattered_whatever_the_shapes():
+    whole = torch.cat([torch.arange(6.0), torch.arange(6.0) + 10])
+    total = (2 * torch.arange(6.0) + 10).chunk(WORLD)
+    for rank, results in enumerate(run_ranks(_pieces_of_another_shape, WORLD)):
+        gathered, named, piece = results
+        assert torch.equal(gathered, whole) and torch.equal(named, whole.view(3, 4))
+        assert torch.equal(piece, total[rank])
+
+
 def _meshes():
     made = (
         dist.init_device_mesh("cuda", (WORLD,)),

@@ -8,12 +8,12 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 from mindspeed.device.facade import (
+    collectives,
     compilation,
     cuda_calls,
     groups,
     moves,
     noise,
-    reductions,
     tensors,
 )
 
@@ -34,7 +34,7 @@ class Facade:
         # Megatron asks for it with every tensor-parallel layer; it means nothing to a cpu.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         originals: dict[int, object] = {}
-        for part in (compilation, cuda_calls, tensors, moves, groups, reductions, noise):
+        for part in (compilation, cuda_calls, tensors, moves, groups, collectives, noise):
             for owner, name, stand_in in list(part.redirections(self._cpu)):
                 original = getattr(owner, name, None)
                 if isinstance(owner, ModuleType) and callable(original):

@@ -1,4 +1,7 @@
-"""Reductions that NCCL knows and gloo does not: a sum of tensors that are first scaled."""
+"""What NCCL's collectives do and gloo's do not: scaled sums, and pieces of any shape.
+
+NCCL gathers and scatters elements; gloo wants every piece in the shape of a slice of the whole.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,17 @@ class ScaledSum:
 
 
 def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
-    """Yield (owner, attribute, stand-in) for the maker of such sums and for who takes them."""
+    """Yield (owner, attribute, stand-in) for the collectives and for the maker of scaled sums."""
     if not dist.is_available():
         return
     table = {
         "_make_nccl_premul_sum": ScaledSum,
         "all_reduce": _scale_in_place(dist.all_reduce),
         "reduce_scatter_tensor": _scale_copy(dist.reduce_scatter_tensor),
+        "all_gather_into_tensor": _of_any_shape(dist.all_gather_into_tensor),
     }
+    table["_reduce_scatter_base"] = table["reduce_scatter_tensor"]
+    table["_all_gather_base"] = table["all_gather_into_tensor"]
     for name, stand_in in table.items():
         yield dist, name, stand_in
         yield distributed_c10d, name, stand_in
@@ -57,6 +63,23 @@ def _scale_copy(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(op, ScaledSum):
             input = input.detach() * op.factor
             op = dist.ReduceOp.SUM
-        return original(output, input, op, *args, **kwargs)
+        return original(*_elements(output, input), op, *args, **kwargs)
 
     return reduce_scatter_tensor
+
+
+def _of_any_shape(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather_into_tensor(
+        output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(*_elements(output_tensor, input_tensor), *args, **kwargs)
+
+    return all_gather_into_tensor
+
+
+def _elements(output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as plain rows of elements where one is no slice of the other."""
+    if output.shape[1:] == input.shape[1:] or not output.is_contiguous():
+        return output, input
+    return output.view(-1), input.reshape(-1)
