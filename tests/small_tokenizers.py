@@ -15,7 +15,8 @@ from tokenizers import (
 TEXT = (
     "The quick brown fox jumps over the lazy dog. Who are you? I am a small model, and I know "
     "little.\n\nHow much is 12 + 30? It is 42.\nuser assistant system tool model Human Assistant "
-    "Instruction Response: na\u00efve caf\u00e9 \u4f60\u597d\u4e16\u754c \U0001f600 def f(x):\n    return x\n"
+    "Instruction Response: na\u00efve caf\u00e9 \u4f60\u597d\u4e16\u754c \U0001f600 def f(x):\n"
+    "    return x\n"
 )
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<bos>", "<eos>"),

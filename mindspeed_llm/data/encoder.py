@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import re
+import sys
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +50,6 @@ class TextEncoder:
         self._plain = _variant(facts.backend, parse_special)
         self._memory: dict[tuple[bool, str], Array] = {}
         self._fast = _Gigatoken.load(facts, parse_special) if accelerate else None
-        self._unsure = unsure_characters() if self._fast else None
         self.check([*TRICKY, *facts.special])
         without_prefix = _without_prefix(json.loads(facts.backend))
         self.has_prefix = without_prefix is not None
@@ -88,15 +87,11 @@ class TextEncoder:
     def _encode(self, texts: Sequence[str], continued: bool) -> list[Array]:
         if self._fast is None or (continued and self.has_prefix):
             return _hf_encode(self._continued if continued else self._plain, texts)
-        fast, unsure = self._fast, self._unsure
-        assert unsure is not None
-        result = [
-            fast.encode(text)
-            if text.isascii() or unsure.search(text) is None
-            else _hf_encode(self._plain, [text])[0]
+        encode, plain = self._fast.encode, self._plain
+        return [
+            _hf_encode(plain, [text])[0] if has_unknown_characters(text) else encode(text)
             for text in texts
         ]
-        return result
 
     def check(self, samples: Sequence[str]) -> None:
         """Compare the accelerator with the Hugging Face tokenizer; give it up if they differ."""
@@ -113,18 +108,23 @@ class TextEncoder:
 
 
 @functools.cache
-def unsure_characters() -> re.Pattern[str]:
-    """Match characters that this Python's Unicode does not know yet.
+def _unknown_characters() -> Array:
+    """Return, for every code point, whether this Python's Unicode does not know it yet."""
+    known_planes = (unicodedata.category(chr(point)) == "Cn" for point in range(0x40000))
+    unknown = np.ones(sys.maxunicode + 1, bool)
+    unknown[:0x40000] = np.fromiter(known_planes, bool, 0x40000)
+    return unknown
+
+
+def has_unknown_characters(text: str) -> bool:
+    """Tell whether a text has characters that are in none or in new Unicode tables only.
 
     Newer tables may call them letters and older ones not, so implementations differ on them.
     """
-    unknown = [p for p in range(0x40000) if unicodedata.category(chr(p)) == "Cn"]
-    ranges, start = [], unknown[0]
-    for here, after in zip(unknown, [*unknown[1:], 0]):
-        if after != here + 1:
-            ranges.append(f"\\U{start:08x}-\\U{here:08x}")
-            start = after
-    return re.compile(f"[{''.join(ranges)}\\U00040000-\\U0010ffff]")
+    if text.isascii():
+        return False
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    return bool(_unknown_characters()[points].any())
 
 
 class _Gigatoken:

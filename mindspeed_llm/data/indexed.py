@@ -4,6 +4,7 @@ An `.idx` is: 9 bytes of magic, u64 version 1, u8 dtype code, u64 sequence count
 count + 1, int32 lengths, int64 byte offsets, int64 document borders (the first is 0).
 """
 
+import io
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -117,7 +118,8 @@ class TokenWriter:
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
         self._paths = [folder / f"{name}.{kind}" for kind in ("bin", "lengths", "borders")]
-        self._files = [open(path, "ab") for path in self._paths]
+        # Without buffers: after a disk was full, closing must not try to write what is left.
+        self._files = [open(path, "ab", buffering=0) for path in self._paths]
         self._sequences = self._paths[1].stat().st_size // 4
 
     @property
@@ -144,13 +146,12 @@ class TokenWriter:
             np.ascontiguousarray(borders + self._sequences, "<i8"),
         )
         for file, part in zip(self._files, parts):
-            file.write(part.tobytes())
+            _write_all(file, part.tobytes())
         self._sequences += len(lengths)
 
     def sizes(self) -> dict[str, int]:
         """Bring everything to the disk and return the name and size of each file."""
         for file in self._files:
-            file.flush()
             os.fsync(file.fileno())
         return {path.name: file.tell() for path, file in zip(self._paths, self._files)}
 
@@ -189,6 +190,12 @@ class TokenWriter:
             file.flush()
             os.fsync(file.fileno())
         durable.sync(path.parent)
+
+
+def _write_all(file: io.FileIO, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _pieces(path: Path, dtype: str) -> Iterator[Array]:

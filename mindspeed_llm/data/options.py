@@ -85,6 +85,9 @@ def check_options(options: PreprocessOptions) -> None:
         raise ConfigError(
             f"--tokenizer-type {options.tokenizer_type} is not known: PretrainedFromHF is"
         )
+    for name in ("placeholder_token", "reward_tokens", "json_keys", "map_keys", "prompt_type"):
+        if any("\ud800" <= letter <= "\udfff" for letter in "".join(getattr(options, name))):
+            raise ConfigError(f"--{name.replace('_', '-')} is not UTF-8 text")
     for name in ("workers", "n_subs", "log_interval", "seq_length"):
         value = getattr(options, name)
         if value is not None and value < 1:

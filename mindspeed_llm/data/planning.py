@@ -9,6 +9,7 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, find_handler
 from mindspeed_llm.data.options import PreprocessOptions, check_options
 from mindspeed_llm.data.readers import Problem, Source, find_sources, peek
+from mindspeed_llm.data.summary import where
 from mindspeed_llm.data.template import TemplateEntry, load_template
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 from mindspeed_llm.data.work import Plan, SampleWorker, make_chat
@@ -94,7 +95,7 @@ def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
     """Look at the first rows of every file and find the columns that are meant."""
     try:
         map_keys = json.loads(options.map_keys) if options.map_keys else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--map-keys {options.map_keys} is not valid JSON: {error}") from None
     if not isinstance(map_keys, dict):
         raise ConfigError(f"--map-keys {options.map_keys} is not a JSON object such as {{...}}")
@@ -105,7 +106,7 @@ def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
         raise ConfigError(f"--input {options.input} holds no records")
     if not present:
         source, line, problem = rows[0]
-        raise ConfigError(f"{source.path}, line {line}: {problem.reason}")
+        raise ConfigError(f"{where(source.path, line)}: {problem.reason}")
     if options.handler_name == PRETRAIN:
         return _document_columns(options.json_keys, present)
     return HANDLERS[options.handler_name].find_columns(map_keys, present)

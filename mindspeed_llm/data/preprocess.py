@@ -24,7 +24,7 @@ from mindspeed_llm.data.pool import encode_blocks
 from mindspeed_llm.data.readers import Block, Source, blocks
 from mindspeed_llm.data.readers.blocks import BLOCK_BYTES
 from mindspeed_llm.data.rows import write_rows
-from mindspeed_llm.data.summary import SHOWN_PLACES, Summary
+from mindspeed_llm.data.summary import SHOWN_PLACES, Summary, where
 from mindspeed_llm.data.tokenizer import TokenizerFacts
 from mindspeed_llm.data.work import Encoded, Plan, make_chat
 from mindspeed_llm.data.workspace import Workspace
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Counted up when the output changes, so that no run takes up from one of another version."""
-SAVE_SECONDS = 10.0
+TELL_SECONDS = 10.0
 HARMLESS = {"workers", "n_subs", "log_interval", "cache_dir", "accelerator", "output_prefix"}
 """Options that do not change what is written."""
 
@@ -44,19 +44,26 @@ def preprocess(
     options: PreprocessOptions,
     facts: TokenizerFacts | None = None,
     report: Report | None = None,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    save_seconds: float = 10.0,
 ) -> Summary:
     """Write the token files that `options` describe and return what became of the records.
 
-    `facts` saves loading the tokenizer; `report` is called with the state and the bytes read.
+    `facts` saves loading the tokenizer; `report` is called with the state and the bytes read. A
+    killed run loses at most `save_seconds` of work, and the blocks that were in work.
     """
     plan, sources = make_plan(options, facts)
-    run = _Run(plan, options, sources, report)
+    run = _Run(plan, options, sources, report, block_bytes=block_bytes, save_seconds=save_seconds)
     try:
         return run.run()
+    except ConfigError:
+        run.discard()  # what is wrong with the data must change, and then nothing can be reused
+        raise
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        file = f"{error.filename}: " if error.filename else ""
         raise ConfigError(
-            f"{where}{error.strerror}; what was done so far is kept in {run.folder}: put this "
+            f"{file}{error.strerror}; what was done so far is kept in {run.folder}: put this "
             "right and give the same command again"
         ) from None
     finally:
@@ -72,9 +79,17 @@ class _Run:
     """One run over the data, from the first block or from where a killed run came."""
 
     def __init__(
-        self, plan: Plan, options: PreprocessOptions, sources: list[Source], report: Report | None
+        self,
+        plan: Plan,
+        options: PreprocessOptions,
+        sources: list[Source],
+        report: Report | None,
+        *,
+        block_bytes: int,
+        save_seconds: float,
     ) -> None:
         self._plan, self._options, self._sources, self._report = plan, options, sources, report
+        self._block_bytes, self._save_seconds = block_bytes, save_seconds
         self._prefix = token_files(options)
         self._workspace = Workspace(options.output_prefix, self._fingerprint())
         self.folder = self._workspace.folder
@@ -108,18 +123,18 @@ class _Run:
     def _encode(self) -> Iterator[None]:
         """Write block after block; yield after each."""
         columns = list(self._plan.columns.names.values())
-        todo = islice(blocks(self._sources, columns), self._done, None)
+        todo = islice(blocks(self._sources, columns, self._block_bytes), self._done, None)
         saved = told = time.monotonic()
         told_records, interval = 0, self._options.log_interval
         for block, encoded in encode_blocks(self._plan, todo, self._processes()):
             self._take(block, encoded)
             yield
             now = time.monotonic()
-            if now - saved > SAVE_SECONDS:
+            if now - saved >= self._save_seconds:
                 self._save()
                 saved = now
             fresh = self._summary.records - told_records
-            if self._report is None and now - told > SAVE_SECONDS and fresh >= interval:
+            if self._report is None and now - told > TELL_SECONDS and fresh >= interval:
                 told, told_records = now, self._summary.records
                 logger.info("%d records, %d tokens", told_records, self._summary.tokens)
 
@@ -129,6 +144,10 @@ class _Run:
             writer.close()
         self._workspace.release()
 
+    def discard(self) -> None:
+        """Remove what was done so far."""
+        self._workspace.discard()
+
     def _processes(self) -> int:
         """Return how many processes are worth having."""
         asked = max(self._options.workers, self._options.n_subs)
@@ -136,7 +155,7 @@ class _Run:
         if asked > cores:
             logger.info("%d workers were asked for; %d are used, one a core", asked, cores)
         size = sum(source.size for source in self._sources)
-        return min(asked, cores, max(1, size // BLOCK_BYTES))
+        return min(asked, cores, max(1, size // self._block_bytes))
 
     def _open_writers(self, sizes: dict[str, int]) -> dict[str, TokenWriter]:
         handler = find_handler(self._options.handler_name)
@@ -159,8 +178,8 @@ class _Run:
         if encoded.stopped is not None:
             line, reason = encoded.stopped
             raise ConfigError(
-                f"{path}, line {self._lines + line}: {reason}; correct it, or leave such lines out "
-                "with --on-bad-line skip"
+                f"{where(path, self._lines + line)}: {reason}; correct it, or leave such records "
+                "out with --on-bad-line skip"
             )
         for key, (tokens, lengths, borders) in encoded.data.items():
             self._writers[key].append(tokens, lengths, borders)
@@ -242,12 +261,12 @@ class _Run:
         return () if eos_id is None else (eos_id,)
 
     def _fingerprint(self) -> str:
-        """Name what this run would write, so that only the same run takes up from it."""
+        """Name what this run writes, block by block, so that only the same run takes up from it."""
         plan = asdict(self._plan)
         plan["facts"] = self._plan.facts.fingerprint
         plan.pop("accelerate")
         options = self._options.model_dump(exclude=HARMLESS)
         sources = [asdict(source) for source in self._sources]
-        content: Any = [FORMAT, plan, options, sources]
+        content: Any = [FORMAT, self._block_bytes, plan, options, sources]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()

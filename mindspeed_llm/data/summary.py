@@ -66,7 +66,7 @@ class Summary:
         """Add a block whose first line stands behind `line`; return its malformed records."""
 
         def place(local: int) -> str:
-            return f"{path}, line {line + local}"
+            return where(path, line + local)
 
         for name in ("records", "written", "tokens", "learnt", "ended"):
             setattr(self, name, getattr(self, name) + getattr(counts, name))
@@ -97,6 +97,11 @@ class Summary:
         skipped = {reason: Tally(**tally) for reason, tally in values["skipped"].items()}
         truncated = Tally(**values["truncated"])
         return cls(**{**values, "skipped": skipped, "truncated": truncated})
+
+
+def where(path: str, number: int) -> str:
+    """Name a record by its file and line; parquet files have rows."""
+    return f"{path}, {'row' if path.lower().endswith('.parquet') else 'line'} {number}"
 
 
 def _count(tally: Tally, count: int, first: str) -> None:

@@ -24,8 +24,7 @@ class Workspace:
         self.prefix = Path(prefix)
         self.folder = Path(f"{prefix}.partial")
         self._fingerprint = fingerprint
-        self._check_prefix()
-        self.folder.mkdir(exist_ok=True)
+        self._make_folder()
         self._lock = self._take_lock()
         self.state = self._read_state()
         """What the run that was here before had saved; empty if it was another run or none."""
@@ -37,19 +36,18 @@ class Workspace:
         """Whether all was done but the giving of final names."""
         return "publish" in self.state
 
-    def _check_prefix(self) -> None:
-        parent = self.prefix.parent
+    def _make_folder(self) -> None:
         if not self.prefix.name or self.prefix.is_dir():
             raise ConfigError(
                 f"--output-prefix {self.prefix} is a folder: add how the names of the files begin, "
                 f"such as {self.prefix / 'data'}"
             )
         try:
-            parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--output-prefix {self.prefix}: {error.strerror}") from None
-        if not os.access(parent, os.W_OK):
-            raise ConfigError(f"--output-prefix {self.prefix}: {parent} cannot be written to")
+            raise ConfigError(
+                f"--output-prefix {self.prefix}: {self.folder} cannot be made: {error.strerror}"
+            ) from None
 
     def _take_lock(self) -> int:
         lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -110,6 +108,10 @@ class Workspace:
         durable.sync(self.prefix.parent)
         shutil.rmtree(self.folder)
         self.release()
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def release(self) -> None:
         """Let another run have the folder."""

@@ -37,9 +37,8 @@ class _Scanner:
     def rows(self) -> Iterator[tuple[int, Row]]:
         is_array = self._next_is("[")
         while self._has_value(is_array):
-            line, start = self._line, self._place
-            end = self._end_of_value()
-            text = self._text[start:end]
+            line, end = self._line, self._end_of_value()
+            text = self._text[self._place : end]
             self._move_to(end)
             yield len(text), (line, _record(text))
             if is_array and not self._next_is(","):

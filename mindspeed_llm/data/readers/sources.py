@@ -43,8 +43,8 @@ def _find(path: Path) -> list[Source]:
 
 
 def _in_folder(folder: Path) -> list[Source]:
-    """Take every file of a known format below a folder, in the order of the names."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path)]
+    """Take every file of a known format in a folder, in the order of the names."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     known = [path for path in files if _format(path) in FORMATS]
     if not known:
         names = ", ".join(path.name for path in files[:5]) or "nothing"
@@ -54,10 +54,6 @@ def _in_folder(folder: Path) -> list[Source]:
     if len(known) < len(files):
         logger.info("%s: %d files of other kinds are left out", folder, len(files) - len(known))
     return [_source(path) for path in known]
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part.endswith(".partial") for part in path.parts[-2:])
 
 
 def _source(path: Path) -> Source:

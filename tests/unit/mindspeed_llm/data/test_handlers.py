@@ -1,0 +1,259 @@
+"""Handlers: which columns they read, what they make of a record, and what they refuse."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.indexed import IndexedTokens
+from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.data.samples import IGNORED
+from tests.small_tokenizers import byte_level
+
+ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
+SHAREGPT = {
+    "conversations": [
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Ho"},
+        {"from": "human", "value": "Again"},
+        {"from": "gpt", "value": "Ho ho"},
+    ],
+    "system": "Be jolly.",
+}
+OPENAI = {
+    "messages": [
+        {"role": "system", "content": "Be exact."},
+        {"role": "user", "content": "What is the time?"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}]},
+        {"role": "tool", "content": "12:00"},
+        {"role": "assistant", "reasoning_content": "Noon.", "content": "It is noon."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "clock"}}],
+}  # fmt: skip
+
+
+def decode(ids):
+    return byte_level().decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def parts(sample, side=""):
+    """The prompt and the answer of a sample, as text."""
+    ids, labels = sample[f"{side}input_ids"], sample[f"{side}labels"]
+    return decode(ids[labels == IGNORED]), decode(ids[labels != IGNORED])
+
+
+@pytest.mark.parametrize(
+    "record, map_keys, prompt",
+    [
+        (ALPACA, "", "Add.\n1 2"),
+        ({"prompt": "P", "response": "3"}, "", "P"),
+        ({"prompt": "P", "input": "I", "answer": "3"}, "", "P\nI"),
+        (ALPACA, '{"prompt": "instruction", "query": "", "response": "output"}', "Add."),
+        (ALPACA, '{"prompt": "input", "query": "", "response": "output"}', "1 2"),
+        ({**ALPACA, "input": None}, "", "Add."),
+        ({**ALPACA, "input": ""}, "", "Add."),
+    ],
+)
+def test_alpaca(run, write_lines, record, map_keys, prompt):
+    options = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "alpaca"}
+    summary, prefix = run(write_lines([record]), map_keys=map_keys, **options)
+    asked, answered = parts(InstructionData(prefix)[0])
+    assert asked.endswith(f"### Instruction:\n{prompt}\n\n### Response:\n")
+    assert answered == "3<|im_end|>"
+    assert (summary.records, summary.written, summary.ended) == (1, 1, 1)
+
+
+def test_alpaca_history_and_system(run, write_lines):
+    record = {**ALPACA, "history": [["q1", "a1"], ["q2", "a2"]], "system": "S!"}
+    options = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}
+    _, prefix = run(write_lines([record]), **options)
+    asked, answered = parts(InstructionData(prefix)[0])
+    assert answered == "a1<|im_end|>a2<|im_end|>3<|im_end|>"
+    assert asked.startswith("<|im_start|>system\nS!<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n")
+
+
+def test_sharegpt_with_tags(run, write_lines):
+    renamed = {
+        "chat": [
+            {"role": {"human": "user", "gpt": "bot"}[m["from"]], "text": m["value"]}
+            for m in SHAREGPT["conversations"]
+        ]
+    }
+    tags = {"role_tag": "role", "content_tag": "text", "user_tag": "user", "assistant_tag": "bot"}
+    options = {"handler_name": "SharegptStyleInstructionHandler", "prompt_type": "chatml"}
+    _, one = run(write_lines([{**SHAREGPT, "system": ""}]), name="one", **options)
+    map_keys = json.dumps({"messages": "chat", "tags": tags})
+    _, two = run(write_lines([renamed], "b.jsonl"), name="two", map_keys=map_keys, **options)
+    first, second = InstructionData(one)[0], InstructionData(two)[0]
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+    assert parts(first)[1] == "Ho<|im_end|>Ho ho<|im_end|>"
+
+
+def test_openai_with_tools(run, write_lines):
+    options = {"handler_name": "OpenAIInstructionHandler", "prompt_type": "qwen"}
+    _, prefix = run(write_lines([OPENAI]), **options)
+    asked, answered = parts(InstructionData(prefix)[0])
+    assert "Be exact.\n\n# Tools" in asked and '"name": "clock"' in asked
+    assert "<tool_response>\n12:00\n</tool_response>" in asked
+    call = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    assert answered == f"{call}<|im_end|><think>\nNoon.\n</think>\n\nIt is noon.<|im_end|>"
+
+
+def test_pairs_learn_the_last_answer_only(run, write_lines):
+    alpaca = {"question": "Q", "system": "S", "chosen": "good", "rejected": "bad"}
+    options = {"prompt_type": "chatml", "name": "alpaca"}
+    map_keys = '{"prompt": "question", "query": "", "system": "system"}'
+    _, prefix = run(
+        write_lines([alpaca]),
+        handler_name="AlpacaStylePairwiseHandler",
+        map_keys=map_keys,
+        **options,
+    )
+    pair = InstructionData(prefix)
+    assert pair.kind == "pairwise"
+    assert parts(pair[0], "chosen_")[1] == "good<|im_end|>"
+    assert parts(pair[0], "rejected_")[1] == "bad<|im_end|>"
+    assert parts(pair[0], "chosen_")[0] == parts(pair[0], "rejected_")[0]
+
+    talk = {
+        "conversations": [*SHAREGPT["conversations"], {"from": "human", "value": "More?"}],
+        "chosen": {"from": "gpt", "value": "yes"},
+        "rejected": {"from": "gpt", "value": "no"},
+    }
+    options["name"] = "sharegpt"
+    source = write_lines([talk], "talk.jsonl")
+    _, prefix = run(source, handler_name="SharegptStylePairwiseHandler", **options)
+    sample = InstructionData(prefix)[0]
+    assert parts(sample, "chosen_")[1] == "yes<|im_end|>"
+    assert parts(sample, "rejected_")[1] == "no<|im_end|>"
+    assert "Ho ho<|im_end|>" in parts(sample, "chosen_")[0]
+
+
+def test_prompts_have_no_answer(run, write_lines):
+    options = {"handler_name": "PPOAlpacaStyleInstructionHandler", "prompt_type": "chatml"}
+    _, prefix = run(write_lines([{"instruction": "Say hi."}]), **options)
+    data = InstructionData(prefix)
+    assert data.kind == "prompts"
+    expected = "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(data[0]["input_ids"]) == expected
+
+
+def test_process_reward(run, write_lines):
+    record = {"input": "step one Z step two Z done", "value": ["+", "-"]}
+    options = {"handler_name": "AlpacaStyleProcessRewardHandler", "placeholder_token": "Z"}
+    _, prefix = run(write_lines([record]), reward_tokens=("+", "-"), **options)
+    sample = InstructionData(prefix)[0]
+    places = np.flatnonzero(sample["labels"] != IGNORED)
+    assert [decode([i]) for i in sample["input_ids"][places]] == ["Z", "Z"]
+    assert decode(sample["labels"][places]) == "+-"
+    with pytest.raises(ConfigError, match="--placeholder-token 'step' is .* tokens"):
+        run(write_lines([record]), **{**options, "placeholder_token": "step"})
+    with pytest.raises(ConfigError, match="line 1: value holds '-', which is no --reward-tokens"):
+        run(write_lines([record]), reward_tokens=("+",), **options)
+
+
+def test_documents(run, write_lines):
+    records = [{"text": "one two", "title": "t"}, {"text": "", "title": "u"}]
+    summary, prefix = run(write_lines(records), json_keys=("text", "title"), append_eod=True)
+    texts = IndexedTokens(f"{prefix}_text_document")
+    assert [decode(ids) for ids in texts] == ["one two<|im_end|>"]
+    assert texts.documents.tolist() == [0, 1, 1]
+    titles = IndexedTokens(f"{prefix}_title_document")
+    assert [decode(ids) for ids in titles] == ["t<|im_end|>", "u<|im_end|>"]
+    assert (summary.records, summary.written) == (2, 2)
+
+
+REFUSED = [
+    ("Alpaca", {"instruction": "x"}, "no column output for response; it has instruction"),
+    ("Alpaca", {"instruction": 5, "output": "y"}, "line 1: instruction holds a number, not text"),
+    ("Alpaca", {**ALPACA, "history": ["x"]}, "history must be a list of .question, answer. pairs"),
+    ("Sharegpt", {"messages": []}, "no column conversations for messages; it has messages"),
+    ("Sharegpt", {"conversations": "x"}, "conversations holds text, not a list of messages"),
+    ("Sharegpt", {"conversations": [1]}, "a message is a number, not an object"),
+    ("Sharegpt", {"conversations": [{"from": "human"}]}, "a message has no value; it has from"),
+]
+
+
+@pytest.mark.parametrize("style, record, reason", REFUSED)
+def test_malformed_records_stop_the_run(run, write_lines, style, record, reason):
+    options = {"handler_name": f"{style}StyleInstructionHandler", "prompt_type": "chatml"}
+    with pytest.raises(ConfigError, match=reason):
+        run(write_lines([record]), **options)
+
+
+UNUSABLE = [
+    ("Alpaca", {**ALPACA, "output": ""}, "an answer is empty"),
+    ("Alpaca", {**ALPACA, "output": None}, "an answer is empty"),
+    ("Sharegpt", {"conversations": SHAREGPT["conversations"][:1]}, "the last message is no answer"),
+    ("Sharegpt", {"conversations": SHAREGPT["conversations"][1:]}, "the roles do not take turns"),
+    ("Sharegpt", {"conversations": []}, "there are no messages"),
+    ("Sharegpt", {"conversations": [{"from": "cat", "value": "miau"}]}, "a role is not known"),
+]
+
+
+@pytest.mark.parametrize("style, record, reason", UNUSABLE)
+def test_unusable_records_are_dropped_and_counted(run, write_lines, style, record, reason):
+    options = {"handler_name": f"{style}StyleInstructionHandler", "prompt_type": "chatml"}
+    good = ALPACA if style == "Alpaca" else SHAREGPT
+    summary, prefix = run(write_lines([good, record, good]), **options)
+    assert {name: tally.count for name, tally in summary.skipped.items()} == {reason: 1}
+    assert summary.skipped[reason].first.endswith("data.jsonl, line 2")
+    assert (summary.records, summary.written, len(InstructionData(prefix))) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"handler_name": "AlpacaStyleInstuctionHandler"}, "mean AlpacaStyleInstructionHandler"),
+        ({"prompt_type": "qwne"}, "did you mean qwen"),
+        ({"prompt_type": ""}, "--prompt-type is missing"),
+        ({"prompt_type": "tokenizer"}, "has no chat template"),
+        ({"prompt_type": "intern2", "enable_thinking": "true"}, "has no thoughts"),
+        ({"map_keys": '{"respons": "x"}'}, "respons is not known; did you mean response"),
+        ({"map_keys": '{"response": "otput"}'}, "no column otput for response; it has input"),
+        ({"map_keys": '{"response": 3}'}, "response holds a number"),
+        ({"map_keys": '{"response": ""}'}, "cannot do without response"),
+        ({"map_keys": "{"}, "is not valid JSON"),
+        ({"map_keys": "[]"}, "is not a JSON object"),
+        ({"neat_pack": True}, "give --pack too"),
+        ({"pack": True}, "--pack needs --seq-length"),
+        ({"seq_length": 0}, "--seq-length 0 is too small"),
+        ({"workers": -1}, "--workers -1 is too small"),
+        ({"tokenizer_type": "BertWordPieceCase"}, "PretrainedFromHF is"),
+        ({"handler_name": "GeneralPretrainHandler", "pack": True, "seq_length": 8}, "drop --pack"),
+        ({"handler_name": "GeneralPretrainHandler"}, "has no column text; it has input, in"),
+    ],
+)  # fmt: skip
+def test_what_is_told_before_work_starts(run, write_lines, tmp_path, options, message):
+    defaults = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}
+    with pytest.raises(ConfigError, match=message):
+        run(write_lines([ALPACA]), **{**defaults, **options})
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_a_template_of_the_user(run, write_lines, tmp_path):
+    mine = {"name": "mine", "format_user": {"slots": ["Q: {{content}} A:"]}}
+    (tmp_path / "mine.json").write_text(json.dumps([mine]))
+    options = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "mine"}
+    path = str(tmp_path / "mine.json")
+    _, prefix = run(write_lines([ALPACA]), prompt_type_path=path, **options)
+    assert parts(InstructionData(prefix)[0]) == ("Q: Add.\n1 2 A:", "3<|im_end|>")
+
+
+def test_a_template_that_needs_other_tokens(run, write_lines, tmp_path):
+    mine = {"name": "mine", "stop_words": ["<|nope|>"], "replace_eos": True}
+    (tmp_path / "mine.json").write_text(json.dumps([mine]))
+    options = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "mine"}
+    with pytest.raises(ConfigError, match=r"needs the token <\|nope\|>"):
+        run(write_lines([ALPACA]), prompt_type_path=str(tmp_path / "mine.json"), **options)
+
+
+def test_a_template_without_an_end_is_warned_of(run, write_lines, caplog):
+    options = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "empty"}
+    summary, _ = run(write_lines([ALPACA]), **options)
+    assert "will not learn to stop" in caplog.text and summary.ended == 0
+    caplog.clear()
+    summary, _ = run(write_lines([ALPACA]), append_eod=True, **options)
+    assert not caplog.text and summary.ended == 1

@@ -1,0 +1,114 @@
+"""Packing: nothing lost, nothing changed, samples kept apart, and the rule of the greedy row."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.data.packing import plan_rows
+from mindspeed_llm.data.samples import IGNORED
+
+OPTIONS = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}
+
+
+def greedy(lengths, capacity):
+    """The rule, told as slowly as it can be told."""
+    left = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
+    rows = []
+    while left:
+        row, room = [], capacity
+        for place in list(left):
+            if lengths[place] <= room:
+                row.append(place)
+                left.remove(place)
+                room -= lengths[place]
+        rows.append(row)
+    return rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), capacity=st.integers(1, 50))
+def test_rows_are_those_of_the_rule(data, capacity):
+    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=40))
+    assert plan_rows(lengths, capacity) == greedy(lengths, capacity)
+
+
+@pytest.mark.parametrize("lengths", [[5], [0]])
+def test_a_sample_that_fits_no_row(lengths):
+    with pytest.raises(ValueError, match="1 to 4 tokens"):
+        plan_rows(lengths, 4)
+
+
+@pytest.fixture
+def records():
+    rng = np.random.default_rng(0)
+    words = ["fox", "dog", "12", "user", "naïve", "\n"]
+    texts = [" ".join(rng.choice(words, rng.integers(1, 30))) for _ in range(80)]
+    return [{"prompt": q, "response": a} for q, a in zip(texts[::2], texts[1::2])]
+
+
+@pytest.mark.parametrize("neat", [True, False])
+def test_packed_rows_hold_exactly_the_samples(run, write_lines, records, neat, facts):
+    source = write_lines(records)
+    _, plain_prefix = run(source, name="plain", **OPTIONS)
+    summary, prefix = run(source, pack=True, neat_pack=neat, seq_length=256, **OPTIONS)
+    plain, packed = InstructionData(plain_prefix), InstructionData(prefix)
+    assert packed.is_packed and not plain.is_packed
+    assert summary.rows == len(packed) < len(plain) == summary.written == 40
+    whole = {sample["input_ids"].tobytes(): sample["labels"].tobytes() for sample in plain}
+    found = []
+    for row in packed:
+        assert len(row["input_ids"]) == 256
+        mask = row["attention_mask"]
+        if not neat:
+            assert (mask == 1).all()
+            continue
+        padding = mask == 0
+        assert (row["input_ids"][padding] == facts.pad_id).all()
+        assert (row["labels"][padding] == IGNORED).all()
+        assert not padding[: (~padding).sum()].any(), "padding is behind the samples"
+        for number in range(1, mask.max() + 1):
+            inside = mask == number
+            found.append(row["input_ids"][inside].tobytes())
+            assert whole[found[-1]] == row["labels"][inside].tobytes()
+    if neat:
+        assert sorted(found) == sorted(sample["input_ids"].tobytes() for sample in plain)
+    else:
+        joined = [row["input_ids"].tobytes() for row in packed]
+        assert all(any(one in row for row in joined) for one in whole)
+
+
+def test_too_long_samples(run, write_lines, records):
+    source = write_lines(records)
+    sizes = [len(s["input_ids"]) for s in InstructionData(run(source, name="all", **OPTIONS)[1])]
+    limit = sorted(sizes)[20]
+    over = sum(size > limit for size in sizes)
+    for name, options, kept in (
+        ("drop", {}, 40 - over),
+        ("cut", {"too_long": "truncate"}, 40),
+        ("pack", {"pack": True}, 40 - over),
+        ("neat", {"pack": True, "neat_pack": True}, 40),
+    ):
+        summary, prefix = run(source, name=name, seq_length=limit, **options, **OPTIONS)
+        assert summary.written == kept, name
+        assert summary.records == summary.written + summary.skipped_records == 40
+        assert summary.longest == max(sizes), "what was dropped counts too"
+        assert InstructionData(prefix).longest <= limit
+        if kept < 40:
+            assert summary.skipped[f"longer than {limit} tokens"].count == over
+        else:
+            assert summary.truncated.count == over
+
+
+def test_pairs_cannot_be_packed(run, write_lines):
+    record = {"instruction": "q", "chosen": "a", "rejected": "b"}
+    with pytest.raises(ConfigError, match="cannot share rows"):
+        run(
+            write_lines([record]),
+            handler_name="AlpacaStylePairwiseHandler",
+            prompt_type="chatml",
+            pack=True,
+            seq_length=64,
+        )

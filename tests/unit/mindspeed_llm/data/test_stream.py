@@ -1,0 +1,163 @@
+"""The order of samples: a permutation per epoch, exact mixtures, and the same from any position."""
+
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.instruction import (
+    InstructionData,
+    MicroBatches,
+    SampleStream,
+    open_stream,
+    split_parts,
+    split_weights,
+)
+from mindspeed_llm.data.order import Mixture, SampleOrder
+
+OPTIONS = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}
+
+
+@settings(max_examples=80, deadline=None)
+@given(size=st.integers(1, 300), seed=st.integers(0, 2**32))
+def test_every_epoch_has_every_sample_once(size, seed):
+    order = SampleOrder(size, seed=seed)
+    for epoch in range(3):
+        found = [order[epoch * size + place] for place in range(size)]
+        assert sorted(found) == list(range(size))
+
+
+def test_epochs_and_seeds_differ_and_stay():
+    def epoch(seed, number, size=200):
+        order = SampleOrder(size, seed=seed)
+        return [order[number * size + place] for place in range(size)]
+
+    orders = [epoch(1, 0), epoch(1, 1), epoch(2, 0), list(range(200))]
+    assert len({tuple(order) for order in orders}) == 4
+    # Written down so that a later version that would break resuming is noticed.
+    order = SampleOrder(1000, seed=1234)
+    assert [order[place] for place in range(6)] == [754, 838, 156, 801, 820, 803]
+
+
+def test_the_order_is_well_shuffled():
+    size = 4096
+    order = SampleOrder(size, seed=7)
+    found = np.array([order[place] for place in range(size)])
+    assert abs(np.corrcoef(found, np.arange(size))[0, 1]) < 0.06
+    assert abs(np.corrcoef(found[1:], found[:-1])[0, 1]) < 0.06
+    assert 0 < (found == np.arange(size)).sum() + 1 < 12  # a random permutation has about 1
+
+
+def test_without_shuffling_and_with_filled_up_epochs():
+    order = SampleOrder(5, shuffle=False, multiple=4)
+    assert [order[place] for place in range(10)] == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    assert order.epoch_size == 8
+
+
+@settings(max_examples=80, deadline=None)
+@given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=5), count=st.integers(0, 300))
+def test_mixtures_keep_to_the_weights(weights, count):
+    mixture = Mixture([Fraction(weight) for weight in weights])
+    seen = Counter()
+    for position in range(count):
+        part, place = mixture.locate(position)
+        assert place == seen[part], "each data set is read without gaps"
+        seen[part] += 1
+    for part, weight in enumerate(weights):
+        exact = count * weight / sum(weights)
+        assert abs(seen[part] - exact) < len(weights)
+
+
+def test_ranks_share_a_batch_whatever_their_number():
+    data = [{"input_ids": np.array([n])} for n in range(10)]
+    stream = SampleStream([data], seed=3)
+
+    def batch(world, size, consumed, samples=8):
+        ranks = [
+            MicroBatches(stream, size=size, rank=rank, world=world, consumed=consumed)
+            for rank in range(world)
+        ]
+        steps = samples // (world * size)
+        found = [int(s["input_ids"][0]) for _ in range(steps) for r in ranks for s in next(r)]
+        assert {r.consumed for r in ranks} == {consumed + samples}
+        return sorted(found)
+
+    for consumed in (0, 8, 16):
+        assert batch(1, 1, consumed) == batch(2, 2, consumed) == batch(4, 1, consumed)
+    one = MicroBatches(stream, size=2)
+    first = [next(one) for _ in range(6)]
+    again = MicroBatches(stream, size=2, consumed=4)
+    assert [next(again) for _ in range(4)] == first[2:]
+
+
+@pytest.fixture
+def prefixes(run, write_lines):
+    made = []
+    for name, count in (("a", 6), ("b", 4)):
+        records = [{"prompt": f"{name}{n}", "response": "x"} for n in range(count)]
+        made.append(run(write_lines(records, f"{name}.jsonl"), name=name, **OPTIONS)[1])
+    return made
+
+
+def test_weights_and_prefixes(prefixes):
+    a, b = prefixes
+    stream = open_stream(["0.75", a, "0.25", b], seed=5)
+    parts = Counter(stream.locate(position)[0] for position in range(40))
+    assert parts == {0: 30, 1: 10}
+    by_size = open_stream([a, b])
+    assert Counter(by_size.locate(p)[0] for p in range(10)) == {0: 6, 1: 4}
+    assert stream.fingerprint == by_size.fingerprint != open_stream([a]).fingerprint
+    train, valid, _ = split_parts("50,50,0")
+    halves = [open_stream([a], part=part, shuffle=False) for part in (train, valid)]
+    ids = [[half[p]["input_ids"].tolist() for p in range(3)] for half in halves]
+    assert ids[0] + ids[1] == [sample["input_ids"].tolist() for sample in InstructionData(a)]
+
+
+@pytest.mark.parametrize("words", [[], ["0.5", "a", "0.5"], ["0.5", "a", "b", "c"], ["0", "a"]])
+def test_wrong_data_paths(words):
+    with pytest.raises(ConfigError, match="--data-path"):
+        split_weights(words)
+
+
+@pytest.mark.parametrize("split", ["x", "1,2,3,4", "-1,2", "0,0,0", ""])
+def test_wrong_splits(split):
+    with pytest.raises(ConfigError, match="--split"):
+        split_parts(split)
+
+
+def test_what_was_looked_for(prefixes, tmp_path):
+    a, _ = prefixes
+    for prefix, message in (
+        (str(tmp_path), "is a folder: give the prefix of data in it .such as .*a"),
+        (a + "_packed", "give the --output-prefix of preprocessing"),
+        (a + "_packed_input_ids_document.idx", "give the --output-prefix of preprocessing"),
+        (str(tmp_path / "none"), "there is no preprocessed data of that name; looked for"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            InstructionData(prefix)
+    with pytest.raises(ConfigError, match="6 of 6 samples are longer than --seq-length 3"):
+        open_stream([a], seq_length=3)
+
+
+def test_files_of_different_runs(prefixes):
+    a, b = prefixes
+    for ending in (".bin", ".idx"):
+        labels = f"_packed_labels_document{ending}"
+        with open(b + labels, "rb") as source, open(a + labels, "wb") as target:
+            target.write(source.read())
+    with pytest.raises(ConfigError, match="do not fit each other"):
+        InstructionData(a)
+
+
+def test_the_fingerprint_follows_the_data(prefixes):
+    a, _ = prefixes
+    before = InstructionData(a).fingerprint
+    path = f"{a}_packed_labels_document.bin"
+    content = bytearray(open(path, "rb").read())
+    content[-1] ^= 1
+    open(path, "wb").write(content)
+    assert InstructionData(a).fingerprint != before
