@@ -137,7 +137,11 @@ def build(name):
 
 def save(name, folder: Path, dtype=torch.float32) -> Path:
     """Save a model under folder/name and return that."""
-    build(name).to(dtype).save_pretrained(folder / name)
+    model = build(name).to(dtype)
+    for key, tensor in model.named_buffers():
+        if "correction_bias" in key:
+            tensor.data = tensor.data.float()  # as in every DeepSeek-V3
+    model.save_pretrained(folder / name)
     return folder / name
 
 

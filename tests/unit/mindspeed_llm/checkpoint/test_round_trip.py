@@ -1,0 +1,146 @@
+"""HF to mcore and back is bit-equal in every layout; resharding equals direct conversion."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mindspeed_llm.checkpoint import ConvertOptions
+from mindspeed_llm.checkpoint.conversion import convert
+from tests.llm import tiny
+
+TP, PP, EP, VPP = (
+    "target_tensor_parallel_size",
+    "target_pipeline_parallel_size",
+    "target_expert_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+)
+LAYOUTS = {
+    "plain": {},
+    "tp2_pp2": {TP: 2, PP: 2},
+    "pp2_vpp": {PP: 2, VPP: 1},
+    "uneven": {PP: 2, "num_layer_list": (1, 3)},
+    "noops": {PP: 2, TP: 2, "noop_layers": (0, 5), VPP: 1},
+    "te": {TP: 2, PP: 2, "transformer_impl": "transformer_engine"},
+    "padded": {TP: 2, "make_vocab_size_divisible_by": 64},
+}
+MOE_LAYOUTS = {
+    "ep2": {TP: 2, EP: 2},
+    "ep2_pp2_grouped": {EP: 2, PP: 2, "moe_grouped_gemm": True},
+    "tp2_ep2_grouped": {TP: 2, EP: 2, "moe_grouped_gemm": True},
+    "etp1": {TP: 2, EP: 4, "expert_tensor_parallel_size": 1},
+    "te_grouped": {EP: 2, "moe_grouped_gemm": True, "transformer_impl": "transformer_engine"},
+}
+MOE = {"qwen3_moe", "mixtral", "deepseek2", "deepseek2_lite", "deepseek3"}
+CASES = [(name, layout) for name in tiny.MODELS for layout in LAYOUTS]
+CASES += [(name, layout) for name in tiny.MODELS if name in MOE for layout in MOE_LAYOUTS]
+CASES += [(name, "joined_mla") for name in ("deepseek2", "deepseek2_lite", "deepseek3")]
+ALL_LAYOUTS = LAYOUTS | MOE_LAYOUTS | {"joined_mla": {TP: 2, "join_mla_down_proj": True}}
+
+
+def to_mcore(source, target, **options):
+    kind = "mg" if (source / "latest_checkpointed_iteration.txt").exists() else "hf"
+    convert(
+        ConvertOptions(load_model_type=kind, load_dir=str(source), save_dir=str(target), **options)
+    )
+    return target
+
+
+def to_hf(source, target):
+    options = {"load_model_type": "mg", "save_model_type": "hf"}
+    convert(ConvertOptions(load_dir=str(source), save_dir=str(target), **options))
+    return load_file(target / "model.safetensors")
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name, layout", CASES, ids="-".join)
+def test_there_and_back(models, tmp_path, name, layout):
+    to_mcore(models[name], tmp_path / "mg", **ALL_LAYOUTS[layout])
+    found = to_hf(tmp_path / "mg", tmp_path / "hf")
+    assert_same(found, load_file(models[name] / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_moe", "deepseek3"])
+def test_resharding_equals_direct_conversion(models, tmp_path, name):
+    target = {TP: 2, PP: 2, VPP: 1} | ({EP: 2} if name in MOE else {})
+    start = {PP: 4, "make_vocab_size_divisible_by": 8, "transformer_impl": "transformer_engine"}
+    direct = to_mcore(models[name], tmp_path / "direct", **target)
+    other = to_mcore(models[name], tmp_path / "other", **start)
+    resharded = to_mcore(other, tmp_path / "resharded", **target)
+    files = sorted(path.relative_to(direct) for path in direct.rglob("*.pt"))
+    assert len(files) == (8 if name in MOE else 4)
+    assert files == sorted(path.relative_to(resharded) for path in resharded.rglob("*.pt"))
+    for file in files:
+        expected = torch.load(direct / file, weights_only=True)
+        found = torch.load(resharded / file, weights_only=True)
+        assert found.keys() == expected.keys()
+        for key in ("model0", "model1"):
+            assert_same(found[key], expected[key])
+
+
+def test_result_is_a_model_for_transformers(models, tmp_path):
+    to_mcore(models["qwen3_moe"], tmp_path / "mg", **{TP: 2, EP: 2})
+    to_hf(tmp_path / "mg", tmp_path / "hf")
+    assert torch.equal(tiny.logits(tmp_path / "hf"), tiny.logits(models["qwen3_moe"]))
+
+
+def test_types(tmp_path):
+    """The source's type is kept unless another is asked for; a choosing bias stays in float32."""
+    source = tiny.save("deepseek3", tmp_path, torch.bfloat16)
+    bias = "decoder.layers.0.mlp.router.expert_bias"
+    for wanted, expected in ((None, torch.bfloat16), ("fp16", torch.float16)):
+        target = to_mcore(source, tmp_path / str(wanted), params_dtype=wanted, **{PP: 4})
+        path = target / "iter_0000001/mp_rank_00_001/model_optim_rng.pt"
+        model = torch.load(path, weights_only=True)["model"]
+        assert {t.dtype for n, t in model.items() if n != bias} == {expected}
+        assert model[bias].dtype == torch.float32
+    hf = to_hf(tmp_path / "fp16", tmp_path / "hf")
+    assert hf["model.norm.weight"].dtype == torch.float16
+    assert '"dtype": "float16"' in (tmp_path / "hf/config.json").read_text()
+
+
+def test_shards_and_index(models, tmp_path):
+    """Several files with an index are written and read."""
+    from mindspeed_llm.checkpoint.hf_source import open_hf
+    from mindspeed_llm.checkpoint.hf_target import copy_small_files, hf_outputs, write_index
+    from mindspeed_llm.checkpoint.output import Writer
+
+    source = open_hf(models["qwen2"])
+    outputs = hf_outputs(tmp_path, source, None, shard=20_000)
+    assert len(outputs) > 3 and all(output.nbytes <= 20_000 for output in outputs)
+    Writer(source).write(outputs)
+    write_index(tmp_path, outputs)
+    copy_small_files(models["qwen2"], tmp_path)
+    assert torch.equal(tiny.logits(tmp_path), tiny.logits(models["qwen2"]))
+    again = open_hf(tmp_path)
+    assert again.wholes.keys() == source.wholes.keys()
+
+
+def mtp_model(source, target):
+    """Give a DeepSeek-V3 the layer of multi-token prediction that transformers does not save."""
+    import shutil
+
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    layer = {n: t for n, t in tensors.items() if n.startswith("model.layers.3.")}
+    tensors |= {n.replace(".3.", ".4.", 1): t + 1 for n, t in layer.items()}
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"model.layers.4.{name}.weight"] = torch.randn(32)
+    tensors["model.layers.4.eh_proj.weight"] = torch.randn(32, 64)
+    tensors["model.layers.4.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("layout", ["plain", "tp2_pp2", "te", "ep2"])
+def test_multi_token_prediction(models, tmp_path, layout):
+    expected = mtp_model(models["deepseek3"], tmp_path / "source")
+    to_mcore(tmp_path / "source", tmp_path / "mg", **ALL_LAYOUTS[layout])
+    assert_same(to_hf(tmp_path / "mg", tmp_path / "hf"), expected)
