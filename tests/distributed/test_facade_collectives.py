@@ -1,5 +1,7 @@
 """Collectives that Megatron asks of NCCL give the same numbers on gloo."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -50,6 +52,26 @@ def test_elements_are_gathered_and_scattered_whatever_the_shapes():
         gathered, named, piece = results
         assert torch.equal(gathered, whole) and torch.equal(named, whole.view(3, 4))
         assert torch.equal(piece, total[rank])
+
+
+def _send_and_take_the_memory_away():
+    size = 1 << 20
+    if dist.get_rank() == 1:
+        received = torch.empty(size)
+        time.sleep(0.5)  # the sender has long gone on by now
+        dist.irecv(received, src=0).wait()
+        return received.unique()
+    activation = torch.ones(size)
+    work = dist.isend(activation, dst=1)
+    activation.data = torch.empty(1)
+    reused = [torch.full((size,), 7.0) for _ in range(4)]
+    work.wait()
+    return len(reused)
+
+
+def test_a_tensor_on_its_way_keeps_its_memory():
+    _, received = run_ranks(_send_and_take_the_memory_away, WORLD)
+    assert received.tolist() == [1.0]
 
 
 def _meshes():

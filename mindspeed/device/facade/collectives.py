@@ -1,4 +1,4 @@
-"""What NCCL's collectives do and gloo's do not: scaled sums, and pieces of any shape.
+"""What NCCL does and gloo does not: scaled sums, pieces of any shape, safe sends.
 
 NCCL gathers and scatters elements; gloo wants every piece in the shape of a slice of the whole.
 """
@@ -32,6 +32,7 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
         return
     table = {
         "_make_nccl_premul_sum": ScaledSum,
+        "isend": _keep_memory(dist.isend),
         "all_reduce": _scale_in_place(dist.all_reduce),
         "reduce_scatter_tensor": _scale_copy(dist.reduce_scatter_tensor),
         "all_gather_into_tensor": _of_any_shape(dist.all_gather_into_tensor),
@@ -41,6 +42,17 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     for name, stand_in in table.items():
         yield dist, name, stand_in
         yield distributed_c10d, name, stand_in
+
+
+def _keep_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # A pipeline stage takes the memory out of a tensor as soon as it is on its way
+        # (`tensor.data = ...`). The work then holds an empty tensor, and gloo would send what else
+        # is put into that memory; a second tensor holds it until the work is done.
+        return original(tensor.detach(), *args, **kwargs)
+
+    return isend
 
 
 def _scale_in_place(original: Callable[..., Any]) -> Callable[..., Any]:

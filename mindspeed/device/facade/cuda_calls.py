@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
 
 _TENSOR_TYPES = "Byte Char Short Int Long Half BFloat16 Float Double Bool".split()
+# A cpu has no such number. With less Megatron refuses grouped products, with more it asks for what
+# newer GPUs have.
+_CAPABILITY = (8, 0)
 _SENSORS = ("temperature", "power_draw", "utilization", "memory_usage", "clock_rate")
 
 
@@ -65,8 +68,13 @@ def _devices(cpu: Cpu) -> dict[str, object]:
     def get_device_properties(device: Any = None) -> SimpleNamespace:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         cores = os.cpu_count() or 1
+        major, minor = _CAPABILITY
         return SimpleNamespace(
-            name="cpu", major=0, minor=0, total_memory=memory, multi_processor_count=cores
+            name="cpu",
+            major=major,
+            minor=minor,
+            total_memory=memory,
+            multi_processor_count=cores,
         )
 
     return {
@@ -76,7 +84,7 @@ def _devices(cpu: Cpu) -> dict[str, object]:
         "set_device": set_device,
         "device": lambda device=None: contextlib.nullcontext(),
         "get_device_properties": get_device_properties,
-        "get_device_capability": lambda device=None: (0, 0),
+        "get_device_capability": lambda device=None: _CAPABILITY,
         "get_device_name": lambda device=None: "cpu",
         "is_bf16_supported": lambda including_emulation=True: True,
         # A cpu tells nothing of the kind; the straggler detector prints what it gets.

@@ -354,3 +354,20 @@ def test_bad_construction(options, message):
 def test_bad_call(options, message):
     with pytest.raises(ValueError, match=message):
         DotProductAttention(N, H)(*make(), **options)
+
+
+def test_the_window_that_is_told_is_the_one_in_force():
+    def window(mask_type, given=None):
+        return DotProductAttention(4, 8, attn_mask_type=mask_type, window_size=given).window_size
+
+    assert window("causal") == (-1, 0) and window("causal", (3, 5)) == (3, 0)
+    assert window("no_mask") == (-1, -1) and window("no_mask", (3, 5)) == (3, 5)
+
+
+def test_a_call_without_causality_sees_all_keys_of_a_causal_module():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 1, 2, 4) for _ in range(3))
+    causal = DotProductAttention(2, 4, attn_mask_type="causal")
+    free = DotProductAttention(2, 4, attn_mask_type="no_mask")
+    assert torch.equal(causal(q, k, v, attn_mask_type="no_mask"), free(q, k, v))
+    assert not torch.equal(causal(q, k, v), free(q, k, v))

@@ -59,14 +59,14 @@ class DotProductAttention(nn.Module):
         super().__init__()
         _check_heads(num_attention_heads, num_gqa_groups, tp_size)
         _check_softmax(softmax_type, return_max_logit)
-        MaskRule.of(attn_mask_type, window_size)
         head_size = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = head_size**-0.5 if softmax_scale is None else softmax_scale
         self.attention_dropout = attention_dropout
         self.attention_type = attention_type
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
-        self.window_size = window_size
+        self.window_size = MaskRule.of(attn_mask_type, window_size).window
+        self._given_window = window_size  # a call may come with a mask type that opens it again
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
         self.tp_group = tp_group
@@ -121,7 +121,7 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"qkv_format={layout} is not known: use {', '.join(FORMATS)}")
         rule = MaskRule.of(
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            self.window_size if window_size is None else window_size,
+            self._given_window if window_size is None else window_size,
         )
         bias = _scaled_bias(core_attention_bias_type, core_attention_bias, self.softmax_scale)
         if layout == "thd":

@@ -1,0 +1,109 @@
+"""Make a page of what megatron_suite.py wrote down.
+
+python scripts/megatron_suite_report.py core_v0.12.1=FILE core_v0.16.1=FILE > docs/megatron_suite.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+KINDS = ("passed", "failed", "skipped", "left out")
+INTRODUCTION = Path(__file__).with_name("megatron_suite_intro.md")
+Test = dict[str, Any]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the page for TAG=FILE arguments."""
+    tags = {tag: read(Path(file)) for tag, _, file in (each.partition("=") for each in arguments)}
+    print(INTRODUCTION.read_text().rstrip())
+    print("\n## Result\n")
+    print("\n".join(summary(tags)))
+    print("\n## By folder\n")
+    print("\n".join(by_folder(tags)))
+    for title, kind in (("Left out", "left out"), ("Skipped by the test itself", "skipped")):
+        print(f"\n## {title}\n")
+        print("\n".join(by_cause(tags, kind)))
+    print("\n## Failures\n")
+    print("\n".join(failures(tags)))
+    return 0
+
+
+def read(file: Path) -> dict[str, Test]:
+    """Read the tests of all files, by name."""
+    files = json.loads(file.read_text())
+    names = (item for tests in files.values() for item in tests.items())
+    return {name.removeprefix("tests/unit_tests/"): test for name, test in names}
+
+
+def summary(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
+    """Say how many tests there are and which part of those that ran passed."""
+    yield "| tag | tests | passed | failed | skipped by itself | left out | share that passed |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for tag, tests in tags.items():
+        count = Counter(test["outcome"] for test in tests.values())
+        ran = count["passed"] + count["failed"]
+        parts = [f"{count[kind]} ({count[kind] / len(tests):.1%})" for kind in KINDS]
+        yield f"| {tag} | {len(tests)} | {' | '.join(parts)} | {count['passed'] / ran:.1%} |"
+
+
+def by_folder(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
+    """Count the results of each folder at each tag."""
+    yield "| folder | " + " | ".join(f"{tag}: passed / failed / skipped / left out" for tag in tags)
+    yield "| --- |" + " --- |" * len(tags)
+    counts: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for tag, tests in tags.items():
+        for name, test in tests.items():
+            folder = str(PurePath(name.partition("::")[0]).parent)
+            counts["(top)" if folder == "." else folder][tag][test["outcome"]] += 1
+    for folder, of_tag in sorted(counts.items()):
+        cells = [" / ".join(str(of_tag[tag][kind]) for kind in KINDS) for tag in tags]
+        yield f"| {folder} | {' | '.join(cells)} |"
+
+
+def by_cause(tags: dict[str, dict[str, Test]], kind: str) -> Iterator[str]:
+    """Count the tests of one kind by reason."""
+    yield "| reason | " + " | ".join(tags) + " |"
+    yield "| --- |" + " --- |" * len(tags)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for tag, tests in tags.items():
+        for test in tests.values():
+            if test["outcome"] == kind:
+                counts[_short(test["cause"])][tag] += 1
+    for cause, of_tag in sorted(counts.items(), key=lambda item: -sum(item[1].values())):
+        yield f"| {cause} | {' | '.join(str(of_tag[tag]) for tag in tags)} |"
+
+
+def failures(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
+    """Name every test that failed, those of one function and cause together."""
+    for tag, tests in tags.items():
+        yield f"### {tag}\n"
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, test in tests.items():
+            if test["outcome"] == "failed":
+                function, _, case = name.partition("[")
+                groups[function, _short(test["cause"])].append(case.rstrip("]"))
+        for (function, cause), cases in sorted(groups.items()):
+            yield f"- `{function}`{_cases(cases)}: {cause}"
+        yield ""
+
+
+def _cases(cases: Iterable[str]) -> str:
+    named = [case for case in cases if case]
+    if not named:
+        return ""
+    return f" [{named[0]}]" if len(named) == 1 else f" ({len(named)} cases)"
+
+
+def _short(cause: str) -> str:
+    text = re.sub(r"\s+", " ", cause).replace("|", "/")
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
