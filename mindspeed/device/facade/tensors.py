@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from mindspeed.device.facade.caller import is_other_library
 
@@ -37,6 +38,9 @@ def landed(device: Any) -> Any:
 
 def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     """Yield (owner, attribute, stand-in) for everything that places a tensor."""
+    # `with torch.device(...)` looks its functions up by identity, in a list that is made at first
+    # use and kept: it must be made of torch's own.
+    _device_constructors()
     for name in _FACTORIES:
         yield torch, name, on_cpu(getattr(torch, name))
     for name in _TENSOR_METHODS:

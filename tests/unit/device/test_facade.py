@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import subprocess
 import sys
 import types
 
@@ -128,6 +129,16 @@ def test_other_devices_are_left_alone(facade):
     assert torch.ones(2).to("meta").device.type == "meta"
     assert torch.ones(2).to(torch.float64).dtype == torch.float64
     assert torch.ones(2).to(torch.ones(1, dtype=torch.int32)).dtype == torch.int32
+
+
+def test_a_default_device_reaches_the_factories():
+    """In a fresh process: torch lists its factories once, at first use."""
+    script = (
+        "import torch, mindspeed.megatron_adaptor\n"
+        "with torch.device('meta'): print(torch.empty(2).device, torch.arange(2).device)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["meta", "meta"], done.stderr
 
 
 def test_generators_stay_generators(facade):
