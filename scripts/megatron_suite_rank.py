@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,40 +119,56 @@ def become(environment: Mapping[str, str], output: Path, parent: int) -> None:
     device.current().set_index(int(environment["LOCAL_RANK"]))
 
 
-def give_groups_back() -> None:
-    """Let Megatron close the process groups that it forgets.
+class GroupPool:
+    """Process groups that are made once and used again by the next test.
 
-    It makes dozens for every test. Each holds threads on gloo: after some tests, thousands.
+    Megatron makes dozens for every test and forgets them. On gloo each costs all ranks a meeting
+    and holds threads: after some tests, thousands.
     """
-    import torch.distributed as dist
-    from megatron.core import parallel_state
 
-    forget = parallel_state.destroy_model_parallel
+    def __init__(self) -> None:
+        import torch.distributed as dist
+        from megatron.core import parallel_state
 
-    def destroy_model_parallel() -> None:
-        held = set(_groups_in(vars(parallel_state).values())) - {dist.group.WORLD}
-        forget()
-        for group in held.intersection(dist.distributed_c10d._world.pg_map):
-            dist.destroy_process_group(group)
+        self._dist = dist
+        self._make = dist.new_group
+        self._forget = parallel_state.destroy_model_parallel
+        self._pool: dict[tuple[object, ...], Any] = {}
+        self._world: Any = None
+        self._uses: Counter[tuple[object, ...]] = Counter()
+        dist.new_group = self.new_group
+        parallel_state.destroy_model_parallel = self.destroy_model_parallel
 
-    parallel_state.destroy_model_parallel = destroy_model_parallel
+    def new_group(self, ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
+        """Return a group of these ranks that nothing has used since Megatron forgot its own."""
+        if self._world is not self._dist.group.WORLD:
+            self._world = self._dist.group.WORLD
+            self._pool.clear()
+        members = None if ranks is None else tuple(ranks)
+        backend = str(options.get("backend") or options.get("pg_options"))
+        key = (members, str(timeout), backend, options.get("use_local_synchronization"))
+        self._uses[key] += 1
+        place = (*key, self._uses[key])
+        group = self._pool.get(place)
+        known = (
+            *self._dist.distributed_c10d._world.pg_map,
+            self._dist.GroupMember.NON_GROUP_MEMBER,
+        )
+        if group not in known:
+            group = self._pool[place] = self._make(ranks, timeout, **options)
+        return group
 
-
-def _groups_in(values: Iterable[Any]) -> Iterator[Any]:
-    from torch.distributed import ProcessGroup
-
-    for value in values:
-        if isinstance(value, ProcessGroup):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _groups_in(value)
+    def destroy_model_parallel(self) -> None:
+        """Let Megatron forget, and give out the same groups from now on."""
+        self._forget()
+        self._uses.clear()
 
 
 def run_file(file: str, recorder: Recorder) -> int:
     """Run one file in this process, in the manner of Megatron's own test job."""
     import pytest
 
-    give_groups_back()
+    GroupPool()
 
     sys.argv = [sys.argv[0]]  # Megatron's parse_args reads it in some tests
     options = ["-p", "mindspeed.megatron_adaptor", "-p", "no:cacheprovider", "-p", "no:randomly"]

@@ -71,10 +71,12 @@ def test_master_weights_of_the_optimizer_train_like_megatrons_own(plain: list[An
     runs = plain, run_ranks(train, 2, REMAINDERS)
     for (losses, weights, _), (kept_losses, kept_weights, dtypes) in zip(*runs, strict=True):
         assert dtypes == {torch.float32, torch.int16}
-        # A float32 half way between two bfloat16 numbers is rounded away from zero, not to even.
-        assert kept_losses == pytest.approx(losses, rel=1e-4)
+        # A float32 half way between two bfloat16 numbers is rounded away from zero, not to even,
+        # and one weight that differs in its last bit (4e-3) moves the loss by a few 1e-4.
+        assert kept_losses == pytest.approx(losses, rel=1e-3)
         for got, want in zip(kept_weights, weights, strict=True):
-            torch.testing.assert_close(got.flatten(), want.flatten(), rtol=0, atol=2e-4)
+            # A gradient that is nothing but rounding still moves a weight by a step of Adam (1e-3).
+            torch.testing.assert_close(got.flatten(), want.flatten(), rtol=0, atol=1e-3)
 
 
 def test_moments_in_fewer_bits_train_alike(plain: list[Any]) -> None:
