@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     make_model,
     make_samples,
@@ -125,3 +125,17 @@ def test_packed_samples_are_as_separate_ones(
         )
         losses.append(run_ranks(train, 2 if layout else 1, values)[0])
     assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+
+
+def test_steps_that_are_not_numbers_change_nothing_and_end_the_run(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = make_model(tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    data = write_samples(tmp_path / "data", make_samples(8))
+    values = settings(model, data, tmp_path, max_nan_iterations=3, save=str(tmp_path / "saved"))
+    with pytest.raises(RankFailed, match="not a number in 3 steps up to 3"):
+        run_ranks(train, 1, values)
+    assert not list((tmp_path / "saved").glob("iter_*"))

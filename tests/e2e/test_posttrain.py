@@ -1,0 +1,159 @@
+"""posttrain_gpt.py and pretrain_gpt.py as commands: killed, stopped, resumed, misused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mindspeed_llm.data.indexed import TokenWriter
+from tests.unit.mindspeed_llm.training.tiny_run import (
+    VOCABULARY,
+    make_model,
+    make_samples,
+    read_losses,
+    write_samples,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 12
+PATIENCE = 500
+"""Seconds; a busy machine takes a minute to import torch in two ranks."""
+
+pytestmark = pytest.mark.timeout(4 * PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    model = make_model(folder / "hf")
+    data = write_samples(folder / "data", make_samples(30))
+    return f"--load {model} --data-path {data} --lr 1e-3 --lr-decay-style cosine".split()
+
+
+def _start(script: str, *flags: str, nproc: int = 1, dies: bool = False) -> subprocess.Popen[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    # Under torchrun ranks outlive a launcher that is killed; these die with it.
+    ranks = ["-m", "mindspeed", "run", "--nproc", str(nproc)] if dies else torchrun
+    return subprocess.Popen(
+        [sys.executable, *(ranks if nproc > 1 else []), str(ROOT / script), *flags],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _run(script: str, *flags: str, nproc: int = 1) -> tuple[int, str]:
+    process = _start(script, *flags, nproc=nproc)
+    output, _ = process.communicate(timeout=PATIENCE)
+    return process.returncode, output
+
+
+def _weights(saved: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from mindspeed_llm.checkpoint import detect
+    from mindspeed_llm.checkpoint.dcp_metadata import read_metadata
+
+    folder = detect(saved).folder
+    tensors = {n: torch.empty(t.shape) for n, t in read_metadata(folder).items()}
+    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
+def _wait_for(log: Path, lines: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not (log.is_file() and log.read_text().count("\n") >= lines):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(inputs: list[str], tmp_path: Path) -> None:
+    """Two ranks; killed twice, at moments that may lie inside a save."""
+    flags = [*inputs, "--train-iters", str(STEPS), "--global-batch-size", "4"]
+    flags += "--save-interval 2 --keep-last 2 --use-distributed-optimizer".split()
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    code, output = _run("posttrain_gpt.py", *flags, "--save", str(whole), nproc=2)
+    assert code == 0, output
+    for moment in (3, 8):
+        process = _start("posttrain_gpt.py", *flags, "--save", str(broken), nproc=2, dies=True)
+        _wait_for(broken / "log.jsonl", moment, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert len(read_losses(str(broken / "log.jsonl"))) < STEPS, "killed too late"
+    code, output = _run("posttrain_gpt.py", *flags, "--save", str(broken), nproc=2)
+    assert code == 0 and "going on after iteration" in output, output
+    assert read_losses(str(broken / "log.jsonl")) == read_losses(str(whole / "log.jsonl"))
+    expected, found = _weights(whole), _weights(broken)
+    assert expected.keys() == found.keys() and any("exp_avg" in name for name in found)
+    for name, values in expected.items():
+        assert torch.equal(values, found[name]), name
+    assert sorted(p.name for p in broken.glob("iter_*")) == ["iter_0000010", "iter_0000012"]
+
+
+def test_sigterm_saves_and_another_layout_goes_on(inputs: list[str], tmp_path: Path) -> None:
+    flags = [*inputs, "--train-iters", "30", "--global-batch-size", "4"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    code, output = _run("posttrain_gpt.py", *flags, "--save", str(whole))
+    assert code == 0, output
+    process = _start("posttrain_gpt.py", *flags, "--save", str(stopped))
+    _wait_for(stopped / "log.jsonl", 3, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "asked to stop after iteration" in output, output
+    done = len(read_losses(str(stopped / "log.jsonl")))
+    assert 3 <= done < 30
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel".split()
+    code, output = _run("posttrain_gpt.py", *flags, *layout, "--save", str(stopped), nproc=2)
+    assert code == 0 and f"going on after iteration {done}" in output, output
+    expected = read_losses(str(whole / "log.jsonl"))
+    assert read_losses(str(stopped / "log.jsonl")) == pytest.approx(expected, abs=2e-5)
+
+
+def test_pretraining_learns_a_repeated_text(tmp_path: Path) -> None:
+    writer = TokenWriter(tmp_path, "text", np.dtype("<u2"))
+    text = np.random.default_rng(0).integers(0, VOCABULARY, 32)
+    writer.append(np.tile(text, 40), np.full(40, 32))
+    writer.build_index(tmp_path / "books_text_document.idx")
+    (tmp_path / "text.bin").rename(tmp_path / "books_text_document.bin")
+    flags = f"--data-path {tmp_path}/books --save {tmp_path}/saved --seq-length 32 --from-scratch"
+    flags += " --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4"
+    flags += f" --vocab-size {VOCABULARY} --lr 1e-2 --train-iters 30 --global-batch-size 4"
+    flags += " --split 90,10,0 --eval-interval 30 --eval-iters 1 --log-interval 10"
+    code, output = _run("pretrain_gpt.py", *flags.split())
+    assert code == 0, output
+    assert "lm loss is the mean over micro-batches" in output
+    assert "| validation lm loss: " in output
+    losses = [
+        float(line.split("lm loss: ")[1].split()[0])
+        for line in output.splitlines()
+        if " iteration " in line and "| lm loss: " in line
+    ]
+    assert len(losses) == 3 and losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("--load /nowhere", "/nowhere: does not exist"),
+        ("--num-layers 5 --hidden-size 32", "--num-layers 5 (the model has 4)"),
+        ("--stage sfd", "did you mean sft"),
+        ("--seq-length 8", "samples are longer than --seq-length 8"),
+        ("--tensor-model-parallel-size 2", "1 rank(s) cannot hold"),
+        ("--global-batch-size 3 --micro-batch-size 2", "is not a multiple of 2"),
+    ],
+)
+def test_misuse_is_one_line(inputs: list[str], changes: str, words: str) -> None:
+    code, output = _run("posttrain_gpt.py", *inputs, "--train-iters", "1", *changes.split())
+    assert code == 2, output
+    assert words in output and "Traceback" not in output
