@@ -17,10 +17,6 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.boxes import Box
 
 LARGEST = 1 << 30
-_METADATA, _FILES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
 
 
 class _Record:
@@ -52,18 +48,10 @@ class _Size(tuple[Any, ...]):
         return super().__new__(cls, values)
 
 
+_RECORDS = tuple(f"torch.distributed.checkpoint.{n}" for n in ("metadata", "filesystem", "planner"))
+"""Modules whose classes become records, all of them: none is looked up."""
 _KNOWN: dict[tuple[str, str], Any] = {
-    (_METADATA, "Metadata"): _Record,
-    (_METADATA, "TensorStorageMetadata"): _Tensor,
-    (_METADATA, "BytesStorageMetadata"): _Record,
-    (_METADATA, "ChunkStorageMetadata"): _Record,
-    (_METADATA, "TensorProperties"): _Record,
-    (_METADATA, "MetadataIndex"): _Record,
-    (_METADATA, "StorageMeta"): _Record,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Record,
-    (_FILES, "_StorageInfo"): _Record,
-    (_FILES, "_StoragePrefix"): _Record,
-    (_FILES, "SerializationFormat"): _Record,
+    (_RECORDS[0], "TensorStorageMetadata"): _Tensor,
     ("torch", "Size"): _Size,
     ("torch", "strided"): _Record,
     ("torch.serialization", "_get_layout"): _Record,
@@ -78,6 +66,8 @@ class _Unpickler(pickle.Unpickler):
         """Return the record for a class; nothing is imported or looked up."""
         if (found := _KNOWN.get((module, name))) is not None:
             return found
+        if module in _RECORDS and name.isidentifier():
+            return _Record
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise ConfigError(f"it names {module}.{name}, which has no place in such a file")

@@ -1,5 +1,6 @@
 """A file mapped into memory, of which tensors are views."""
 
+import math
 import mmap
 from pathlib import Path
 
@@ -22,9 +23,7 @@ class MappedFile:
 
     def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a view of the numbers that begin at a byte."""
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         if start % dtype.itemsize:

@@ -1,5 +1,6 @@
 """Files to be written: what is in them is known before the first byte, and streamed into them."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -152,10 +153,7 @@ def typed(
 
 
 def _nbytes(stored: Stored, dtype: torch.dtype) -> int:
-    count = dtype.itemsize
-    for size in stored.shape:
-        count *= size
-    return count
+    return math.prod(stored.shape) * dtype.itemsize
 
 
 def _start_flush(file: BinaryIO) -> None:

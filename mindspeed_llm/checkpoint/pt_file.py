@@ -6,7 +6,7 @@ Written a block at a time; read through memory maps, so neither needs memory for
 import argparse
 import collections
 import io
-import logging
+import math
 import pickle
 import types
 import zipfile
@@ -18,8 +18,6 @@ import torch
 import torch._utils
 
 from mindspeed.config import ConfigError
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Of each tensor in the file, as torch.save has it."""
@@ -96,6 +94,11 @@ def _check_archive(path: Path) -> None:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ConfigError(f"{path}: is not a torch.save file, or cut off: {error}") from None
+    names = {member.filename.rpartition("/")[2] for member in members}
+    if "data.pkl" not in names:
+        raise ConfigError(f"{path}: is an archive, but not one of torch.save")
+    if "constants.pkl" in names:
+        raise ConfigError(f"{path}: refused: it is a TorchScript program, not a checkpoint")
     size = path.stat().st_size
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
@@ -104,11 +107,6 @@ def _check_archive(path: Path) -> None:
             raise ConfigError(f"{path}: {member.filename} reaches beyond the end of the file")
         if member.filename.endswith(".pkl") and member.file_size > LARGEST_PICKLE:
             raise ConfigError(f"{path}: refused: {member.filename} has {member.file_size} bytes")
-    names = {member.filename.rpartition("/")[2] for member in members}
-    if "data.pkl" not in names:
-        raise ConfigError(f"{path}: is an archive, but not one of torch.save")
-    if "constants.pkl" in names:
-        raise ConfigError(f"{path}: refused: it is a TorchScript program, not a checkpoint")
 
 
 class PtTensor:
@@ -117,9 +115,7 @@ class PtTensor:
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.dtype = dtype
         self.shape = shape
-        self.numel = 1
-        for size in shape:
-            self.numel *= size
+        self.numel = math.prod(shape)
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,19 @@ def all_logits(cases):
 def megatron_logits(source, config_folder, impl="local", tp=1, pp=1, ep=1, **options):
     """Run TOKENS through the pipeline; return all logits on the last stage, else nothing.
 
-    Options: tokens, vocab_size, layers_per_chunk, etp, noop_layers, grouped.
+    Options: tokens, and those of loaded_model.
+    """
+    tokens = options.pop("tokens", TOKENS)
+    models, shape = loaded_model(source, config_folder, impl, tp, pp, ep, **options)
+    with torch.no_grad():
+        output = _pipeline(models, tokens, pp, models[0].config)
+    return None if output is None else output[..., : shape.vocab_size]
+
+
+def loaded_model(source, config_folder, impl="local", tp=1, pp=1, ep=1, **options):
+    """Build this rank's chunks, load them, and return them with the model's shape.
+
+    Options: vocab_size, layers_per_chunk, etp, noop_layers, grouped.
     """
     from pathlib import Path
 
@@ -32,23 +44,20 @@ def megatron_logits(source, config_folder, impl="local", tp=1, pp=1, ep=1, **opt
     shape = read_shape(Path(config_folder))
     per_chunk = options.get("layers_per_chunk")
     chunks = (shape.num_layers + len(noops)) // pp // per_chunk if per_chunk else None
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": chunks,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": options.get("etp"),
+    }
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=chunks,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=options.get("etp"),
-    )
+    parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = transformer_config(
         shape,
         noop_layers=noops,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=chunks,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=options.get("etp"),
+        **sizes,
         sequence_parallel=tp > 1 and shape.moe is not None,
         pipeline_dtype=torch.float32,
         moe_grouped_gemm=options.get("grouped", False),
@@ -60,9 +69,7 @@ def megatron_logits(source, config_folder, impl="local", tp=1, pp=1, ep=1, **opt
         for stage in range(chunks or 1)
     ]
     load_weights(models, source, shape=shape, noop_layers=noops)
-    with torch.no_grad():
-        output = _pipeline(models, options.get("tokens", TOKENS), pp, config)
-    return None if output is None else output[..., : shape.vocab_size]
+    return models, shape
 
 
 def _build(shape, config, impl, vocabulary, stage):
