@@ -7,6 +7,10 @@ STAMP  := $(VENV)/.installed
 OLDEST_VERSION := $(shell $(PYTHON) -c 'import sys; print("0.14.0" if sys.version_info >= (3, 12) else "0.12.1")')
 OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
+# The tests of mindspeed itself have to pass on every supported megatron-core; these are the others.
+LLM_TESTS := tests/unit/mindspeed_llm $(addprefix tests/distributed/test_,sft.py family_logits.py \
+	smollm2_logits.py training_checkpoint.py) $(addprefix tests/e2e/test_,posttrain.py preprocess.py)
+
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -31,7 +35,7 @@ quickstart: setup
 
 test: setup
 	$(BIN)/python -m pytest
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(addprefix --ignore=,$(LLM_TESTS))
 
 check: setup
 	$(BIN)/ruff check .
