@@ -50,7 +50,7 @@ def _preprocess(options: PreprocessOptions) -> Summary:
 
     if not sys.stderr.isatty():
         return preprocess(options)
-    total = sum(source.size for source in find_sources(options.input))
+    total = sum([source.size for source in find_sources(options.input)])
     done = 0
 
     with ByteProgress("preprocessing") as progress:

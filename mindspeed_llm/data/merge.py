@@ -14,7 +14,7 @@ from mindspeed_llm.data.workspace import Workspace
 
 def merge_groups(options: PreprocessOptions) -> dict[str, int]:
     """Join, for every key, the pairs whose names hold it; return how many went into which."""
-    folder = Path(options.input)
+    folder = Path(options.input or "")
     if not folder.is_dir():
         raise ConfigError(f"--input {folder}: --merge-group-keys needs a folder of .bin/.idx pairs")
     if not options.output_prefix:

@@ -8,13 +8,13 @@ from mindspeed.config import ConfigError, Options
 class PreprocessOptions(Options):
     """Everything that decides what `preprocess_data.py` writes."""
 
-    input: str = ""
+    input: str | None = None
     """Data: a json, jsonl, parquet, csv, tsv or txt file, a folder of them, or several with commas
     between."""
-    output_prefix: str = ""
+    output_prefix: str | None = None
     """Where to write, and how the names of the files begin: out/data gives out/data_..._document.
     Training is given the same prefix."""
-    tokenizer_name_or_path: str = ""
+    tokenizer_name_or_path: str | None = None
     """Folder of a Hugging Face model (or a .gguf file) whose tokenizer to use."""
     tokenizer_type: str = "PretrainedFromHF"
     """Kind of tokenizer; Hugging Face's are the ones there are."""
@@ -27,13 +27,13 @@ class PreprocessOptions(Options):
     layouts."""
     json_keys: tuple[str, ...] = ("text",)
     """Columns with documents (GeneralPretrainHandler); each gets files of its own."""
-    map_keys: str = ""
+    map_keys: str | None = None
     """Columns of the data as JSON: {"prompt": "question", "query": "", "response": "answer"}. An
     empty name switches a column off."""
-    prompt_type: str = ""
+    prompt_type: str | None = None
     """Chat template by name; `empty` if the data has it already, `tokenizer` for the tokenizer's
     own."""
-    prompt_type_path: str = ""
+    prompt_type_path: str | None = None
     """File of templates (default: configs/finetune/templates.json)."""
     enable_thinking: Literal["true", "false", "none"] = "none"
     """Thoughts of reasoning templates: true puts an empty thought in front of answers without one,
@@ -64,7 +64,7 @@ class PreprocessOptions(Options):
     does not depend on either."""
     log_interval: int = 100
     """At least so many records between two lines of progress."""
-    cache_dir: str = ""
+    cache_dir: str | None = None
     """Where facts about tokenizers are remembered (default: ~/.cache/mindspeed)."""
     accelerator: Literal["auto", "off"] = "auto"
     """Use gigatoken if it is installed and gives the same ids as the tokenizer."""
@@ -86,7 +86,7 @@ def check_options(options: PreprocessOptions) -> None:
             f"--tokenizer-type {options.tokenizer_type} is not known: PretrainedFromHF is"
         )
     for name in ("placeholder_token", "reward_tokens", "json_keys", "map_keys", "prompt_type"):
-        if any("\ud800" <= letter <= "\udfff" for letter in "".join(getattr(options, name))):
+        if any("\ud800" <= letter <= "\udfff" for letter in "".join(getattr(options, name) or ())):
             raise ConfigError(f"--{name.replace('_', '-')} is not UTF-8 text")
     for name in ("workers", "n_subs", "log_interval", "seq_length"):
         value = getattr(options, name)

@@ -72,7 +72,7 @@ def preprocess(
 
 def token_files(options: PreprocessOptions) -> str:
     """Return how the names of the token files begin: a set of several is called packed."""
-    return options.output_prefix + ("" if options.handler_name == PRETRAIN else "_packed")
+    return f"{options.output_prefix}{'' if options.handler_name == PRETRAIN else '_packed'}"
 
 
 class _Run:
@@ -91,7 +91,7 @@ class _Run:
         self._plan, self._options, self._sources, self._report = plan, options, sources, report
         self._block_bytes, self._save_seconds = block_bytes, save_seconds
         self._prefix = token_files(options)
-        self._workspace = Workspace(options.output_prefix, self._fingerprint())
+        self._workspace = Workspace(str(options.output_prefix), self._fingerprint())
         self.folder = self._workspace.folder
         state = self._workspace.state
         self._done: int = state.get("blocks", 0)
@@ -153,7 +153,7 @@ class _Run:
         asked = max(self._options.workers, self._options.n_subs)
         cores = len(os.sched_getaffinity(0))
         if asked > cores:
-            logger.info("%d workers were asked for; %d are used, one a core", asked, cores)
+            logger.info("%d workers were asked for; at most %d, one a core, are used", asked, cores)
         size = sum(source.size for source in self._sources)
         return min(asked, cores, max(1, size // self._block_bytes))
 
@@ -239,7 +239,7 @@ class _Run:
         content = {
             "handler": options.handler_name,
             "prompt_type": options.prompt_type,
-            "tokenizer": str(Path(options.tokenizer_name_or_path).resolve()),
+            "tokenizer": str(Path(self._plan.facts.source).resolve()),
             "tokenizer_fingerprint": self._plan.facts.fingerprint,
             "vocabulary": self._plan.facts.size,
             "pad_id": self._plan.facts.pad_id,

@@ -70,7 +70,7 @@ Part = str | int
 Stretch = tuple[Part | Field, ...]
 
 
-def load_template(name: str, path: str = "") -> TemplateEntry:
+def load_template(name: str, path: str | None = None) -> TemplateEntry:
     """Read one template, by name, from the file of templates."""
     place = Path(path) if path else (DEFAULT_PATH if DEFAULT_PATH.is_file() else SHIPPED_PATH)
     entries = _read(place)

@@ -91,10 +91,10 @@ def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
 
 
 def load_facts(
-    path: str, *, cache_dir: str = "", trust_remote_code: bool = False
+    path: str | None, *, cache_dir: str | None = None, trust_remote_code: bool = False
 ) -> TokenizerFacts:
     """Describe the tokenizer in a folder of Hugging Face files (or in a .gguf file)."""
-    _check_path(path)
+    path = _check_path(path)
     remembered = _cache_folder(cache_dir) / f"{_files_key(path, trust_remote_code)}.json"
     found = _recall(remembered)
     if found is None:
@@ -114,14 +114,14 @@ def _recall(remembered: Path) -> dict[str, Any] | None:
         return None
 
 
-def _check_path(path: str) -> None:
+def _check_path(path: str | None) -> str:
     if not path:
         raise ConfigError(
             "--tokenizer-name-or-path is missing: give the folder of a Hugging Face model"
         )
     place = Path(path)
     if place.is_file() and place.suffix == ".gguf":
-        return
+        return path
     if not place.is_dir():
         what = "is a file" if place.exists() else "does not exist"
         raise ConfigError(
@@ -132,9 +132,10 @@ def _check_path(path: str) -> None:
             f"--tokenizer-name-or-path {path} holds no tokenizer: give a folder with a "
             "tokenizer.json"
         )
+    return path
 
 
-def _cache_folder(cache_dir: str) -> Path:
+def _cache_folder(cache_dir: str | None) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache_dir or f"{base}/mindspeed").expanduser() / "tokenizers"
 

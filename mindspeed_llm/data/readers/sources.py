@@ -21,7 +21,7 @@ class Source:
     modified: int
 
 
-def find_sources(given: str) -> list[Source]:
+def find_sources(given: str | None) -> list[Source]:
     """Return the files meant by a file, a folder, or several of them with commas between."""
     if not given:
         raise ConfigError("--input is missing: give a file, a folder, or several with commas")
