@@ -4,7 +4,7 @@
 
 Every tool runs in a process of its own, on two cores, in turns. Times run from a loaded tokenizer
 to finished files. Without arguments the corpus is the text of the installed packages and the
-tokenizer is trained on it (minutes; kept in --work). `--megatron` is a checkout of Megatron-LM whose
+tokenizer is trained on it (minutes; kept in --work). `--megatron` is a Megatron-LM checkout whose
 standard tool is raced too; its fast tool is raced as what it does: gigatoken on the whole file, one
 array, Megatron's builder. Output must be equal, byte by byte, or there is no result.
 """
