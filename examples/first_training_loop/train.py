@@ -33,6 +33,7 @@ from mindspeed.config import ConfigError, check_layout
 
 _SEQUENCE_LENGTH = 64
 _MICRO_BATCH_SIZE = 8
+_VOCABULARY = 100
 
 
 def initialize_distributed(tensor_model_parallel_size=1, pipeline_model_parallel_size=1):
@@ -64,7 +65,7 @@ def model_provider(pre_process=True, post_process=True, params_dtype=torch.float
     return GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=100,
+        vocab_size=_VOCABULARY,
         max_sequence_length=_SEQUENCE_LENGTH,
         pre_process=pre_process,
         post_process=post_process,
@@ -112,6 +113,8 @@ def forward_step_func(data_iterator, model):
         return loss, {"lm loss": loss.item(), "losses per token": list(losses.shape)}
 
     batch = {name: tensor.to("cuda") for name, tensor in next(data_iterator).items()}
+    for name in ("tokens", "labels"):  # mock data of older releases counts beyond any vocabulary
+        batch[name] %= _VOCABULARY
     output_tensor = model(
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
     )

@@ -39,7 +39,13 @@ def _start(
     (folder / "script.py").write_text(_PREAMBLE + body)
     command = [sys.executable, "-m", "mindspeed", "run", *options, "script.py", *arguments]
     return subprocess.Popen(
-        [*under, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*under, *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test session in the background of a shell ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
