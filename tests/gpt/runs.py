@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.gpt.training import Training
 
 STEPS = 10
+_TIMEOUT = 240  # seconds; a run takes one to four on an idle machine
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Trained:
 
 def in_ranks(layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call function(training, *arguments) in every rank of a layout; return their values."""
-    return run_ranks(_with_training, layout.world, layout, function, arguments)
+    return run_ranks(_with_training, layout.world, layout, function, arguments, timeout=_TIMEOUT)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from mindspeed.device.facade import (
     collectives,
     compilation,
     cuda_calls,
+    gloo_device,
     groups,
     moves,
     noise,
@@ -20,6 +21,7 @@ from mindspeed.device.facade import (
 if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
 
+_PARTS = (compilation, cuda_calls, tensors, moves, groups, gloo_device, collectives, noise)
 _ABSENT = object()
 
 
@@ -34,7 +36,7 @@ class Facade:
         # Megatron asks for it with every tensor-parallel layer; it means nothing to a cpu.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         originals: dict[int, object] = {}
-        for part in (compilation, cuda_calls, tensors, moves, groups, collectives, noise):
+        for part in _PARTS:
             for owner, name, stand_in in list(part.redirections(self._cpu)):
                 original = getattr(owner, name, None)
                 if isinstance(owner, ModuleType) and callable(original):
