@@ -4,8 +4,8 @@
 
 Every tool runs in a process of its own, on two cores, in turns. Times run from a loaded tokenizer
 to finished files. Without arguments the corpus is the text of the installed packages and the
-tokenizer is trained on it (minutes; kept in --work). `--megatron` is a Megatron-LM checkout whose
-standard tool is raced too; its fast tool is raced as what it does: gigatoken on the whole file, one
+tokenizer is trained on it (minutes; kept in --work). `--megatron` is a checkout of Megatron-LM; its
+standard tool is raced too. Its fast tool is raced as what it does: gigatoken on the whole file, one
 array, Megatron's builder. Output must be equal, byte by byte, or there is no result.
 """
 
@@ -234,7 +234,9 @@ def compare(question, tools, job, rounds):
     runs = {tool: [] for tool in tools}
     for number in range(rounds):
         for tool in tools:
-            output = str(Path(job["work"]) / f"out-{len(tool)}-{number % 2}" / "data")
+            output = str(
+                Path(job["work"]) / f"out-{len(question)}-{len(tool)}-{number % 2}" / "data"
+            )
             Path(output).parent.mkdir(exist_ok=True)
             runs[tool].append(race(tool, {**job, "output": output}))
             runs[tool][-1]["output"] = output
@@ -298,6 +300,9 @@ def main():
         job["megatron"] = str(args.megatron)
         fast.append("Megatron standard")
     rows = compare("documents", fast, {**job, "input": str(corpus)}, args.rounds)
+    large = args.work / "large.jsonl"
+    large.write_bytes(corpus.read_bytes() * 4)
+    rows += compare("documents, 4 x", fast[:1], {**job, "input": str(large)}, args.rounds)
     chat_job = {**job, "input": str(chat), "chat": True}
     talk = ["mindspeed-llm", "mindspeed-llm without gigatoken", "datasets.map"]
     rows += compare("instructions", talk, chat_job, args.rounds)

@@ -5,7 +5,7 @@ import logging
 import sys
 from typing import Any
 
-from mindspeed.config import add_flags, from_namespace, load_yaml
+from mindspeed.config import ConfigError, add_flags, from_namespace, load_yaml
 from mindspeed_llm.cli.progress import ByteProgress
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.summary import Summary
@@ -37,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
         for prefix, pairs in merge_groups(options).items():
             print(f"{prefix}.bin/.idx: {pairs} pairs joined")
         return 0
-    summary = _preprocess(options)
+    try:
+        summary = _preprocess(options)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or options.input}: {error.strerror}") from None
     print(describe(summary, options))
     if summary.truncated.count:
         logger.warning("samples were cut: they may lack the end-of-text token")

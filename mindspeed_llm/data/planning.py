@@ -40,6 +40,8 @@ def make_plan(
     plan = _plan(options, facts, template, columns)
     if plan.handler != PRETRAIN:
         _check_chat(plan, options)
+    elif options.prompt_type or options.seq_length:
+        logger.info("documents are kept whole and plain: --prompt-type and --seq-length are unused")
     return plan, sources
 
 

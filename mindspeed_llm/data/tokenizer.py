@@ -64,7 +64,8 @@ class TokenizerFacts:
     @property
     def fingerprint(self) -> str:
         """A name for exactly this tokenizer."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        facts = asdict(self) | {"source": ""}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
@@ -99,10 +100,17 @@ def load_facts(
     found = _recall(remembered)
     if found is None:
         found = _describe_elsewhere(path, trust_remote_code)
-        remembered.parent.mkdir(parents=True, exist_ok=True)
-        durable.write(remembered, json.dumps(found).encode())
+        _remember(remembered, found)
     lists = {name: tuple(found[name]) for name in ("strip_before", "strip_after")}
     return TokenizerFacts(**{**found, **lists, "source": path})
+
+
+def _remember(place: Path, found: dict[str, Any]) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        durable.write(place, json.dumps(found).encode())
+    except OSError as error:
+        logger.warning("the tokenizer is read again each time: %s: %s", place, error.strerror)
 
 
 def _recall(remembered: Path) -> dict[str, Any] | None:
@@ -144,7 +152,7 @@ def _files_key(path: str, trust_remote_code: bool) -> str:
     """Name the state of the tokenizer's files and of the code that reads them."""
     place = Path(path)
     files = [place] if place.is_file() else sorted(place.iterdir())
-    small = [file for file in files if file.suffix not in (".safetensors", ".bin", ".pt")]
+    small = [f for f in files if f.is_file() and f.suffix not in (".safetensors", ".bin", ".pt")]
     states = [(file.name, (now := file.stat()).st_size, now.st_mtime_ns) for file in small]
     version = importlib.metadata.version("transformers")
     key = json.dumps([FORMAT, version, trust_remote_code, str(place.resolve()), states])

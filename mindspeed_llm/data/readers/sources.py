@@ -45,6 +45,8 @@ def _find(path: Path) -> list[Source]:
 def _in_folder(folder: Path) -> list[Source]:
     """Take every file of a known format in a folder, in the order of the names."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    # What an earlier run into the same folder noted is no data.
+    files = [path for path in files if not path.name.endswith(".summary.json")]
     known = [path for path in files if _format(path) in FORMATS]
     if not known:
         names = ", ".join(path.name for path in files[:5]) or "nothing"

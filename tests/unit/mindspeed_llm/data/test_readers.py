@@ -103,6 +103,7 @@ def test_folders_are_read_in_order(tmp_path):
     (tmp_path / "a.txt").write_text("1\n")
     (tmp_path / "c.csv").write_text("text\n3\n")
     (tmp_path / "notes.md").write_text("no data")
+    (tmp_path / "out.summary.json").write_text('{"text": "of an earlier run"}')
     assert [row["text"] for _, row in everything(tmp_path)] == ["1", "2", "3"]
     both = f"{tmp_path / 'b.jsonl'},{tmp_path / 'a.txt'}"
     assert [source.format for source in find_sources(both)] == ["jsonl", "txt"]

