@@ -9,7 +9,8 @@ OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
 # The tests of mindspeed itself have to pass on every supported megatron-core; these are the others.
 LLM_TESTS := tests/unit/mindspeed_llm $(addprefix tests/distributed/test_,sft.py family_logits.py \
-	smollm2_logits.py training_checkpoint.py) $(addprefix tests/e2e/test_,posttrain.py preprocess.py)
+	smollm2_logits.py training_checkpoint.py) $(addprefix tests/e2e/test_,convert.py \
+	posttrain.py preprocess.py smollm2_chat.py)
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1

@@ -48,7 +48,12 @@ class _Size(tuple[Any, ...]):
         return super().__new__(cls, values)
 
 
-_RECORDS = tuple(f"torch.distributed.checkpoint.{n}" for n in ("metadata", "filesystem", "planner"))
+_RECORDS = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
 """Modules whose classes become records, all of them: none is looked up."""
 _KNOWN: dict[tuple[str, str], Any] = {
     (_RECORDS[0], "TensorStorageMetadata"): _Tensor,

@@ -12,6 +12,8 @@ from mindspeed_llm.models.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
+LARGEST = 1_000_000
+"""Layers times heads or experts; more is damage or meant to keep us busy."""
 _PACKAGES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek2", "deepseek3")
 
 
@@ -56,7 +58,14 @@ def read_shape(
 ) -> ModelShape:
     """Return the shape of the HF model whose config.json is in `folder`."""
     config = HfConfig.read(folder)
-    return family_of(config, named).shape(config, () if tensors is None else tensors)
+    shape = family_of(config, named).shape(config, () if tensors is None else tensors)
+    experts = shape.moe.num_experts if shape.moe else 1
+    if shape.num_layers * max(experts, shape.num_query_groups) > LARGEST:
+        raise ConfigError(
+            f"{config.source}: {shape.num_layers} layers, {shape.num_query_groups} key/value heads "
+            f"and {experts} expert(s) are more than any model has"
+        )
+    return shape
 
 
 def _plain(name: str) -> str:

@@ -10,6 +10,9 @@ from mindspeed_llm.models.shape import RotaryShape, Scaling
 
 LARGEST = 16 << 20
 """Bytes; a config.json of more is no config.json."""
+LARGEST_NUMBER = 1e30
+MANY = 10_000
+"""Layers, heads or experts, which are walked through one by one; more is damage or ill will."""
 
 
 class HfConfig:
@@ -40,17 +43,37 @@ class HfConfig:
         value = self._values.get(name)
         return default if value is None else value
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        """Return the first of several names that is there, a whole number of at least 1."""
+    def integer(
+        self, *names: str, default: int | None = None, least: int = 1, most: int = 1 << 31
+    ) -> int:
+        """Return the first of several names that is there, a whole number within bounds."""
         for name in names:
             value = self._values.get(name)
             if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise ConfigError(f"{self.source}: {name} is {value!r}: it must be 1 or more")
-                return value
+                is_whole = isinstance(value, int) and not isinstance(value, bool)
+                if not is_whole or not least <= value <= most:
+                    allowed = f"a whole number from {least} to {most}"
+                    raise ConfigError(
+                        f"{self.source}: {name} is {value!r:.40}: it must be {allowed}"
+                    )
+                return int(value)
         if default is None:
             raise ConfigError(f"{self.source}: {' or '.join(names)} is missing")
         return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.source}: {name} is {value!r:.40}: it must be true or false")
+        return value
+
+    def values(self, name: str) -> list[Any]:
+        """Return a list; nothing where it is missing."""
+        found = self.get(name, [])
+        if not isinstance(found, list):
+            raise ConfigError(f"{self.source}: {name} is {found!r:.40}: it must be a list")
+        return found
 
     def number(self, name: str, default: float) -> float:
         """Return a finite number."""
@@ -66,7 +89,7 @@ class HfConfig:
             found = values.get(name)
             return _number(self.source, name, default if found is None else found)
 
-        kind = values.get("rope_type") or values.get("type") or "default"
+        kind = str(values.get("rope_type") or values.get("type") or "default")
         kinds: dict[str, Scaling] = {"default": "none", "linear": "linear"}
         kinds |= {"llama3": "llama3", "yarn": "yarn"}
         if kind not in kinds:
@@ -91,6 +114,7 @@ class HfConfig:
 
 
 def _number(source: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise ConfigError(f"{source}: {name} is {value!r}: it must be a number")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not -LARGEST_NUMBER < value < LARGEST_NUMBER:  # NaN is neither
+        raise ConfigError(f"{source}: {name} is {value!r:.40}: it must be a number")
     return float(value)

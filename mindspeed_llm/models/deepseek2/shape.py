@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.hf_config import HfConfig
+from mindspeed_llm.models.hf_config import MANY, HfConfig
 from mindspeed_llm.models.llama.shape import common_fields
 from mindspeed_llm.models.shape import MlaShape, ModelShape, MoeShape
 
@@ -35,7 +35,7 @@ def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
 def latent_fields(config: HfConfig, tensors: Collection[str]) -> dict[str, Any]:
     """Return the fields outside the experts."""
     mla = MlaShape(
-        q_lora_rank=config.get("q_lora_rank") and config.integer("q_lora_rank"),
+        q_lora_rank=config.integer("q_lora_rank") if config.get("q_lora_rank") else None,
         kv_lora_rank=config.integer("kv_lora_rank"),
         qk_head_dim=config.integer("qk_nope_head_dim"),
         qk_pos_emb_head_dim=config.integer("qk_rope_head_dim"),
@@ -49,10 +49,12 @@ def latent_fields(config: HfConfig, tensors: Collection[str]) -> dict[str, Any]:
 
 def expert_fields(config: HfConfig, num_layers: int) -> dict[str, Any]:
     """Return the fields of MoeShape that V2 and V3 name alike."""
-    first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
-    width, shared = config.integer("moe_intermediate_size"), config.get("n_shared_experts")
+    first = config.integer("first_k_dense_replace", default=0, least=0)
+    step = config.integer("moe_layer_freq", default=1)
+    width = config.integer("moe_intermediate_size")
+    shared = config.integer("n_shared_experts", default=0, least=0)
     return {
-        "num_experts": config.integer("n_routed_experts"),
+        "num_experts": config.integer("n_routed_experts", most=MANY),
         "topk": config.integer("num_experts_per_tok"),
         "ffn_hidden_size": width,
         "is_moe_layer": tuple(i >= first and i % step == 0 for i in range(num_layers)),
@@ -63,5 +65,6 @@ def expert_fields(config: HfConfig, num_layers: int) -> dict[str, Any]:
 
 def _mtp_layers(config: HfConfig, tensors: Collection[str]) -> int:
     """Count the layers of multi-token prediction whose weights are there."""
-    layers, named = config.integer("num_hidden_layers"), config.get("num_nextn_predict_layers", 0)
+    layers = config.integer("num_hidden_layers", most=MANY)
+    named = config.integer("num_nextn_predict_layers", default=0, least=0, most=MANY)
     return sum(f"model.layers.{layers + i}.eh_proj.weight" in tensors for i in range(named))

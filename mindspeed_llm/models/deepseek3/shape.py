@@ -10,13 +10,13 @@ from mindspeed_llm.models.shape import ModelShape, MoeShape
 
 def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
     """Read the shape from a config.json."""
-    if not config.get("rope_interleave", True):
+    if not config.flag("rope_interleave", True):
         raise ConfigError(f"{config.source}: rope_interleave is false: Megatron interleaves in MLA")
     fields = latent_fields(config, tensors)
     moe = MoeShape(
         **expert_fields(config, fields["num_layers"]),
         score_function="sigmoid",
-        normalize_topk=bool(config.get("norm_topk_prob", True)),
+        normalize_topk=config.flag("norm_topk_prob", True),
         num_groups=config.integer("n_group", default=1),
         group_topk=config.integer("topk_group", default=1),
         expert_bias=True,

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.hf_config import HfConfig
+from mindspeed_llm.models.hf_config import MANY, HfConfig
 from mindspeed_llm.models.shape import ModelShape
 
 
@@ -19,13 +19,14 @@ def common_fields(
     """Return the fields that Llama shares with other families."""
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"{config.source}: hidden_act is {activation!r}: only silu is served")
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    groups = config.integer("num_key_value_heads", default=heads)
+    hidden = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", most=MANY)
+    groups = config.integer("num_key_value_heads", default=heads, most=MANY)
     if heads % groups:
         raise ConfigError(f"{config.source}: {groups} key/value heads do not divide {heads} heads")
     biases = _biases(config, tensors, has_qkv_bias)
     return {
-        "num_layers": config.integer("num_hidden_layers"),
+        "num_layers": config.integer("num_hidden_layers", most=MANY),
         "hidden_size": hidden,
         "ffn_hidden_size": config.integer("intermediate_size"),
         "num_attention_heads": heads,
@@ -44,15 +45,15 @@ def common_fields(
 def _is_tied(config: HfConfig, tensors: Collection[str]) -> bool:
     """Read the config or, where it is silent, see whether there is an output layer."""
     has_no_head = bool(tensors) and "lm_head.weight" not in tensors
-    return bool(config.get("tie_word_embeddings", has_no_head))
+    return config.flag("tie_word_embeddings", has_no_head)
 
 
 def _window(config: HfConfig) -> int | None:
     """Return the sliding window, where it is on and shorter than the longest sequence."""
     window = config.get("sliding_window")
-    if window is None or not config.get("use_sliding_window", True):
+    if window is None or not config.flag("use_sliding_window", True):
         return None
-    if len(set(config.get("layer_types", []))) > 1:
+    if len(set(map(str, config.values("layer_types")))) > 1:
         raise ConfigError(f"{config.source}: layers with and without a sliding window are mixed")
     window = config.integer("sliding_window")
     return window if window < config.integer("max_position_embeddings") else None
@@ -60,8 +61,8 @@ def _window(config: HfConfig) -> int | None:
 
 def _biases(config: HfConfig, tensors: Collection[str], has_qkv_bias: bool) -> dict[str, bool]:
     """Find the biases among the tensors or, where these are unknown, in the config."""
-    qkv = has_qkv_bias or bool(config.get("attention_bias", False))
-    output, mlp = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
+    output, mlp = config.flag("attention_bias", False), config.flag("mlp_bias", False)
+    qkv = has_qkv_bias or output
     if tensors:
         endings = {".".join(name.split(".")[-2:]) for name in tensors}
         qkv, output = "q_proj.bias" in endings, "o_proj.bias" in endings

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from mindspeed_llm.models.hf_config import HfConfig
+from mindspeed_llm.models.hf_config import MANY, HfConfig
 from mindspeed_llm.models.llama.shape import common_fields
 from mindspeed_llm.models.shape import ModelShape, MoeShape
 
@@ -11,7 +11,7 @@ def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
     """Read the shape from a config.json."""
     fields = common_fields(config, tensors)
     moe = MoeShape(
-        num_experts=config.integer("num_local_experts", "num_experts"),
+        num_experts=config.integer("num_local_experts", "num_experts", most=MANY),
         topk=config.integer("num_experts_per_tok"),
         ffn_hidden_size=fields["ffn_hidden_size"],
         is_moe_layer=(True,) * fields["num_layers"],

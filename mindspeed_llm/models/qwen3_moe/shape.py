@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from mindspeed_llm.models.hf_config import HfConfig
+from mindspeed_llm.models.hf_config import MANY, HfConfig
 from mindspeed_llm.models.llama.shape import common_fields
 from mindspeed_llm.models.shape import ModelShape, MoeShape
 
@@ -10,17 +10,16 @@ from mindspeed_llm.models.shape import ModelShape, MoeShape
 def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
     """Read the shape from a config.json."""
     fields = common_fields(config, tensors) | {"qk_layernorm": True}
-    step, dense = config.integer("decoder_sparse_step", default=1), config.get("mlp_only_layers")
+    step, dense = config.integer("decoder_sparse_step", default=1), config.values("mlp_only_layers")
     is_moe = [
-        layer not in (dense or []) and (layer + 1) % step == 0
-        for layer in range(fields["num_layers"])
+        layer not in dense and (layer + 1) % step == 0 for layer in range(fields["num_layers"])
     ]
     moe = MoeShape(
-        num_experts=config.integer("num_experts", "num_local_experts"),
+        num_experts=config.integer("num_experts", "num_local_experts", most=MANY),
         topk=config.integer("num_experts_per_tok"),
         ffn_hidden_size=config.integer("moe_intermediate_size"),
         is_moe_layer=tuple(is_moe),
-        normalize_topk=bool(config.get("norm_topk_prob", False)),
+        normalize_topk=config.flag("norm_topk_prob", False),
         aux_loss_coeff=config.number("router_aux_loss_coef", 0.0),
     )
     return ModelShape(family="qwen3_moe", moe=moe, **fields)
