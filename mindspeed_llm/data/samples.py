@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,15 @@ class Sample(NamedTuple):
 
     ids: Array
     labels: Array
+
+
+def learns_to_end(labels: Array, ends: Container[int | None]) -> bool:
+    """Say whether the last token that is learnt is one of those at which a model stops.
+
+    A chat template may put more behind it, such as a line break, which is not learnt.
+    """
+    learnt = labels[labels != IGNORED]
+    return len(learnt) > 0 and int(learnt[-1]) in ends
 
 
 class EncodedPiece(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import Array, IndexedTokens
 from mindspeed_llm.data.instruction import InstructionData
-from mindspeed_llm.data.samples import IGNORED
+from mindspeed_llm.data.samples import IGNORED, learns_to_end
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 
 ENDINGS = (".idx", ".bin")
@@ -47,7 +47,7 @@ class ShownSample:
         self._ids, self._labels, self._mask = ids[: self.size], labels[: self.size], mask
         self._decoder = decoder
         self.segments = int(mask.max(initial=0))
-        self.is_ended = self.size > 0 and int(self._ids[-1]) in decoder.ends
+        self.is_ended = learns_to_end(self._labels, decoder.ends)
         self.spans = list(self._spans())
 
     def tokens(self) -> Iterator[tuple[int, str, int | None]]:

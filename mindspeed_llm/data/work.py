@@ -16,7 +16,15 @@ from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, Context
 from mindspeed_llm.data.handlers.base import Output, as_text
 from mindspeed_llm.data.indexed import Array, smallest_dtype
 from mindspeed_llm.data.readers import Block, Problem, read
-from mindspeed_llm.data.samples import IGNORED, Assembler, Sample, Track, build, shorten
+from mindspeed_llm.data.samples import (
+    IGNORED,
+    Assembler,
+    Sample,
+    Track,
+    build,
+    learns_to_end,
+    shorten,
+)
 from mindspeed_llm.data.summary import BlockCounts
 from mindspeed_llm.data.template import Template, TemplateEntry
 from mindspeed_llm.data.tokenizer import TokenizerFacts
@@ -223,7 +231,7 @@ class SampleWorker(_Worker):
             counts.truncated.append(line)
         counts.tokens += sum(len(sample.ids) for sample in samples)
         counts.learnt += sum(learnt)
-        counts.ended += all(sample.labels[-1] in self._stop_ids for sample in samples)
+        counts.ended += all(learns_to_end(sample.labels, self._stop_ids) for sample in samples)
         return samples
 
 

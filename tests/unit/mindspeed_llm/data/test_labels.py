@@ -11,7 +11,7 @@ from mindspeed_llm.data.chat import TemplateFormat
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.samples import IGNORED, Assembler, build, shorten
+from mindspeed_llm.data.samples import IGNORED, Assembler, build, learns_to_end, shorten
 from mindspeed_llm.data.template import SHIPPED_PATH, Template, load_template
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import SPECIAL, byte_level
@@ -157,3 +157,11 @@ def test_thoughts(thinking, answer, prompt_end, learnt):
 def test_every_template_but_two_teaches_to_stop():
     assert {name for name, chat in FORMATS.items() if not chat.teaches_eos} == {"empty"}
     assert len(SPECIAL) == len(set(SPECIAL)) <= len(SPECIAL_IDS)
+
+
+def test_what_stands_behind_the_end_does_not_hide_it():
+    end, line_break = 7, IGNORED
+    assert learns_to_end(np.array([IGNORED, 5, end, line_break]), {end})
+    assert not learns_to_end(np.array([IGNORED, 5, line_break]), {end})
+    assert not learns_to_end(np.array([IGNORED, end, 5]), {end})
+    assert not learns_to_end(np.array([IGNORED]), {end})
