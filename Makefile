@@ -8,7 +8,7 @@ OLDEST_VERSION := $(shell $(PYTHON) -c 'import sys; print("0.14.0" if sys.versio
 OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
 # The tests of mindspeed itself have to pass on every supported megatron-core; these are the others.
-LLM_TESTS := tests/unit/mindspeed_llm $(addprefix tests/distributed/test_,sft.py family_logits.py \
+LLM_TESTS := tests/unit/mindspeed_llm $(addprefix tests/distributed/test_,sft.py raw_data.py family_logits.py \
 	smollm2_logits.py training_checkpoint.py) $(addprefix tests/e2e/test_,convert.py \
 	posttrain.py preprocess.py smollm2_chat.py)
 

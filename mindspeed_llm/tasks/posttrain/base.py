@@ -12,6 +12,7 @@ from mindspeed_llm.training.checkpoint import Progress
 from mindspeed_llm.training.loop import Loop
 from mindspeed_llm.training.model import provide
 from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.raw_data import token_prefixes
 from mindspeed_llm.training.setup import begin, prepare
 
 Batch = Mapping[str, torch.Tensor]
@@ -20,6 +21,9 @@ Batch = Mapping[str, torch.Tensor]
 class BaseTrainer(ABC):
     """Trains a language model; a task gives get_batch, loss_func and forward_step."""
 
+    handler = "AlpacaStyleInstructionHandler"
+    """How records of data files are read where --handler-name does not say."""
+
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
         self.initialize()
@@ -27,6 +31,7 @@ class BaseTrainer(ABC):
     def initialize(self) -> None:
         """Meet the other ranks, open the data, build the model and load its weights."""
         self.setup = prepare(self.options)
+        self.data_path = token_prefixes(self.options, self.handler, self.setup.config_folder)
         self.train_data, self.valid_data = self.open_data()
         self.training = begin(self.setup, self.model_provider)
 
@@ -40,7 +45,7 @@ class BaseTrainer(ABC):
 
     def open_data(self) -> tuple[SampleStream, SampleStream | None]:
         """Open the samples to train on, and those to evaluate on if there are any."""
-        first = [InstructionData(prefix) for prefix in split_weights(self.options.data_path)[1]]
+        first = [InstructionData(prefix) for prefix in split_weights(self.data_path)[1]]
         self.look_at(first)
         train, valid, _ = split_parts(self.options.split)
         return self._open(train), self._open(valid) if self.evaluates(valid) else None
@@ -90,7 +95,7 @@ class BaseTrainer(ABC):
     def _open(self, part: tuple[float, float]) -> SampleStream:
         options = self.options
         return open_stream(
-            options.data_path,
+            self.data_path,
             seed=options.seed,
             shuffle=not options.no_shuffle,
             part=part,

@@ -4,6 +4,7 @@ from typing import Any
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.collate import collate_fixed
+from mindspeed_llm.data.handlers import PRETRAIN
 from mindspeed_llm.data.instruction import split_parts
 from mindspeed_llm.data.stream import SampleStream
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
@@ -12,6 +13,8 @@ from mindspeed_llm.training.documents import open_documents
 
 class PretrainTrainer(SFTTrainer):
     """Trains on windows over documents; the loss is that of fine-tuning with all tokens learnt."""
+
+    handler = PRETRAIN
 
     def open_data(self) -> tuple[SampleStream, SampleStream | None]:
         """Cut the documents into samples of --seq-length."""
@@ -27,7 +30,7 @@ class PretrainTrainer(SFTTrainer):
     def _windows(self, part: tuple[float, float]) -> SampleStream:
         options = self.options
         return open_documents(
-            options.data_path,
+            self.data_path,
             self.length,
             seed=options.seed,
             shuffle=not options.no_shuffle,

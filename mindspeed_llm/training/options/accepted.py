@@ -16,10 +16,6 @@ class AcceptedOptions(Options):
     """Accepted for existing scripts: Hugging Face's tokenizers are the ones there are."""
     tokenizer_not_use_fast: bool = False
     """Accepted for existing scripts: fast and slow tokenizers give the same ids."""
-    prompt_type: str | None = None
-    """Accepted for existing scripts: preprocessing has applied the template."""
-    prompt_type_path: str | None = None
-    """Accepted for existing scripts: preprocessing has applied the template."""
     use_flash_attn: bool = False
     """Accepted for existing scripts: attention never builds the s x s matrix of a whole batch."""
     use_fused_rotary_pos_emb: bool = False

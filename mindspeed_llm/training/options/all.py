@@ -4,7 +4,7 @@ from pydantic import create_model
 
 from mindspeed.features.registry import registry
 from mindspeed_llm.training.options.accepted import AcceptedOptions
-from mindspeed_llm.training.options.data import DataOptions
+from mindspeed_llm.training.options.data import DataOptions, RawOptions
 from mindspeed_llm.training.options.model import ModelOptions
 from mindspeed_llm.training.options.optimizer import OptimizerOptions, ScheduleOptions
 from mindspeed_llm.training.options.parallel import ParallelOptions
@@ -13,6 +13,7 @@ from mindspeed_llm.training.options.run import CheckpointOptions, LogOptions
 SECTIONS = (
     ModelOptions,
     DataOptions,
+    RawOptions,
     ParallelOptions,
     OptimizerOptions,
     ScheduleOptions,
@@ -29,6 +30,7 @@ class StageOptions(
     ScheduleOptions,
     OptimizerOptions,
     ParallelOptions,
+    RawOptions,
     DataOptions,
     ModelOptions,
 ):
