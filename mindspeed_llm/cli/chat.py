@@ -1,0 +1,97 @@
+"""`mindspeed-llm chat`: talk to a model; one process is one rank."""
+
+import argparse
+import signal
+import sys
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.cli.generate import declare, run_tasks
+from mindspeed_llm.generation.options import GenerateOptions
+from mindspeed_llm.training.arguments import read_options
+
+if TYPE_CHECKING:
+    from mindspeed_llm.generation.conversation import Conversation
+    from mindspeed_llm.generation.session import Session
+
+QUIT, CLEAR = ("q", "quit", "exit"), ("clear", "new")
+ASKS, ANSWERS = "You >> ", "Model >> "
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the sub-command."""
+    return declare(subparsers, "chat", "talk to a model (generate --task chat)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk, as one of the ranks."""
+    options = read_options(args, GenerateOptions)
+    return run_tasks(options.model_copy(update={"task": ("chat",)}))
+
+
+class Interrupts:
+    """While it is open, Ctrl-C is noted instead of raised."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __enter__(self) -> "Interrupts":
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
+def talk(session: "Session") -> None:
+    """Ask for questions and answer them until told to quit."""
+    from mindspeed_llm.generation.conversation import Conversation
+
+    conversation = Conversation(session)
+    print("q quits, clear forgets what was said, Ctrl-C stops an answer.")
+    while (question := _ask()) is not None and question.strip() not in QUIT:
+        if question.strip() in CLEAR:
+            conversation.clear()
+            print("(forgotten)")
+        elif question.strip():
+            _answer(conversation, question)
+
+
+def _ask() -> str | None:
+    """Return the next question, None at the end of the input."""
+    try:
+        if sys.stdin.isatty():
+            return input(ASKS)
+        line = sys.stdin.readline()
+        print(f"{ASKS}{line.rstrip()}", flush=True)  # nobody has seen it being typed
+        return line or None
+    except EOFError:
+        print()
+        return None
+    except KeyboardInterrupt:
+        print("\n(q quits)")
+        return ""
+
+
+def _answer(conversation: "Conversation", question: str) -> None:
+    with Interrupts() as interrupts:
+        try:
+            pieces = conversation.ask(question, lambda: interrupts.came)
+        except ConfigError as error:  # a question that is too long; the next one may not be
+            print(f"({error})")
+            return
+        if conversation.dropped:
+            print(f"(too long: the {conversation.dropped} oldest turn(s) were dropped)")
+        print(ANSWERS, end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print(" (stopped)" if interrupts.came else "", flush=True)

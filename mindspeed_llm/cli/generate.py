@@ -1,0 +1,88 @@
+"""`mindspeed-llm generate`: answer prompts, or talk; one process is one rank."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mindspeed_llm.generation.options import SECTIONS, GenerateOptions, check
+from mindspeed_llm.training.arguments import add_sections, read_options
+from mindspeed_llm.training.rank import run_rank
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the sub-command."""
+    return declare(subparsers, "generate", "answer prompts: greedy, sampled, beam search or chat")
+
+
+def declare(subparsers: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add a command that takes the options of generation."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, allow_abbrev=False)
+    add_sections(parser, GenerateOptions, SECTIONS)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer, as one of the ranks."""
+    return run_tasks(read_options(args, GenerateOptions))
+
+
+def run_tasks(options: GenerateOptions) -> int:
+    """Do the tasks of the options, or the one that the prompts suggest."""
+    check(options)
+    prompts = list(options.prompt)
+    if options.prompts is not None:
+        from mindspeed_llm.generation.prompt_file import read_prompts
+
+        prompts += read_prompts(options.prompts)
+    tasks = options.task or (("greedy",) if prompts else ("chat",))
+    if not prompts and set(tasks) != {"chat"}:
+        from mindspeed.config import ConfigError
+
+        raise ConfigError(f"--task {' '.join(tasks)}: give --prompt or --prompts to answer")
+    is_first = os.environ.get("RANK", "0") == "0"
+    level = logging.INFO if is_first else logging.ERROR
+    # Standard output is for answers.
+    logging.basicConfig(format="%(message)s", level=level, stream=sys.stderr)
+
+    def work() -> None:
+        from mindspeed_llm import megatron_adaptor  # noqa: F401  # before anything of Megatron
+        from mindspeed_llm.generation.session import Session, run_session
+
+        def lead(session: Session) -> None:
+            answering = [task for task in tasks if task != "chat"]
+            if answering:
+                answers = (a for task in answering for a in session.answers(task, prompts))
+                _show(answers, options.output)
+            if "chat" in tasks:
+                from mindspeed_llm.cli.chat import talk
+
+                talk(session)
+
+        run_session(options, lead, talks="chat" in tasks)
+
+    return run_rank(work)
+
+
+def _show(answers: Iterable[Any], output: str | None) -> None:
+    """Print answers, and the speed when all are there; with a file, write them there."""
+    start, tokens = time.perf_counter(), 0
+    lines = []
+    for answer in answers:
+        tokens += len(answer.tokens)
+        if output is None:
+            print(f"[{answer.task}] {answer.prompt}\n{answer.text}\n", flush=True)
+        lines.append(json.dumps(asdict(answer) | {"tokens": len(answer.tokens)}))
+    seconds = time.perf_counter() - start
+    if output is not None:
+        from mindspeed_llm.data import durable
+
+        durable.write(Path(output), "".join(f"{line}\n" for line in lines).encode())
+    speed = tokens / seconds
+    print(f"{tokens} tokens in {seconds:.1f} s, {speed:.1f} tokens/s", file=sys.stderr)

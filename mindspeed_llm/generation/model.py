@@ -1,0 +1,101 @@
+"""The model of this rank, ready to read tokens: no optimizer, no gradients."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed import device
+from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.loading import load_weights
+from mindspeed_llm.models.megatron import gpt_model
+from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.training.model import build_chunks
+from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.setup import Setup, prepare
+from mindspeed_llm.training.world import seed_everything
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """This rank's part of a model with its weights."""
+
+    module: Any
+    """Megatron's GPTModel."""
+    shape: ModelShape
+    longest: int
+    """Tokens of the longest sequence it is meant for."""
+    config_folder: Path | None
+    """Where the config.json is, and mostly the tokenizer."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether tokens come in here."""
+        return bool(self.module.pre_process)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether logits come out here."""
+        return bool(self.module.post_process)
+
+
+def load_model(options: TrainOptions) -> LoadedModel:
+    """Meet the other ranks, build this rank's part of the model and fill it from --load."""
+    _check_ranks(options)
+    setup = prepare(options)
+    shape = setup.shape
+    seed_everything(options.seed)  # some layers ask for random numbers even if they use none
+    setup.config.perform_initialization = False  # random weights would be overwritten at once
+    (module,) = build_chunks(_provider(setup), setup.layout)
+    module = module.to(setup.config.params_dtype).eval().requires_grad_(False)
+    load_weights([module], options.load, shape=shape, noop_layers=options.noop_layers)
+    for layer in module.decoder.layers:
+        if (attention := getattr(layer, "self_attention", None)) is not None:
+            attention.core_attention.register_forward_pre_hook(_obey_mask, with_kwargs=True)
+    longest = options.max_position_embeddings or shape.max_position_embeddings
+    return LoadedModel(module, shape, longest, setup.config_folder)
+
+
+def _check_ranks(options: TrainOptions) -> None:
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    ep, world = options.expert_model_parallel_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if world != tp * pp * ep:
+        experts = f" x --expert-model-parallel-size {ep}" if ep > 1 else ""
+        raise ConfigError(
+            f"{world} rank(s) cannot share --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp}{experts}: start {tp * pp * ep}"
+        )
+
+
+def _provider(setup: Setup) -> Any:
+    def build(
+        pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    ) -> Any:
+        return gpt_model(
+            setup.shape,
+            setup.config,
+            impl=setup.options.transformer_impl,
+            vocab_size=setup.vocab_size,
+            max_sequence_length=setup.options.max_position_embeddings,
+            vp_stage=vp_stage,
+            pre_process=pre_process,
+            post_process=post_process,
+        )
+
+    return build
+
+
+def _obey_mask(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+    """Make attention look at a mask that is given: beyond the prompt Megatron would ignore it."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    if arguments[3] is None:
+        return None
+    return arguments, keywords | {"attn_mask_type": AttnMaskType.arbitrary}
+
+
+def here(values: Any) -> torch.Tensor:
+    """Make a tensor of whole numbers on this rank's device."""
+    return torch.as_tensor(values, dtype=torch.int64, device=device.current().torch_device)

@@ -1,0 +1,33 @@
+"""Files of prompts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mindspeed.config import ConfigError
+
+
+def read_prompts(path: str) -> list[str]:
+    """Read one prompt a line: plain text, or in a .jsonl file objects with "prompt"."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--prompts {path} cannot be read: {reason}") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"--prompts {path} is empty: give one prompt a line")
+    if not path.endswith(".jsonl"):
+        return [line for _, line in numbered]
+    return [_prompt(line, f"{path}, line {number}") for number, line in numbered]
+
+
+def _prompt(line: str, where: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is not valid JSON: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+        raise ConfigError(f'{where}: must be an object with the text "prompt"; it has {keys}')
+    return str(record["prompt"])

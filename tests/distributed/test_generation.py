@@ -1,0 +1,87 @@
+"""Tokens are those of transformers, in every family, layout and way to search."""
+
+import pytest
+
+from mindspeed_llm.generation.beam import Beams
+from tests.llm import tiny
+from tests.llm.generation import PROMPTS, request, several, theirs
+from tests.ranks import run_ranks
+
+FAMILIES = ("qwen2", "deepseek3", "mistral_window", "qwen3_moe")
+BEAMS = (Beams(3), Beams(4, length_penalty=-1.0), Beams(2, early_stopping=True), Beams(5, 2.0))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Save the models once; return each one's folder and the model of transformers."""
+    import transformers
+
+    found = {}
+    for name in FAMILIES:
+        folder = tiny.save(name, tmp_path_factory.mktemp("models"))
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager"
+        )
+        found[name] = folder, model.eval()
+    return found
+
+
+def greedy(model):
+    """Return the greedy answers, and tokens in their middles to stop at."""
+    answers = theirs(model, PROMPTS)
+    return answers, {answers[0][4], answers[2][7]}
+
+
+def expected(model):
+    answers, stops = greedy(model)
+    stopped = theirs(model, PROMPTS, stops=stops)
+    assert {len(answer) for answer in stopped} != {12}, "nothing stops"
+    return [answers, stopped]
+
+
+def asked(model):
+    return [request(), request(stops=greedy(model)[1])]
+
+
+def test_every_family_on_one_rank(models):
+    cases = [{"source": str(folder), "requests": asked(model)} for folder, model in models.values()]
+    cases += [case | {"cached": False} for case in cases]
+    (outputs,) = run_ranks(several, 1, cases)
+    for output, (_, model) in zip(outputs, [*models.values(), *models.values()]):
+        assert output == expected(model)
+
+
+LAYOUTS = [
+    ("qwen2", {"tp": 2}),
+    ("qwen2", {"pp": 2, "cached": False}),
+    ("qwen2", {"pp": 2, "transformer_impl": "local"}),
+    ("deepseek3", {"tp": 2}),
+    ("deepseek3", {"pp": 2}),
+    ("qwen3_moe", {"ep": 2}),
+    ("mistral_window", {"tp": 2}),
+]
+
+
+def test_two_ranks(models):
+    cases = [
+        {"source": str(models[name][0]), "requests": asked(models[name][1]), **layout}
+        for name, layout in LAYOUTS
+    ]
+    first, second = run_ranks(several, 2, cases)
+    assert second == [None] * len(cases)
+    for output, (name, layout) in zip(first, LAYOUTS):
+        assert output == expected(models[name][1]), (name, layout)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_beam_search(models, layout):
+    folder, model = models["qwen2"]
+    stops = {one for answer in theirs(model, PROMPTS, beams=Beams(3)) for one in answer[3:5]}
+    asked, wanted = [], []
+    for beams in BEAMS:
+        asked.append(request(stops=stops, beams=beams))
+        wanted.append(theirs(model, PROMPTS, stops=stops, beams=beams))
+    assert len({len(answer) for answers in wanted for answer in answers}) > 2, "all are alike"
+    case = {"source": str(folder), "requests": asked, **layout}
+    found = run_ranks(several, 2 if layout else 1, [case])[0]
+    assert found[0] == wanted

@@ -1,0 +1,85 @@
+"""Generation in the ranks of a test, and what transformers says to the same prompts."""
+
+import torch
+
+from mindspeed_llm.generation.beam import Beams
+from mindspeed_llm.generation.engine import Engine, Request
+from mindspeed_llm.generation.model import load_model
+from mindspeed_llm.generation.sampling import Rule
+from mindspeed_llm.training.options import TrainOptions
+
+PROMPTS = ((3, 98, 7, 41, 0, 66), (1, 2, 50), (17,), (90, 5, 12, 66, 0, 41, 7, 98, 3))
+
+
+def ours(source, requests, cached=True, tp=1, pp=1, ep=1, **options):
+    """Return the answers of each request: a list of tokens for every prompt."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    model = load_model(
+        TrainOptions(
+            load=str(source),
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
+            **options,
+        )
+    )
+    engine = Engine(model, cached=cached)
+    if not engine.leads:
+        return engine.follow()
+    found = [collect(engine, request) for request in requests]
+    engine.close()
+    return found
+
+
+def collect(engine, request):
+    answers = [[] for _ in request.prompts]
+    for step in engine.answer(request):
+        for row, token in step:
+            answers[row].append(token)
+    return answers
+
+
+def several(cases):
+    """Run several cases one after the other in the same ranks."""
+    return [ours(**case) for case in cases]
+
+
+def request(prompts=PROMPTS, room=12, stops=(), **options):
+    """Ask for a greedy answer, a sampled one (rule=) or that of a beam search (beams=)."""
+    return Request(
+        prompts=tuple(prompts),
+        rooms=(room,) * len(prompts),
+        stops=frozenset(stops),
+        rule=options.get("rule", Rule()),
+        beams=options.get("beams"),
+        first=options.get("first", 0),
+    )
+
+
+def theirs(model, prompts, room=12, stops=(), beams: Beams | None = None):
+    """Return what transformers generates, one prompt at a time."""
+    settings = {"num_beams": 1}
+    if beams is not None:
+        settings = {
+            "num_beams": beams.count,
+            "length_penalty": beams.length_penalty,
+            "early_stopping": beams.early_stopping,
+        }
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=room,
+            eos_token_id=list(stops) or None,
+            pad_token_id=0,
+            **settings,
+        )
+        tokens = output[0, len(prompt) :].tolist()
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+        answers.append(tokens[:end])
+    return answers
