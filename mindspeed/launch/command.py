@@ -104,6 +104,7 @@ def launch(
     """Run command in nproc processes until all end; a failure or the time-out ends all of them."""
     deadline = None if timeout is None else time.monotonic() + timeout
     ranks: list[_CommandRank] = []
+    asked = False
     try:
         with _Interrupts() as interrupts, Rendezvous(host) as rendezvous, Relay() as relay:
 
@@ -120,8 +121,11 @@ def launch(
                     _follow(started, relay, all_ranks)
                 rendezvous.serve_apart()
                 return _judge(watch(ranks, pump, deadline), ranks, relay, timeout)
+            except _Interrupted:
+                asked = True
+                raise
             finally:
-                stop(ranks, pump)
+                stop(ranks, pump, patient=asked)
     except StoreLost as error:
         return Outcome(1, str(error))
     except _Interrupted as interrupt:

@@ -1,11 +1,15 @@
 """Watch ranks, find the one that failed first, explain a hang, and leave nothing running."""
 
+import logging
+import math
 import re
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
 
 # Waits up to the given seconds for the ranks' output or end, and takes in what has arrived.
 Pump = Callable[[float], None]
@@ -81,17 +85,24 @@ def dump_stacks(ranks: Sequence[Rank], pump: Pump) -> None:
     _wait(ranks, pump, _DUMP_TIME)
 
 
-def stop(ranks: Sequence[Rank], pump: Pump, grace: float = _GRACE) -> None:
-    """End every rank: politely, then, after the grace time or a second interrupt, for good."""
+def stop(ranks: Sequence[Rank], pump: Pump, patient: bool = False) -> None:
+    """End every rank: politely, then, after the grace time or a second interrupt, for good.
+
+    Patient: no time is set to ranks that do something before they end, such as save.
+    """
     try:
         running = [rank for rank in ranks if rank.exit_code() is None]
         for rank in running:
             rank.signal(signal.SIGTERM)
-        _wait(running, pump, grace)
+        _wait(running, pump, _GRACE)
+        running = [rank for rank in running if rank.exit_code() is None]
+        if running and patient:
+            logger.warning("waiting for %s to end; a second Ctrl-C kills", _names(running))
+            _wait(running, pump, math.inf)
     finally:
         for rank in ranks:
             rank.signal(signal.SIGKILL)
-        _wait(ranks, pump, grace)
+        _wait(ranks, pump, _GRACE)
 
 
 def describe_failure(failed: Rank, ranks: Sequence[Rank]) -> str:

@@ -213,6 +213,20 @@ def test_an_address_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["script.py"]
 
 
+def test_ranks_have_the_time_they_need_to_save(tmp_path: Path) -> None:
+    body = (
+        "def save(*_):\n"
+        "    time.sleep(7); open('saved', 'w'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save); open('ready', 'w'); time.sleep(1000)"
+    )
+    process = _start(tmp_path, body)
+    _until(lambda: (tmp_path / "ready").exists())
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and (tmp_path / "saved").exists()
+    assert "waiting for rank 0 to end; a second Ctrl-C kills" in err
+
+
 def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); open('deaf', 'w'); time.sleep(1000)"
     process = _start(tmp_path, body)
