@@ -1,4 +1,4 @@
-"""Warnings about Megatron's own calls into torch, which whoever runs Megatron cannot act on."""
+"""Warnings about what Megatron itself does, which whoever runs Megatron cannot act on."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ _MESSAGES = (
     r"`(load|save)_state_dict` is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
     r"`torch\.jit\.script\w*` is deprecated",
+    r"full scope is deprecated",  # Megatron warns of its own default
 )
 
 
@@ -35,4 +36,4 @@ class QuietDeprecations(Feature):
 
     def effects(self, options: Any) -> Iterator[Effect]:
         """Ignore exactly these warnings."""
-        yield Effect("torch's deprecation warnings about Megatron's calls are hidden", _ignored())
+        yield Effect("deprecation warnings about what Megatron itself does are hidden", _ignored())
