@@ -20,6 +20,7 @@ from mindspeed_llm.checkpoint.boxes import (
     volume,
     whole,
 )
+from mindspeed_llm.checkpoint.mapped_file import aligned
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Stored:
     def fill(self, target: torch.Tensor, wholes: Wholes) -> None:
         """Copy the numbers into a tensor of this shape, of any type and on any device."""
         for box, values in self.pieces(wholes):
-            target.view(self.viewed)[slices(box)].copy_(values)
+            target.view(self.viewed)[slices(box)].copy_(aligned(values))
 
 
 def gather(

@@ -7,11 +7,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 import torch
 
 from mindspeed_llm.checkpoint.assembly import Stored, Wholes
+from mindspeed_llm.checkpoint.direct_file import DirectFile
 from mindspeed_llm.checkpoint.pt_file import PtTensor, write_pt
 from mindspeed_llm.checkpoint.safetensors_file import header_bytes
 from mindspeed_llm.checkpoint.source import Source
@@ -19,8 +20,6 @@ from mindspeed_llm.checkpoint.stream import blocks, new_buffer
 
 LET_GO = 256 << 20
 """Bytes after which the memory of what has been read is given back."""
-FLUSH = 64 << 20
-"""Bytes after which a file's are sent to the disk, so that the end need not wait for all."""
 
 Blocks = Callable[[Stored, torch.dtype], Iterator[memoryview]]
 """Yields the bytes of a tensor."""
@@ -116,22 +115,15 @@ class Writer:
     def _write(self, output: Output) -> None:
         output.path.parent.mkdir(parents=True, exist_ok=True)
         buffer = new_buffer()
-        with output.path.open("xb") as file:
-            written = 0
 
-            def stream(stored: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
-                nonlocal written
-                pieces = stored.pieces(self._source.wholes)
-                for block in blocks(stored.viewed, pieces, dtype, buffer):
-                    yield block
-                    self._count(len(block))
-                    if (written := written + len(block)) > FLUSH:
-                        written = 0
-                        _start_flush(file)
+        def stream(stored: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
+            pieces = stored.pieces(self._source.wholes)
+            for block in blocks(stored.viewed, pieces, dtype, buffer):
+                yield block
+                self._count(len(block))
 
-            output.write(file, stream)
-            file.flush()
-            os.fsync(file.fileno())
+        with DirectFile(output.path) as file:
+            output.write(cast(BinaryIO, file), stream)
 
     def _count(self, size: int) -> None:
         if self._stop.is_set():
@@ -154,9 +146,3 @@ def typed(
 
 def _nbytes(stored: Stored, dtype: torch.dtype) -> int:
     return math.prod(stored.shape) * dtype.itemsize
-
-
-def _start_flush(file: BinaryIO) -> None:
-    """Let the disk begin with what has been written."""
-    file.flush()
-    os.fdatasync(file.fileno())

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from mindspeed_llm.checkpoint.boxes import Box
+from mindspeed_llm.checkpoint.mapped_file import aligned
 
 BLOCK = 8 << 20
 """Bytes that are put together at a time."""
@@ -64,7 +65,7 @@ def _rows(
         block = buffer[: (last - first) * width * dtype.itemsize].view(dtype)
         block = block.view(last - first, width)
         for (left, right), values in cut:
-            block[:, left:right].copy_(values[first:last])
+            block[:, left:right].copy_(aligned(values[first:last]))
         yield _bytes(block)
 
 

@@ -24,6 +24,13 @@ def tiled(shape, random_):
     return boxes
 
 
+def at_an_odd_address(values):
+    """Return the same numbers as they would lie in a file with a header of odd length."""
+    memory = bytearray(b"x" + values.numpy().tobytes("A"))
+    numbers = torch.frombuffer(memory, dtype=values.dtype, offset=1)
+    return numbers.as_strided(values.shape, values.stride())
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_bytes(monkeypatch, seed):
     random_ = random.Random(seed)
@@ -31,6 +38,8 @@ def test_bytes(monkeypatch, seed):
     shape = tuple(random_.randint(1, 9) for _ in range(random_.randint(1, 3)))
     whole = torch.randn(shape)
     source = whole if seed % 2 else whole.t().contiguous().t() if len(shape) == 2 else whole
+    if seed % 3 == 0:
+        source = at_an_odd_address(source)
     pieces = [(box, source[slices(box)]) for box in tiled(shape, random_)]
     dtype = random_.choice([torch.float32, torch.bfloat16])
     found = b"".join(bytes(b) for b in stream.blocks(shape, pieces, dtype, stream.new_buffer()))
