@@ -1,0 +1,61 @@
+"""Turn a GGUF file into an HF directory that can be trained: weights, config and tokenizer."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.commit import written_aside
+
+MAGIC = b"GGUF"
+
+
+def import_gguf(file: Path, folder: Path, dtype: str = "fp32", overwrite: bool = False) -> None:
+    """Write the model in `file` as an HF directory; quantised weights become plain numbers."""
+    _check(file)
+    with written_aside(folder, overwrite) as aside:
+        model, tokenizer = _read(file, dtype)
+        # transformers refuses to save what came out of a GGUF file, so its parts are saved.
+        config = model.config.to_dict()
+        config.pop("quantization_config", None)
+        type(model.config)(**config).save_pretrained(aside)
+        _save_weights(model, aside / "model.safetensors")
+        tokenizer.save_pretrained(aside)
+
+
+def _check(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(len(MAGIC))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
+    if start != MAGIC:
+        raise ConfigError(f"{file}: is not a GGUF file: it begins with {start!r}, not {MAGIC!r}")
+
+
+def _read(file: Path, dtype: str) -> tuple[Any, Any]:
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("gguf").setLevel(logging.ERROR)
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=kind)
+    except (ValueError, KeyError, IndexError, OSError, NotImplementedError) as error:
+        raise ConfigError(f"{file}: transformers cannot read it: {error}") from None
+    return model, tokenizer
+
+
+def _save_weights(model: Any, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
