@@ -7,6 +7,7 @@ import fnmatch
 import json
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,27 +37,27 @@ class Recorder:
     """A pytest plugin: which tests to run, and one line of JSON for each event of them."""
 
     log: Path
-    chosen: Sequence[str] | None
-    """The tests to run by name, or all."""
-    left_out: Sequence[str]
-    """Patterns of tests not to run."""
+    chosen: Sequence[str]
+    """The tests to run by name; none means all."""
+    left_out: Mapping[str, str]
+    """Patterns of tests not to run, each with its reason."""
     _phases: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         """Keep the chosen tests; note the ones left out."""
+        chosen = set(self.chosen)
+        kept = []
         for item in items:
-            pattern = next((each for each in self.left_out if matches(item.nodeid, each)), None)
-            if pattern is not None:
-                self._write(test=item.nodeid, outcome="left out", cause=pattern)
-        chosen = None if self.chosen is None else set(self.chosen)
-        items[:] = [
-            item
-            for item in items
-            if (chosen is None or item.nodeid in chosen)
-            and not any(matches(item.nodeid, each) for each in self.left_out)
-        ]
-        for item in items:
-            self._write(test=item.nodeid, outcome="waiting")
+            test = item.nodeid
+            if chosen and test not in chosen:
+                continue
+            reason = reason_to_leave_out(test, self.left_out)
+            if reason is None:
+                kept.append(item)
+                self._write(test=test, outcome="waiting")
+            else:
+                self._write(test=test, outcome="left out", cause=reason)
+        items[:] = kept
 
     def pytest_collectreport(self, report: Any) -> None:
         """Note a file that cannot be imported, or skips itself as a whole."""
@@ -98,6 +99,11 @@ def matches(test: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
+def reason_to_leave_out(test: str, left_out: Mapping[str, str]) -> str | None:
+    """Return the reason of the first pattern that the test's name matches."""
+    return next((why for each, why in left_out.items() if matches(test, each)), None)
+
+
 def preload() -> None:
     """Import once, before the fork, what every rank needs."""
     import importlib
@@ -106,14 +112,16 @@ def preload() -> None:
         importlib.import_module(name)
 
 
-def become(environment: Mapping[str, str], output: Path, parent: int) -> None:
+def become(environment: Mapping[str, str], log: Path, parent: int) -> None:
     """Turn a fresh fork into a rank of its own: environment, output, stacks on SIGABRT."""
     die_with_parent(parent)()
-    os.environ.update(environment)
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.environ.update(environment, TMPDIR=str(log.parent))
+    tempfile.tempdir = None
+    descriptor = os.open(log.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable(file=2)
+    log.touch()
     from mindspeed import device
 
     device.current().set_index(int(environment["LOCAL_RANK"]))
@@ -173,6 +181,8 @@ def run_file(file: str, recorder: Recorder) -> int:
     sys.argv = [sys.argv[0]]  # Megatron's parse_args reads it in some tests
     options = ["-p", "mindspeed.megatron_adaptor", "-p", "no:cacheprovider", "-p", "no:randomly"]
     options += ["-o", "addopts=", "-q", "-s", "-W", "ignore", "--tb=short"]
+    # Ranks of one run share the folder above this one, other runs have their own.
+    options += ["--basetemp", str(recorder.log.with_suffix(".tmp"))]
     return int(pytest.main([*options, file], plugins=[recorder]))
 
 

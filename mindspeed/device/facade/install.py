@@ -13,6 +13,7 @@ from mindspeed.device.facade import (
     cuda_calls,
     gloo_device,
     groups,
+    host_draws,
     moves,
     noise,
     tensors,
@@ -21,7 +22,17 @@ from mindspeed.device.facade import (
 if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
 
-_PARTS = (compilation, cuda_calls, tensors, moves, groups, gloo_device, collectives, noise)
+_PARTS = (
+    compilation,
+    cuda_calls,
+    tensors,
+    moves,
+    host_draws,
+    groups,
+    gloo_device,
+    collectives,
+    noise,
+)
 _ABSENT = object()
 
 

@@ -260,3 +260,10 @@ def test_memory_is_reported_in_the_keys_that_megatron_reads(facade):
 def test_sensors_of_a_gpu_read_zero(facade):
     sensors = (torch.cuda.temperature, torch.cuda.power_draw, torch.cuda.utilization)
     assert [sensor() for sensor in (*sensors, torch.cuda.clock_rate)] == [0] * 4
+
+
+def test_a_data_loader_leaves_the_generator_of_the_device_alone(facade):
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    assert [int(item) for item in torch.utils.data.DataLoader(range(3))] == [0, 1, 2]
+    assert torch.equal(torch.cuda.get_rng_state(), before)

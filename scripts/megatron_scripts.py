@@ -1,0 +1,201 @@
+"""Run the pretraining scripts of a Megatron-LM checkout on cpu, with the one line added.
+
+    python scripts/megatron_scripts.py CHECKOUT --output table.md
+
+Each case trains 20 iterations, saves at the 10th, and goes on from there in a second run that has
+to print the same losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LINE = "import mindspeed.megatron_adaptor"
+ITERATION = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)")
+MODEL = """
+    --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --micro-batch-size 2
+    --global-batch-size 8 --train-iters 20 --lr 1e-3 --lr-decay-style constant --log-interval 1
+    --eval-iters 1 --eval-interval 1000 --num-workers 0 --seed 7 --save-interval 10
+"""
+MOCK_DATA = """
+    --num-layers 4 --seq-length 32 --mock-data --tokenizer-type NullTokenizer --vocab-size 4991
+"""
+WORDS = """
+    --seq-length 32 --tokenizer-type BertWordPieceLowerCase --split 90,5,5
+    --data-path {folder}/words --vocab-file {folder}/words.txt --data-cache-path {folder}/cache
+"""
+T5 = """
+    --encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 32 --decoder-seq-length 16
+    --kv-channels 16 --ffn-hidden-size 128 --vocab-extra-ids 50
+"""
+MAMBA = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to start a script."""
+
+    name: str
+    ranks: int
+    arguments: str
+    script: str = "pretrain_gpt.py"
+
+
+TWO_STAGES = "--pipeline-model-parallel-size 2"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+CASES = (
+    Case("TE spec", 1, f"{MOCK_DATA} --transformer-impl transformer_engine"),
+    Case("local spec", 1, f"{MOCK_DATA} --transformer-impl local"),
+    Case("bf16", 1, f"{MOCK_DATA} --bf16"),
+    Case("`torch` checkpoint", 1, f"{MOCK_DATA} --ckpt-format torch"),
+    Case("TP 2", 2, f"{MOCK_DATA} --tensor-model-parallel-size 2"),
+    Case("PP 2", 2, f"{MOCK_DATA} {TWO_STAGES}"),
+    Case(
+        "TP 2, PP 2, SP",
+        4,
+        f"{MOCK_DATA} --tensor-model-parallel-size 2 {TWO_STAGES} --sequence-parallel",
+    ),
+    Case("PP 2, VPP 2", 2, f"{MOCK_DATA} {TWO_STAGES} --num-layers-per-virtual-pipeline-stage 1"),
+    Case("MoE, EP 2", 2, f"{MOCK_DATA} --expert-model-parallel-size 2 {EXPERTS}"),
+    Case(
+        "MoE, EP 2, grouped, bf16",
+        2,
+        f"{MOCK_DATA} --expert-model-parallel-size 2 {EXPERTS} --moe-grouped-gemm"
+        " --disable-bias-linear --bf16",
+    ),
+    Case(
+        "distributed optimizer, overlaps",
+        2,
+        f"{MOCK_DATA} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    Case(
+        "`--optimization-level 2`",
+        1,
+        f"{MOCK_DATA} --swiglu --use-fused-swiglu --optimization-level 2",
+    ),
+    Case("BERT", 1, f"{WORDS} --num-layers 2", "pretrain_bert.py"),
+    Case("T5", 1, f"{WORDS} {T5}", "pretrain_t5.py"),
+    Case("Mamba", 1, f"{MOCK_DATA} {MAMBA} --hybrid-override-pattern MMMM", "pretrain_mamba.py"),
+)
+
+
+def main() -> int:
+    """Run the cases and print a table of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="folder of Megatron-LM")
+    parser.add_argument("--output", type=Path, help="file for the table")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the cases")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
+    options = parser.parse_args()
+    rows = [
+        "| case | ranks | loss 1 | loss 20 | from the save on |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    print("\n".join(rows))
+    for case in CASES:
+        if any(part in case.name for part in options.only):
+            rows.append(row(case, options.checkout.resolve(), options.timeout))
+            print(rows[-1], flush=True)
+    if options.output:
+        options.output.write_text("\n".join([*rows, ""]))
+    return 0
+
+
+def row(case: Case, checkout: Path, timeout: float) -> str:
+    """Train, go on from the save, and say how that went."""
+    start = f"| {case.name} | {case.ranks} |"
+    with tempfile.TemporaryDirectory(prefix="megatron_scripts_") as name:
+        folder = Path(name)
+        runs = Runs(case, checkout, folder, timeout)
+        if "{folder}" in case.arguments:
+            runs.python("-c", WRITE_WORDS, str(folder))
+        whole, said = runs.losses()
+        if 20 not in whole:
+            return f"{start} | | {said} |"
+        (folder / "saved" / "latest_checkpointed_iteration.txt").write_text("10")
+        rest, said = runs.losses()
+        if rest:
+            expected = {step: loss for step, loss in whole.items() if step > 10}
+            said = "the same losses" if rest == expected else f"other losses: {rest}"
+        return f"{start} {float(whole[1]):.4f} | {float(whole[20]):.4f} | {said} |"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one case, which share a folder."""
+
+    case: Case
+    checkout: Path
+    folder: Path
+    timeout: float
+
+    def losses(self) -> tuple[dict[int, str], str]:
+        """Run the script; return its losses by iteration and, if it failed, its last words."""
+        script = self.folder / self.case.script
+        script.write_text("".join(with_line(self.checkout / self.case.script)))
+        arguments = shlex.split((MODEL + self.case.arguments).format(folder=self.folder))
+        saved = ["--save", str(self.folder / "saved"), "--load", str(self.folder / "saved")]
+        launcher = ["-m", "mindspeed", "run", "--all-ranks", "--nproc", str(self.case.ranks)]
+        limit = ["--timeout", str(self.timeout)]
+        result = self.python(*launcher, *limit, str(script), *arguments, *saved)
+        found = {int(step): loss for step, loss in ITERATION.findall(result.stdout)}
+        errors = re.findall(r"^(?:\[[^]]*\] ?:?)?\s*(\w+Error: .*)$", result.stdout, re.M)
+        return found, errors[-1][:200] if errors else f"exit code {result.returncode}"
+
+    def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Start Python with the checkout in its path, out of the checkout's own folder."""
+        paths = [str(self.checkout), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", *arguments],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+
+def with_line(script: Path) -> Iterator[str]:
+    """Yield the lines of a script with ours under `import torch`."""
+    for line in script.read_text().splitlines(keepends=True):
+        yield line
+        if line.strip() == "import torch":
+            yield f"{LINE}\n"
+
+
+WRITE_WORDS = """
+import sys, numpy, torch
+import mindspeed.megatron_adaptor
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+folder = sys.argv[1]
+words = [a + b for a in "abcd" for b in "abcdefghijklmnopqrstuvwxyz"][:91]
+with open(folder + "/words.txt", "w") as vocabulary:
+    vocabulary.write("\\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+draw = numpy.random.default_rng(0)
+builder = IndexedDatasetBuilder(folder + "/words.bin", dtype=numpy.uint16)
+for _ in range(200):
+    starts = draw.integers(5, 85, size=4)
+    sentences = [torch.arange(start, start + draw.integers(6, 12)) for start in starts]
+    builder.add_document(torch.cat(sentences), [len(sentence) for sentence in sentences])
+builder.finalize(folder + "/words.idx")
+"""
+"""Documents of a few sentences over a small vocabulary, for the scripts that take no mock data."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

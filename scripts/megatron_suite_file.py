@@ -1,0 +1,257 @@
+"""One test file of Megatron: its ranks, their time-outs, and one result for each test."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_suite_rank import Recorder, become, reason_to_leave_out, run_file
+
+Results = dict[str, dict[str, Any]]
+ORDER = ("failed", "running", "waiting", "skipped", "passed", "left out")
+"""From bad to good: the worst answer of the ranks is the answer."""
+_STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a test may take, alone and after another rank has failed in it."""
+
+    test: float
+    deadline: float
+    """The time at which everything stops."""
+    after_failure: float = 15.0
+    start: float = 240.0
+
+
+def is_finished(results: Results | None, sizes: Sequence[int]) -> bool:
+    """Say whether no test of a file is left to try at any size."""
+    return results is not None and not any(
+        _may_pass(had, size) for had in results.values() for size in sizes
+    )
+
+
+def run_at_each_size(
+    file: str, sizes: Sequence[int], left_out: Mapping[str, str], limits: Limits, results: Results
+) -> tuple[Results, float]:
+    """Run a file with each number of ranks, each time the tests that have not passed yet."""
+    started = time.time()
+    for size in sizes:
+        chosen = [test for test, had in results.items() if _may_pass(had, size)]
+        if time.time() > limits.deadline:
+            break
+        if results and not chosen:
+            continue
+        for test, new in run_in_rounds(file, size, chosen, left_out, limits).items():
+            had = results.setdefault(test, {"outcome": "waiting", "tried": []})
+            if new["outcome"] == "waiting":
+                continue
+            reason = reason_to_leave_out(test, left_out)  # also of a file that cannot be imported
+            if reason is not None:
+                new = {"outcome": "left out", "cause": reason}
+            tried = [*had["tried"], size]
+            if ORDER.index(new["outcome"]) >= ORDER.index(had["outcome"]) or not had["tried"]:
+                results[test] = had = {**new, "ranks": size}
+            had["tried"] = tried
+    return results, time.time() - started
+
+
+def _may_pass(had: dict[str, Any], size: int) -> bool:
+    """Say whether a test that did not pass could do so with this number of ranks."""
+    if had["outcome"] in ("passed", "left out") or size in had["tried"]:
+        return False
+    asked = re.search(r"world_size \(\d+\) is not divisible by \D*(\d+)", had.get("cause", ""))
+    return asked is None or size % int(asked[1]) == 0
+
+
+def run_in_rounds(
+    file: str, size: int, chosen: list[str], left_out: Mapping[str, str], limits: Limits
+) -> Results:
+    """Run a file to its end: after a hang or a crash go on with the tests behind it."""
+    results: Results = {}
+    while True:
+        done = run_once(file, size, chosen, left_out, limits)
+        results.update(done)
+        if time.time() > limits.deadline:
+            return results
+        chosen = [test for test, result in done.items() if result["outcome"] == "waiting"]
+        if not chosen:
+            return results
+        if len(chosen) == len(done):
+            for test in chosen:
+                results[test] = {"outcome": "failed", "cause": "the file never started"}
+            return results
+
+
+def run_once(
+    file: str, size: int, chosen: list[str], left_out: Mapping[str, str], limits: Limits
+) -> Results:
+    """Fork the ranks, watch their logs, end them all when one test takes too long."""
+    with (
+        tempfile.TemporaryDirectory(prefix="megatron_suite_", ignore_cleanup_errors=True) as folder,
+        own_port() as port,
+    ):
+        logs = [Path(folder, f"{rank}.jsonl") for rank in range(size)]
+        recorders = [Recorder(log, chosen, left_out) for log in logs]
+        ranks = [_fork(file, rank, port, recorders) for rank in range(size)]
+        reason = _watch(ranks, logs, limits)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank, signal.SIGKILL)
+        for rank in ranks:
+            with suppress(ChildProcessError):
+                os.waitpid(rank, 0)
+        return _join(file, logs, reason)
+
+
+@contextmanager
+def own_port() -> Iterator[int]:
+    """Lend a port that no other run gets, because its even neighbour is held meanwhile."""
+    # Below the range from which the system serves those who ask for any port.
+    for port in random.sample(range(12000, 32000, 2), 10000):
+        with socket.socket() as claim:
+            try:
+                claim.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            yield port + 1
+            return
+    raise RuntimeError("all ports from 12000 to 32000 are in use: stop what uses them")
+
+
+def _fork(file: str, rank: int, port: int, recorders: Sequence[Recorder]) -> int:
+    parent = os.getpid()
+    process = os.fork()
+    if process:
+        return process
+    os.setsid()
+    status = 1
+    try:
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(recorders)),
+            "LOCAL_WORLD_SIZE": str(len(recorders)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        become(environment, recorders[rank].log, parent)
+        status = run_file(file, recorders[rank])
+    finally:
+        os._exit(status)
+
+
+def _watch(ranks: list[int], logs: list[Path], limits: Limits) -> str:
+    """Wait for the ranks; return why they had to be stopped, or nothing."""
+    running = set(ranks)
+    size, since = -1, time.time()
+    while running:
+        time.sleep(0.1)
+        for rank in list(running):
+            ended, _ = os.waitpid(rank, os.WNOHANG)
+            running -= {ended}
+        written = sum(log.stat().st_size for log in logs if log.exists())
+        if written != size:
+            size, since = written, time.time()
+        if time.time() > limits.deadline:
+            return _STOPPED
+        limit = limits.test if written else limits.start
+        if len(running) < len(ranks) or _one_failed(logs):
+            limit = min(limit, limits.after_failure)
+        if running and time.time() - since > limit:
+            for rank in running:
+                os.kill(rank, signal.SIGABRT)
+            time.sleep(0.5)
+            return f"no end after {limit:.0f} s"
+    return ""
+
+
+def _one_failed(logs: list[Path]) -> bool:
+    """Say whether a rank has failed in the test that another one still runs."""
+    events = [_last(log) for log in logs]
+    running = {event["test"] for event in events if event.get("outcome") == "running"}
+    return any(
+        event.get("outcome") == "failed" and event.get("test") in running for event in events
+    )
+
+
+def _last(log: Path) -> dict[str, Any]:
+    lines = log.read_text().splitlines() if log.exists() else []
+    with suppress(ValueError, IndexError):
+        event: dict[str, Any] = json.loads(lines[-1])
+        return event
+    return {}
+
+
+def _join(file: str, logs: list[Path], reason: str) -> Results:
+    """Make one result of what all ranks have said."""
+    results: Results = {}
+    for log in logs:
+        for test, result in _said(file, log).items():
+            if result["outcome"] == "running" and reason == _STOPPED:
+                result["outcome"] = "waiting"
+            elif result["outcome"] == "running":
+                where = _stack(log.with_suffix(".out"))
+                result.update(outcome="failed", cause=f"{reason or 'the process died'}{where}")
+            had = results.setdefault(test, result)
+            if _gravity(result) < _gravity(had):
+                results[test] = result
+    if results or reason == _STOPPED:
+        return results
+    silent = {"outcome": "failed", "cause": reason or "the process died before the first test"}
+    return {name: dict(silent) for name in _tests_in(file)}
+
+
+def _gravity(result: dict[str, Any]) -> tuple[int, bool]:
+    """Order results from bad to good; a rank that only waited for another one says least."""
+    return ORDER.index(result["outcome"]), _is_echo(result.get("cause", ""))
+
+
+def _is_echo(cause: str) -> bool:
+    return "onnection closed by peer" in cause or "no end after" in cause
+
+
+def _said(file: str, log: Path) -> Results:
+    """Return the last word of one rank about each test."""
+    said: Results = {}
+    for line in log.read_text().splitlines() if log.exists() else []:
+        event = json.loads(line)
+        if "file" in event:
+            del event["file"]
+            said |= {name: dict(event) for name in _tests_in(file)}
+        else:
+            said[event.pop("test")] = event
+    return said
+
+
+def _stack(output: Path) -> str:
+    """Name the innermost Megatron line of the stacks that a killed rank wrote."""
+    for line in output.read_text(errors="replace").splitlines():
+        if line.startswith("  File") and ("/megatron/" in line or "/unit_tests/" in line):
+            return " in" + line.strip().removeprefix("File").replace(str(Path.cwd()) + "/", "")
+    return ""
+
+
+def _tests_in(file: str) -> list[str]:
+    """List the test functions of a file that cannot be imported."""
+    names = []
+    for node in ast.parse(Path(file).read_text()).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
+        for each in inside:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                names += [f"{file}::{prefix}{each.name}"] if each.name.startswith("test") else []
+    return names
