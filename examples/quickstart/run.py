@@ -17,7 +17,7 @@ OUT = "out/quickstart"
 
 def blocks(page: str) -> list[tuple[str, str]]:
     """Return the bash blocks of a page, each with the title above it."""
-    parts = re.findall(r"^## (.*)\n|^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    parts = re.findall(r"^## ([^\n]*)\n|^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     found, title = [], ""
     for heading, commands in parts:
         title = heading or title

@@ -23,7 +23,7 @@ def avoid_trapping_amx() -> None:
         return
     os.environ[_SWITCH] = _WITHOUT_AMX
     _bf16_product()  # oneDNN reads the switch now, and stays so whatever becomes of the variable
-    logger.info("AMX is advertised but traps here; set %s=%s", _SWITCH, _WITHOUT_AMX)
+    logger.debug("AMX is advertised but traps here; set %s=%s", _SWITCH, _WITHOUT_AMX)
 
 
 def _claims_amx() -> bool:

@@ -40,14 +40,6 @@ def test_a_shown_command_works(page, command, tmp_path):
     assert done.stdout
 
 
-def test_the_quickstart_command_is_the_one_that_is_tested():
-    recipe = re.search(
-        r"^quickstart: setup\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
-    )
-    words = shlex.split(recipe[1])[1:]
-    assert words[:3] == ["run", "--nproc", "2"] and (ROOT / words[3]).is_file()
-
-
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_named_files_exist(page):
     text = page.read_text()
