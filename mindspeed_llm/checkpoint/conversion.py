@@ -43,6 +43,7 @@ class Converted:
 
 def convert(options: ConvertOptions, progress: Progress | None = None) -> Converted:
     """Read --load-dir and write --save-dir; nothing appears there unless all of it does."""
+    _check_given(options)
     found = detect(options.load_dir)
     if (found.kind == "hf") != (options.load_model_type == "hf"):
         is_hf = "an HF model" if found.kind == "hf" else "a Megatron checkpoint"
@@ -54,6 +55,15 @@ def convert(options: ConvertOptions, progress: Progress | None = None) -> Conver
             raise ConfigError("--load-model-type hf and --save-model-type hf: one must be mg")
         return _to_hf(options, found, progress)
     return _to_mcore(options, found, progress)
+
+
+def _check_given(options: ConvertOptions) -> None:
+    for flag, path in (("--load-dir", options.load_dir), ("--save-dir", options.save_dir)):
+        if not path or "\0" in path:
+            raise ConfigError(f"{flag} {'is no path' if path else 'is missing'}: give a directory")
+    if options.make_vocab_size_divisible_by < 1:
+        given = options.make_vocab_size_divisible_by
+        raise ConfigError(f"--make-vocab-size-divisible-by {given}: it must be at least 1")
 
 
 def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
@@ -107,9 +117,6 @@ def _requested_layout(options: ConvertOptions, source: Source) -> Layout:
         layer_list=options.num_layer_list,
         noop_layers=options.noop_layers,
     )
-    if options.make_vocab_size_divisible_by < 1:
-        given = options.make_vocab_size_divisible_by
-        raise ConfigError(f"--make-vocab-size-divisible-by {given}: it must be at least 1")
     return request.layout(source.shape)
 
 

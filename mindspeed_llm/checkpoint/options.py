@@ -16,9 +16,9 @@ class ConvertOptions(Options):
     """What is read: hf is an HF directory, mg a Megatron checkpoint of any layout."""
     save_model_type: Literal["hf", "mg"] = "mg"
     """What is written: hf is an HF directory, mg an mcore checkpoint."""
-    load_dir: str
+    load_dir: str = ""
     """Directory that is read."""
-    save_dir: str
+    save_dir: str = ""
     """Directory that is written. If it is an HF model itself, hf goes to its folder mg2hf."""
     model_type_hf: str | None = None
     """Family of the model. Its config.json knows better; this counts where that is silent."""

@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any
 
-from mindspeed.config import add_flags, from_namespace
 from mindspeed_llm.checkpoint import ConvertOptions
+from mindspeed_llm.cli.config_file import add_options, read_options
 from mindspeed_llm.cli.progress import ByteProgress
 
 
@@ -18,13 +18,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="convert weights between HF and Megatron, and between parallel layouts",
         allow_abbrev=False,
     )
-    add_flags(parser, ConvertOptions)
+    add_options(parser, ConvertOptions)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert, with a progress bar, and say what was written."""
-    options = from_namespace(ConvertOptions, args)
+    options = read_options(args, ConvertOptions)
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     from mindspeed_llm.checkpoint.conversion import convert
 

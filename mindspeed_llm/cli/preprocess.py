@@ -5,7 +5,8 @@ import logging
 import sys
 from typing import Any
 
-from mindspeed.config import ConfigError, add_flags, from_namespace, load_yaml
+from mindspeed.config import ConfigError
+from mindspeed_llm.cli.config_file import add_options, read_options
 from mindspeed_llm.cli.progress import ByteProgress
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.summary import Summary
@@ -18,19 +19,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "preprocess", help="turn data files into token files for training", allow_abbrev=False
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
-    add_flags(parser, PreprocessOptions)
-    for action in parser._actions:
-        if action.dest in PreprocessOptions.model_fields:
-            action.default = argparse.SUPPRESS  # what is not given leaves room for the file
+    add_options(parser, PreprocessOptions)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Preprocess, or merge, and say what became of the records."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, stream=sys.stderr)
-    defaults = load_yaml(args.config, PreprocessOptions) if args.config else None
-    options = from_namespace(PreprocessOptions, args, defaults)
+    options = read_options(args, PreprocessOptions)
     if options.merge_group_keys:
         from mindspeed_llm.data.merge import merge_groups
 
