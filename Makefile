@@ -8,14 +8,15 @@ OLDEST_VERSION := $(shell $(PYTHON) -c 'import sys; print("0.14.0" if sys.versio
 OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
 # The tests of mindspeed itself have to pass on every supported megatron-core; these are the others.
-LLM_TESTS := tests/unit/mindspeed_llm $(addprefix tests/distributed/test_,sft.py raw_data.py family_logits.py \
+LLM_TESTS := tests/unit/mindspeed_llm $(addprefix tests/distributed/test_,sft.py raw_data.py lora.py \
+	async_save.py drill.py family_logits.py \
 	smollm2_logits.py training_checkpoint.py generation.py) $(addprefix tests/e2e/test_,convert.py convert_page.py \
 	posttrain.py preprocess.py smollm2_chat.py)
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup quickstart test check clean
+.PHONY: setup quickstart test check drill clean
 
 setup: $(STAMP) $(OLDEST)/.installed
 
@@ -38,6 +39,9 @@ quickstart: setup
 test: setup
 	$(BIN)/python -m pytest
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(addprefix --ignore=,$(LLM_TESTS))
+
+drill: setup  # about five minutes
+	$(BIN)/python -m tests.drill
 
 check: setup
 	$(BIN)/ruff check .

@@ -24,6 +24,8 @@ from mindspeed_llm.models.table import Weight
 PARTS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 """Beginnings of the names of weights; others belong to the optimizer and the training."""
 PREFIXES = ("", "model.", "module.", "model.module.")
+ADAPTERS = "_lora"
+"""Behind the name of a layer, the name of its LoRA adapters."""
 LARGEST_DESCRIPTION = 1 << 20
 
 
@@ -45,8 +47,33 @@ def open_dcp(folder: Path, shape: ModelShape) -> Source:
     return Source(shape, found, files.opened())
 
 
+def read_adapters(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the adapters of an iteration, by the names that single layers give them."""
+    files, found = _Files(folder), {}
+    for name, tensor in _model_tensors(read_metadata(folder)).items():
+        if not _is_adapter(name):
+            continue
+        values = torch.empty(tensor.shape, dtype=files.values(tensor.chunks[0]).dtype)
+        for part in _parts(tensor, (), files):
+            values[slices(part.place)] = part.values
+        start, _, rest = name.partition(".layers.")
+        if rest.partition(".")[0].isdigit():
+            found[name] = values
+        else:  # all layers in one tensor
+            found |= {f"{start}.layers.{i}.{rest}": one for i, one in enumerate(values)}
+    return found
+
+
 def _weights_only(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Return the weights without the prefix that wrappers give their names."""
+    return {n: t for n, t in _model_tensors(tensors).items() if not _is_adapter(n)}
+
+
+def _is_adapter(name: str) -> bool:
+    return f"{ADAPTERS}." in name
+
+
+def _model_tensors(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
+    """Return what belongs to the model without the prefix that wrappers give the names."""
     for prefix in PREFIXES:
         starts = tuple(prefix + part for part in PARTS)
         found = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(starts)}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.adapters import merged
 from mindspeed_llm.checkpoint.dcp_source import open_dcp
 from mindspeed_llm.checkpoint.detection import HF_FOLDER, Found
 from mindspeed_llm.checkpoint.hf_source import open_hf
@@ -26,7 +27,7 @@ def open_source(
     if shape is None:
         shape = read_shape(configs or config_folder(found), named=named)
     if found.kind == "torch_dist":
-        return open_dcp(found.folder, shape)
+        return merged(open_dcp(found.folder, shape), found.folder)
     return open_mcore(found.folder, shape, noop_layers)
 
 

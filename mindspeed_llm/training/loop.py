@@ -12,6 +12,7 @@ import yaml
 from mindspeed_llm.checkpoint.commit import write_file
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.data.stream import MicroBatches, SampleStream
+from mindspeed_llm.training.bar import StepBar
 from mindspeed_llm.training.checkpoint import Progress
 from mindspeed_llm.training.log import TrainingLog
 from mindspeed_llm.training.schedule import make_schedule
@@ -51,35 +52,48 @@ class Loop:
         self._schedule = make_schedule(options, self.steps)
         self._stepper = Stepper(training.wrapped, training.optimizer, forward_step, options, layout)
         self._log = self._make_log()
+        self._bar = StepBar(self.steps, is_writer=layout.rank == 0)
 
     def run(self) -> Progress:
         """Train to the end, or until asked to stop; return how far it came."""
-        options = self._setup.options
         progress = self._training.progress
         self._write_run_files()
         self._log.begin(progress.iteration)
-        saved, bad = progress.iteration, 0
-        with StopRequest() as request:
-            while progress.iteration < self.steps:
-                progress, result = self._step(progress, request.came)
-                bad = 0 if result.is_finite else bad + 1
-                if bad >= options.max_nan_iterations:
-                    raise NotANumber(self._trouble(progress, bad))
-                began = time.perf_counter()
-                is_due = bool(options.save_interval) and not (
-                    progress.iteration % (options.save_interval or 1)
-                )
-                if is_due or result.is_asked_to_stop or progress.iteration == self.steps:
-                    self._save(progress)
-                    saved = progress.iteration
-                self._evaluate_if_due(progress)
-                self._log.leave_out(time.perf_counter() - began)
-                if result.is_asked_to_stop:
-                    break
+        self._bar.begin(progress.iteration)
+        try:
+            with StopRequest() as request:
+                progress = self._steps(progress, request)
+                self._training.checkpoints.finish()
+        finally:
+            self._bar.end()
         if progress.iteration < self.steps:
-            kept = f"saved in {options.save}" if options.save else "nothing saved: no --save"
-            logger.info("asked to stop after iteration %d; %s", saved, kept)
+            save = self._setup.options.save
+            kept = f"saved in {save}" if save else "nothing saved: no --save"
+            logger.info("asked to stop after iteration %d; %s", progress.iteration, kept)
         return progress
+
+    def _steps(self, progress: Progress, request: StopRequest) -> Progress:
+        bad = 0
+        while progress.iteration < self.steps:
+            progress, result = self._step(progress, request.came)
+            began = time.perf_counter()
+            self._training.checkpoints.poll()
+            bad = 0 if result.is_finite else bad + 1
+            if bad >= self._setup.options.max_nan_iterations:
+                self._training.checkpoints.finish()
+                raise NotANumber(self._trouble(progress, bad))
+            if self._is_save_due(progress.iteration) or result.is_asked_to_stop:
+                self._save(progress)
+            self._evaluate_if_due(progress)
+            for shown in (self._log, self._bar):
+                shown.leave_out(time.perf_counter() - began)
+            if result.is_asked_to_stop:
+                break
+        return progress
+
+    def _is_save_due(self, iteration: int) -> bool:
+        interval = self._setup.options.save_interval
+        return iteration == self.steps or bool(interval) and iteration % interval == 0
 
     def _step(self, progress: Progress, stop: bool) -> tuple[Progress, Any]:
         iteration = progress.iteration + 1
@@ -89,6 +103,7 @@ class Loop:
         result = self._stepper.train(batches, self._sizes, stop)
         consumed = progress.consumed_samples + self._setup.layout.global_batch
         self._log.add(iteration, consumed, rate, result)
+        self._bar.add(iteration, result)
         return self._progress(iteration, consumed), result
 
     def _batches(self, stream: SampleStream, consumed: int) -> Callable[[], Iterator[Any]]:
@@ -123,17 +138,19 @@ class Loop:
 
     def _progress(self, iteration: int, consumed: int) -> Progress:
         has_optimizer = not self._setup.options.no_save_optim
-        shape = self._setup.shape.model_dump(mode="json")
-        return Progress(iteration, consumed, self._train.fingerprint, has_optimizer, shape)
+        shape, lora = self._setup.shape.model_dump(mode="json"), self._setup.lora
+        adapters = lora.as_peft() if lora is not None else {}
+        data = self._train.fingerprint
+        return Progress(iteration, consumed, data, has_optimizer, shape, adapters)
 
     def _save(self, progress: Progress) -> None:
         options = self._setup.options
         if options.overlap_param_gather:  # updated weights may still be on their way
             for chunk in self._training.wrapped:
                 chunk.start_param_sync(force_sync=True)
-        folder = self._training.checkpoints.save(progress, keep_last=options.keep_last)
-        if folder is not None:
-            logger.info("saved iteration %d in %s", progress.iteration, folder)
+        self._training.checkpoints.save(
+            progress, keep_last=options.keep_last, in_background=options.async_save
+        )
 
     def _make_log(self) -> TrainingLog:
         options, layout = self._setup.options, self._setup.layout

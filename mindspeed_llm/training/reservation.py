@@ -23,6 +23,8 @@ class Reservation:
         for _ in range(TRIES):
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Writers that outlive a killed run must not keep the next one waiting.
+                os.register_at_fork(after_in_child=self._file.close)
                 return
             except BlockingIOError:
                 time.sleep(PAUSE)  # a run that was just killed may need a moment to end

@@ -14,6 +14,8 @@ from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training import checkpoint, model
 from mindspeed_llm.training.checkpoint import Checkpoints, Progress
+from mindspeed_llm.training.lora import add_adapters
+from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.reservation import Reservation
@@ -32,6 +34,8 @@ class Setup:
     layout: Layout
     vocab_size: int
     config: Any
+    lora: LoraPlan | None
+    """The adapters to train, if not the weights."""
     reservation: Reservation | None
     """The first rank's hold on --save."""
 
@@ -53,11 +57,14 @@ def prepare(options: TrainOptions) -> Setup:
     reservation = Reservation(options.save) if options.save and is_first else None
     resumed = _resumed(options)
     shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
+    lora = plan_lora(options, shape)
+    if resumed is not None:
+        check_same(lora, checkpoint.read_progress(resumed).lora)
     layout = plan_layout(options, shape)
     vocab_size = vocabulary(options, shape)
     join(options, layout)
     config = model.make_config(options, shape, layout)
-    return Setup(options, shape, folder, layout, vocab_size, config, reservation)
+    return Setup(options, shape, folder, layout, vocab_size, config, lora, reservation)
 
 
 def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
@@ -74,6 +81,8 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
 
         load_weights(chunks, options.load, shape=setup.shape, noop_layers=options.noop_layers)
         logger.info("weights from %s", options.load)
+    if setup.lora is not None:
+        add_adapters(chunks, setup.lora, setup.shape, options)
     wrapped = model.wrap(chunks, setup.config, options)
     optimizer = model.make_optimizer(wrapped, options)
     model.connect(setup.config, wrapped, optimizer, options)

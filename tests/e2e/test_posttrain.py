@@ -16,6 +16,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
     VOCABULARY,
     make_model,
     make_samples,
+    read_checkpoint,
     read_losses,
     write_samples,
 )
@@ -57,19 +58,6 @@ def _run(script: str, *flags: str, nproc: int = 1) -> tuple[int, str]:
     return process.returncode, output
 
 
-def _weights(saved: Path) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from mindspeed_llm.checkpoint import detect
-    from mindspeed_llm.checkpoint.dcp_metadata import read_metadata
-
-    folder = detect(saved).folder
-    tensors = {n: torch.empty(t.shape) for n, t in read_metadata(folder).items()}
-    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
-    return tensors
-
-
 def _wait_for(log: Path, lines: int, process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + PATIENCE
     while not (log.is_file() and log.read_text().count("\n") >= lines):
@@ -94,7 +82,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(inputs: list[str], tmp_path: Path
     code, output = _run("posttrain_gpt.py", *flags, "--save", str(broken), nproc=2)
     assert code == 0 and "going on after iteration" in output, output
     assert read_losses(str(broken / "log.jsonl")) == read_losses(str(whole / "log.jsonl"))
-    expected, found = _weights(whole), _weights(broken)
+    expected, found = read_checkpoint(whole), read_checkpoint(broken)
     assert expected.keys() == found.keys() and any("exp_avg" in name for name in found)
     for name, values in expected.items():
         assert torch.equal(values, found[name]), name

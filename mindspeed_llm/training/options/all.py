@@ -5,6 +5,7 @@ from pydantic import create_model
 from mindspeed.features.registry import registry
 from mindspeed_llm.training.options.accepted import AcceptedOptions
 from mindspeed_llm.training.options.data import DataOptions, RawOptions
+from mindspeed_llm.training.options.lora import LoraOptions
 from mindspeed_llm.training.options.model import ModelOptions
 from mindspeed_llm.training.options.optimizer import OptimizerOptions, ScheduleOptions
 from mindspeed_llm.training.options.parallel import ParallelOptions
@@ -14,6 +15,7 @@ SECTIONS = (
     ModelOptions,
     DataOptions,
     RawOptions,
+    LoraOptions,
     ParallelOptions,
     OptimizerOptions,
     ScheduleOptions,
@@ -30,6 +32,7 @@ class StageOptions(
     ScheduleOptions,
     OptimizerOptions,
     ParallelOptions,
+    LoraOptions,
     RawOptions,
     DataOptions,
     ModelOptions,

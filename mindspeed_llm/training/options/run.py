@@ -17,6 +17,8 @@ class CheckpointOptions(Options):
     """Begin anew although --save holds a checkpoint; it will be replaced."""
     save_interval: int | None = None
     """Steps between checkpoints; one is also saved at the end."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written; what it holds is copied first."""
     keep_last: int | None = None
     """Keep only so many of the newest checkpoints (default: all)."""
     finetune: bool = False

@@ -102,6 +102,20 @@ def read_losses(log_file: str) -> list[float]:
     return [json.loads(line)["lm loss"] for line in lines]
 
 
+def read_checkpoint(saved: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of the newest checkpoint, those of the optimizer included."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from mindspeed_llm.checkpoint import detect
+    from mindspeed_llm.checkpoint.dcp_metadata import read_metadata
+
+    folder = detect(saved).folder
+    tensors = {n: torch.empty(t.shape) for n, t in read_metadata(folder).items()}
+    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
 def plain_loop(model: str, samples: list[Sample], steps: int, batch: int) -> tuple[list, Any]:
     """Train with transformers and torch only; return the losses and the trained model."""
     from transformers import LlamaForCausalLM

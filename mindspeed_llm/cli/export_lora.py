@@ -1,0 +1,56 @@
+"""`mindspeed-llm export-lora`: adapters of a training checkpoint for peft, or merged weights."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Declare the sub-command."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "export-lora",
+        help="write trained adapters in peft's format, or an HF model with them merged",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", help="--save of a training with --lora-r")
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument("--merge", action="store_true", help="write a whole HF model instead")
+    parser.add_argument("--hf-cfg-dir", help="folder with the config.json of the model")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, and say what was written."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    from mindspeed_llm.checkpoint import adapters, detect
+    from mindspeed_llm.checkpoint.opening import config_folder
+    from mindspeed_llm.models.families import read_shape
+
+    found = detect(args.checkpoint)
+    shape = read_shape(config_folder(found, args.hf_cfg_dir))
+    if not args.merge:
+        count = adapters.export(found, shape, Path(args.out))
+        print(f"{count} adapters\n{args.out}")
+        return 0
+    adapters.check_present(found)
+    return _merge(args)
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from mindspeed_llm.checkpoint import ConvertOptions
+    from mindspeed_llm.checkpoint.conversion import convert
+    from mindspeed_llm.cli.progress import ByteProgress
+
+    options = ConvertOptions(
+        load_model_type="mg",
+        save_model_type="hf",
+        load_dir=args.checkpoint,
+        save_dir=args.out,
+        hf_cfg_dir=args.hf_cfg_dir,
+    )
+    with ByteProgress("merging") as progress:
+        done = convert(options, progress.advance)
+    print(f"{done.family}: {done.nbytes / 1e9:.2f} GB, {done.dtype}\n{done.folder}")
+    return 0

@@ -1,0 +1,237 @@
+"""Low-rank adapters beside the linear layers of a Megatron model, one for each HF projection.
+
+So what is trained here is what peft trains: a fused layer has as many adapters as it has
+projections. Each layer's are a module beside it, and the names of its weights stay what they are.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.adapters import Factors, read_peft
+from mindspeed_llm.checkpoint.dcp_source import ADAPTERS
+from mindspeed_llm.models.rules import Cut
+from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.table import Weight
+from mindspeed_llm.training.lora_plan import (
+    LoraPlan,
+    adaptable_weights,
+    projection_names,
+    projections,
+)
+from mindspeed_llm.training.options import TrainOptions
+
+
+def add_adapters(
+    chunks: Sequence[Any], plan: LoraPlan, shape: ModelShape, options: TrainOptions
+) -> None:
+    """Freeze the weights and put adapters beside the layers that the plan names."""
+    loaded = read_peft(options.lora_load) if options.lora_load else None
+    weights = {w.name.removesuffix(".weight"): w for w in adaptable_weights(shape)}
+    used: set[str] = set()
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for layer in chunk.decoder.layers:
+            number = layer.layer_number - 1
+            if number in options.noop_layers:
+                continue
+            number -= sum(noop < number for noop in options.noop_layers)
+            for name, module in list(layer.named_modules()):
+                weight = weights.get(f"decoder.layers.{number}.{name}")
+                if weight is None or not set(projection_names(weight)) & set(plan.modules):
+                    continue
+                adapters = LoraLinear(module, weight, plan, options.seed, loaded)
+                used |= adapters.hf_names
+                parent, _, last = name.rpartition(".")
+                layer.get_submodule(parent).add_module(last + ADAPTERS, adapters)
+        if options.recompute_granularity == "full" and chunk.pre_process:
+            # A recomputed layer has a gradient only where its input has one.
+            chunk.embedding.register_forward_hook(lambda m, a, output: output.requires_grad_(True))
+    if not used:
+        raise ConfigError("this rank has no layer for adapters: use fewer pipeline stages")
+
+
+class LoraLinear(nn.Module):
+    """The adapters of one linear layer; what they add comes in by a hook on it."""
+
+    def __init__(
+        self,
+        linear: Any,
+        weight: Weight,
+        plan: LoraPlan,
+        seed: int,
+        loaded: Mapping[str, Factors] | None = None,
+    ) -> None:
+        super().__init__()
+        from megatron.core import parallel_state
+
+        self._tp = parallel_state.get_tensor_model_parallel_world_size()
+        self._rank = parallel_state.get_tensor_model_parallel_rank()
+        self._is_row = weight.cut is Cut.COLUMNS
+        self._is_sequence = bool(getattr(linear, "sequence_parallel", False)) and self._tp > 1
+        self._plan = plan
+        self._sizes = projections(weight)
+        self.hf_names = {n for n in self._sizes if n.rpartition(".")[2] in plan.modules}
+        for name in sorted(self.hf_names):
+            factors = _first_values(name, self._sizes[name], plan.r, seed, loaded)
+            # Layers of their own, since a gather of weights that overlaps ends as a layer begins.
+            part = nn.Module()
+            part.lora_A, part.lora_B = map(_linear, self._local(factors, linear))
+            self._mark(part.lora_A.weight, part.lora_B.weight)
+            self.add_module(name.rpartition(".")[2], part)
+        self._order = _local_order(weight, self._sizes, self._tp)
+        self._attach(linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the adapters add to this rank's part of the layer's output."""
+        inner = [part.lora_A(self._dropped(x)) for part in self.children()]
+        low = self._exchange(torch.cat(inner, -1)).split(self._plan.r, -1)
+        added = {
+            name: part.lora_B(low_part)
+            for low_part, (name, part) in zip(low, self.named_children())
+        }
+        pieces = [self._piece(name, added, low[0]) for name in self._sizes]
+        total = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
+        if self._order is not None:
+            total = total.index_select(-1, self._order.to(total.device))
+        return total * (self._plan.alpha / self._plan.r)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Tell Megatron's checkpoints which factor is cut, and along what."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        state = self.state_dict(prefix="", keep_vars=True)
+        cut, axis = (".lora_A.weight", 1) if self._is_row else (".lora_B.weight", 0)
+        axes = {name: axis for name in state if name.endswith(cut)}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, axes, sharded_offsets
+        )
+        return sharded
+
+    def _attach(self, linear: Any) -> None:
+        has_norm = hasattr(linear, "return_layernorm_output")
+        if has_norm:  # the adapters want what the product gets, not what the norm does
+            linear.return_layernorm_output = True
+
+        def add(module: Any, arguments: tuple[Any, ...], output: tuple[Any, ...]) -> Any:
+            x, (out, bias) = arguments[0], output[:2]
+            if has_norm and isinstance(out, tuple):
+                out, x = out
+            elif has_norm:
+                x = output[2]
+            return out + self(x), bias
+
+        linear.register_forward_hook(add)
+
+    def _local(self, factors: Factors, linear: Any) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the factors, as the layer's weight is kept."""
+        like = next(linear.parameters())
+        a, b = factors
+        if self._is_row:
+            a = a.chunk(self._tp, 1)[self._rank]
+        else:
+            b = b.chunk(self._tp, 0)[self._rank]
+        return tuple(f.to(like.device, like.dtype, copy=True).contiguous() for f in (a, b))  # type: ignore[return-value]
+
+    def _mark(self, a: Tensor, b: Tensor) -> None:
+        """Tell Megatron which factor is cut, and which sums over parts of the sequence."""
+        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+        cut, whole = (a, b) if self._is_row else (b, a)
+        set_tensor_model_parallel_attributes(cut, True, 1 if self._is_row else 0, 1)
+        whole.sequence_parallel = self._is_sequence  # type: ignore[attr-defined]
+
+    def _exchange(self, low: Tensor) -> Tensor:
+        """Bring the low-rank values from how the input is shared to how the output is."""
+        from megatron.core import tensor_parallel as tp
+
+        if self._tp == 1:
+            return low
+        if self._is_row and self._is_sequence:
+            return tp.reduce_scatter_to_sequence_parallel_region(low)
+        if self._is_row:
+            return tp.reduce_from_tensor_model_parallel_region(low)
+        if self._is_sequence:
+            return tp.gather_from_sequence_parallel_region(low)
+        return tp.copy_to_tensor_model_parallel_region(low)
+
+    def _piece(self, name: str, added: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        short = name.rpartition(".")[2]
+        if short in added:
+            return added[short]
+        rows = self._sizes[name][0] // (1 if self._is_row else self._tp)
+        return like.new_zeros(*like.shape[:-1], rows)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not self._plan.dropout or not self.training:
+            return x
+        with self._random():
+            return F.dropout(x, self._plan.dropout)
+
+    def _random(self) -> AbstractContextManager[Any]:
+        """Ranks with parts of an input draw differently, ranks with copies of it alike."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        is_part = self._tp > 1 and (self._is_row or self._is_sequence)
+        context: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+        return context if is_part else nullcontext()
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def _local_order(weight: Weight, sizes: Mapping[str, tuple[int, int]], tp: int) -> Tensor | None:
+    """Return which row of the projections, one behind the other, each row of a rank's layer is.
+
+    The order is the same on every rank; nothing where the rows are in that order already.
+    """
+    starts, start = {}, 0
+    for name, (rows, _) in sizes.items():
+        starts[name] = start
+        start += rows // tp
+    order = []
+    for link in sorted(weight.links, key=lambda link: link.place):
+        name = link.hf.removesuffix(".weight")
+        first, last = link.at[0]
+        local = range(first, min(last, sizes[name][0] // tp))
+        order += [starts[name] + row for row in local]
+    if weight.cut is Cut.COLUMNS or order == sorted(order):
+        return None
+    return torch.tensor(order)
+
+
+def _first_values(
+    name: str,
+    size: tuple[int, int],
+    rank: int,
+    seed: int,
+    loaded: Mapping[str, Factors] | None,
+) -> Factors:
+    """Return the factors to begin with; new ones depend on the name and the seed only."""
+    rows, columns = size
+    if loaded is not None:
+        if name not in loaded:
+            raise ConfigError(f"--lora-load: has no adapter for {name}: it is of another model")
+        a, b = loaded[name]
+        if a.shape != (rank, columns) or b.shape != (rows, rank):
+            raise ConfigError(
+                f"--lora-load: the adapter for {name} is {tuple(b.shape)} x {tuple(a.shape)}, not "
+                f"{(rows, rank)} x {(rank, columns)}"
+            )
+        return a, b
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    bound = 1 / math.sqrt(columns)
+    a = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
+    return a, torch.zeros(rows, rank)

@@ -1,0 +1,113 @@
+"""What adapters a run trains: which projections get one, and of what rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_llm.models.families import family_named
+from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.table import Weight
+from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.options.lora import LORA_TARGETS
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """Which projections get adapters, and of what kind."""
+
+    r: int
+    alpha: float
+    dropout: float
+    modules: tuple[str, ...]
+    """Last parts of their HF names, such as q_proj."""
+    base: str | None
+
+    def as_peft(self) -> dict[str, Any]:
+        """Return what peft's adapter_config.json says."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": list(self.modules),
+            "bias": "none",
+            "inference_mode": True,
+        }
+
+
+def plan_lora(options: TrainOptions, shape: ModelShape) -> LoraPlan | None:
+    """Return the plan if adapters are asked for; raise if the model cannot have them."""
+    if options.lora_r is None and options.lora_load is None:
+        return None
+    rank = 16 if options.lora_r is None else options.lora_r
+    if rank < 1 or options.lora_alpha <= 0 or not 0 <= options.lora_dropout < 1:
+        raise ConfigError(
+            f"--lora-r {rank} --lora-alpha {options.lora_alpha:g} --lora-dropout "
+            f"{options.lora_dropout:g}: give a rank and an alpha above 0, and a share below 1"
+        )
+    parts = {
+        weight.name.split(".")[-2]: projection_names(weight) for weight in adaptable_weights(shape)
+    }
+    known = [*parts, *(name for names in parts.values() for name in names)]
+    modules: set[str] = set()
+    for target in options.lora_target_modules:
+        if target not in known:
+            raise ConfigError(
+                f"--lora-target-modules {target}: this {shape.family} model has no such layer for "
+                f"adapters; {did_you_mean(target, known)}"
+            )
+        modules |= set(parts.get(target, [target]))
+    if not modules:
+        raise ConfigError(f"--lora-target-modules is empty: choose from {', '.join(known)}")
+    return LoraPlan(
+        rank, options.lora_alpha, options.lora_dropout, tuple(sorted(modules)), options.load
+    )
+
+
+def check_same(plan: LoraPlan | None, saved: Mapping[str, Any]) -> None:
+    """Refuse to go on with other adapters than a run had."""
+    now = plan.as_peft() if plan is not None else {}
+    for key, flag in (
+        ("r", "--lora-r"),
+        ("lora_alpha", "--lora-alpha"),
+        ("target_modules", "--lora-target-modules"),
+    ):
+        if now.get(key) != saved.get(key):
+            raise ConfigError(
+                f"{flag} {now.get(key, 'is not given')}: the run to go on from has "
+                f"{saved.get(key, 'no adapters')}: choose another --save, or begin from that "
+                "checkpoint with --finetune"
+            )
+
+
+def adaptable_weights(shape: ModelShape) -> list[Weight]:
+    """Return the matrices that adapters are made for; experts have none."""
+    found = [
+        weight
+        for weight in family_named(shape.family).table.weights(shape)
+        if weight.name.startswith("decoder.")
+        and weight.name.endswith(tuple(f".{target}.weight" for target in LORA_TARGETS))
+        and ".shared_experts." not in weight.name
+        and weight.expert is None
+    ]
+    if shape.moe is not None:  # dense layers among experts alone are not what --lora-* means
+        found = [weight for weight in found if ".self_attention." in weight.name]
+    return found
+
+
+def projection_names(weight: Weight) -> list[str]:
+    """Return the HF projections of a layer, by the last part of their names."""
+    return [name.rpartition(".")[2] for name in projections(weight)]
+
+
+def projections(weight: Weight) -> dict[str, tuple[int, int]]:
+    """Return the HF projections that make up a weight, with rows and columns."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for link in weight.links:
+        name = link.hf.removesuffix(".weight")
+        rows, columns = sizes.get(name, (0, 0))
+        sizes[name] = (max(rows, link.at[0][1]), max(columns, link.at[1][1]))
+    return sizes

@@ -1,0 +1,11 @@
+"""A short drill; `make drill` runs the long one."""
+
+from pathlib import Path
+
+from tests.drill import Drill
+
+
+def test_three_kills_lose_nothing(tmp_path: Path) -> None:
+    kills = Drill(tmp_path, kills=3, seed=3).run()
+    assert len(kills) == 3 and max(kill.left for kill in kills) > 0
+    assert {kill.save for kill in kills} == {"sync", "async"}

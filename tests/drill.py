@@ -1,0 +1,212 @@
+"""Kills a training of two ranks again and again, and sees what is lost: nothing may be.
+
+`make drill` does it 20 times; `python -m tests.drill --kills 5 --seed 7` repeats a shorter one.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_llm.training.checkpoint import ASIDE, newest, read_progress
+from tests.ranks import RankFailed, run_ranks
+from tests.unit.mindspeed_llm.training.tiny_run import (
+    make_model,
+    make_samples,
+    read_checkpoint,
+    settings,
+    write_samples,
+)
+
+STEPS_A_KILL = 5
+SAVE_INTERVAL = 2
+PATIENCE = 300.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What one kill met, and what it left."""
+
+    number: int
+    save: str
+    """How this run saves: sync or async."""
+    victims: str
+    began: int
+    """The iteration that the run went on from."""
+    committed: int
+    """The newest checkpoint when the kill came."""
+    inside_save: bool
+    left: int
+    """The newest checkpoint afterwards."""
+
+
+class LostCheckpoint(AssertionError):
+    """A committed checkpoint is gone, or a run did not go on from it."""
+
+
+class Drill:
+    """One training, killed at random moments until it is done."""
+
+    def __init__(self, folder: Path, kills: int, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._kills, self._folder = kills, folder
+        model = make_model(folder / "hf", num_hidden_layers=2)
+        data = write_samples(folder / "data", make_samples(24))
+        steps = STEPS_A_KILL * (kills + 1)
+        self._values = settings(
+            model,
+            data,
+            folder,
+            train_iters=steps,
+            save_interval=SAVE_INTERVAL,
+            use_distributed_optimizer=True,
+            log_file=None,
+        )
+
+    def run(self) -> list[Kill]:
+        """Kill, resume, kill, ...; then compare with a run that nobody disturbed."""
+        whole, broken = self._folder / "whole", self._folder / "broken"
+        self._train(whole, "sync")
+        kills = [self._kill(number, broken) for number in range(1, self._kills + 1)]
+        self._train(broken, "sync")
+        expected, found = read_checkpoint(whole), read_checkpoint(broken)
+        assert expected.keys() == found.keys() and any("exp_avg" in name for name in found)
+        different = [n for n, values in expected.items() if not torch.equal(values, found[n])]
+        assert not different, f"not the bits of an undisturbed run: {different[:5]}"
+        return kills
+
+    def _train(self, saved: Path, how: str) -> None:
+        values = self._values | {"save": str(saved), "async_save": how == "async"}
+        run_ranks(train, 2, values, str(self._folder), timeout=PATIENCE)
+
+    def _kill(self, number: int, saved: Path) -> Kill:
+        """Start or go on, kill at some moment, and look at what is left."""
+        how = self._random.choice(["sync", "async"])
+        victims = self._random.choice([[0], [1], [0, 1]])
+        before = _iteration(saved)
+        for file in self._folder.glob("pid-*"):
+            file.unlink()
+        watcher = _Watcher(self._folder, saved, self._moment(before), victims)
+        watcher.start()
+        try:
+            self._train(saved, how)
+        except RankFailed as error:
+            if "Traceback" in str(error) and not watcher.is_done:
+                raise
+        watcher.join()
+        began, left = int((self._folder / "began").read_text()), _iteration(saved)
+        if began < before or left < watcher.committed:
+            raise LostCheckpoint(f"kill {number}: began {began} of {before}, left {left}")
+        gone = {path for path in watcher.folders if not (path / "training.json").is_file()}
+        if gone:
+            raise LostCheckpoint(f"kill {number}: {gone} were committed and are gone")
+        names = " and ".join(map(str, victims))
+        return Kill(number, how, names, began, watcher.committed, watcher.was_inside_save, left)
+
+    def _moment(self, before: int) -> "Moment":
+        steps = before + self._random.randint(0, STEPS_A_KILL - 1)
+        return Moment(steps, self._random.random() < 0.5, self._random.uniform(0, 0.15))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill: after steps, maybe once a save has begun, and a little later."""
+
+    steps: int
+    in_save: bool
+    delay: float
+
+
+class _Watcher(threading.Thread):
+    """Waits for the moment, notes what is committed, and kills."""
+
+    def __init__(self, folder: Path, saved: Path, moment: Moment, victims: list[int]) -> None:
+        super().__init__(daemon=True)
+        self._folder, self._saved, self._moment = folder, saved, moment
+        self._victims = victims
+        self.committed, self.folders = 0, set[Path]()
+        self.was_inside_save = self.is_done = False
+
+    def run(self) -> None:
+        pids = [self._wait_for_pid(rank) for rank in (0, 1)]
+        end = time.monotonic() + PATIENCE
+        while not self._is_time() and time.monotonic() < end:
+            time.sleep(0.002)
+        time.sleep(self._moment.delay)
+        self.committed = _iteration(self._saved)
+        self.folders = {p for p in self._saved.glob("iter_*") if _number(p) <= self.committed}
+        self.was_inside_save = self._is_saving()
+        self.is_done = True
+        for rank in self._victims:
+            os.kill(pids[rank], signal.SIGKILL)
+
+    def _wait_for_pid(self, rank: int) -> int:
+        file = self._folder / f"pid-{rank}"
+        while not (file.is_file() and file.read_text()):
+            time.sleep(0.01)
+        return int(file.read_text())
+
+    def _is_time(self) -> bool:
+        log = self._saved / "log.jsonl"
+        steps = log.read_text().count("\n") if log.is_file() else 0
+        return steps >= self._moment.steps and (not self._moment.in_save or self._is_saving())
+
+    def _is_saving(self) -> bool:
+        return any(self._saved.glob(f".iter_*{ASIDE}*"))
+
+
+def train(values: dict[str, Any], folder: str) -> None:
+    """Train as one rank, telling its process and where it begins."""
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    rank = os.environ["RANK"]
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    auto = AutoTrainer(TrainOptions(**values))
+    if rank == "0":
+        Path(folder, "began").write_text(str(auto.trainer.training.progress.iteration))
+    auto.train()
+
+
+def _iteration(saved: Path) -> int:
+    folder = newest(saved)
+    return 0 if folder is None else read_progress(folder).iteration
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("iter_"))
+
+
+def main() -> int:
+    """Run a drill and print what every kill met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what the ranks say
+    with tempfile.TemporaryDirectory() as folder:
+        kills = Drill(Path(folder), arguments.kills, arguments.seed).run()
+    sys.stdout = sys.__stdout__
+    print(" | ".join(field.name for field in fields(Kill)))
+    for kill in kills:
+        print(" | ".join(map(str, astuple(kill))))
+    inside = sum(kill.inside_save for kill in kills)
+    print(
+        f"{len(kills)} kills, {inside} inside a save: every run went on, no committed checkpoint "
+        "is lost, and the weights are bit for bit those of an undisturbed run"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
