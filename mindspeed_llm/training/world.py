@@ -44,6 +44,8 @@ def plan_layout(options: TrainOptions, shape: ModelShape) -> Layout:
         "num_attention_heads": shape.num_attention_heads,
         "num_query_groups": shape.num_query_groups,
         "group_query_attention": True,
+        "swiglu": True,  # as in every family here, asked for by a flag or not
+        "normalization": "RMSNorm",
     }
     activation = current()
     fields = activation.registry.options_class.model_fields
@@ -56,6 +58,15 @@ def plan_layout(options: TrainOptions, shape: ModelShape) -> Layout:
             f"{world} rank(s) cannot hold --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp}: start a multiple of {tp * pp} ranks"
         )
+    for what, size in (
+        ("key and value heads", shape.num_query_groups),
+        ("columns of its MLPs", shape.ffn_hidden_size),
+    ):
+        if size % tp:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {tp}: the model's {size} {what} cannot be shared by "
+                f"{tp} ranks: use a divisor of {size}"
+            )
     dp = world // (tp * pp)
     batch = options.global_batch_size or options.micro_batch_size * dp
     micro_batches, rest = divmod(batch, options.micro_batch_size * dp)
@@ -65,9 +76,25 @@ def plan_layout(options: TrainOptions, shape: ModelShape) -> Layout:
             f"--global-batch-size {batch} is not a multiple of {step} (--micro-batch-size "
             f"{options.micro_batch_size} x {dp} data-parallel ranks): use {step} or a multiple"
         )
-    per_stage = options.num_layers_per_virtual_pipeline_stage
-    stages = layers // pp // per_stage if per_stage and pp > 1 else None
+    stages = _virtual_stages(options, layers, micro_batches)
     return Layout(world, rank, tp, pp, dp, stages, micro_batches, batch)
+
+
+def _virtual_stages(options: TrainOptions, layers: int, micro_batches: int) -> int | None:
+    """Return how many smaller stages a pipeline rank holds, if it holds several."""
+    pp, size = options.pipeline_model_parallel_size, options.num_layers_per_virtual_pipeline_stage
+    if size is None or pp == 1:
+        return None
+    flag = f"--num-layers-per-virtual-pipeline-stage {size}"
+    stages, rest = divmod(layers // pp, size) if size > 0 else (0, 1)
+    if rest or not stages:
+        raise ConfigError(f"{flag} does not divide the {layers // pp} layers of a pipeline rank")
+    if stages > 1 and micro_batches % pp:
+        raise ConfigError(
+            f"{flag}: the {micro_batches} micro-batches of a step are not a multiple of "
+            f"--pipeline-model-parallel-size {pp}: raise --global-batch-size"
+        )
+    return stages if stages > 1 else None
 
 
 def join(options: TrainOptions, layout: Layout) -> None:
