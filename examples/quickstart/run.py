@@ -38,7 +38,7 @@ def main() -> int:
     for title, commands in blocks((HERE / "README.md").read_text(encoding="utf-8")):
         commands = commands.replace(OUT, out)
         console.rule(title, align="left")
-        console.print(commands.rstrip(), style="dim", markup=False)
+        console.print(commands.rstrip(), style="dim", markup=False, soft_wrap=True)
         done = subprocess.run(
             ["bash", "-e", "-c", commands], cwd=ROOT, env={**os.environ, "PATH": path}
         )
