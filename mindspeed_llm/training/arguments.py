@@ -1,7 +1,7 @@
 """Options of a run from the command line, a YAML file or both."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from mindspeed.config import (
@@ -13,10 +13,13 @@ from mindspeed.config import (
     load_yaml,
     suggest_flags,
 )
+from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.training.options import SECTIONS, TrainOptions
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
+LARGEST = 1e18
+"""What is beyond it, or not a number, is a slip."""
 OTHER_NAMES = {"--no-pad-to-seq-lengths": "variable_seq_lengths"}
 """Flags that were renamed upstream, under the name that is not the field's."""
 
@@ -87,10 +90,33 @@ def check(options: TrainOptions) -> None:
         )
     if options.bf16 and options.fp16:
         raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
-    positive = ("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "epochs")
-    positive += ("log_interval", "save_interval", "keep_last", "pad_to_multiple_of")
-    for name in positive:
+    split_weights(options.data_path)
+    split_parts(options.split)
+    for name, (is_fine, wish) in RANGES.items():
         value = getattr(options, name)
-        if value is not None and value <= 0:
-            spelled = Spelling.FLAG.with_value(name, value)
-            raise ConfigError(f"{spelled} is too small: give 1 or more")
+        if value is not None and not (-LARGEST < value < LARGEST and is_fine(value)):
+            raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {wish}")
+
+
+def _ranges() -> dict[str, tuple[Callable[[float], bool], str]]:
+    """Return which numbers options may be, beyond their types."""
+    counts = ("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval")
+    counts += ("save_interval", "keep_last", "pad_to_multiple_of", "eval_interval", "workers")
+    counts += ("max_nan_iterations", "distributed_timeout_minutes", "n_subs")
+    counts += ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    counts += ("expert_model_parallel_size", "make_vocab_size_divisible_by")
+    positive = ("lr", "epochs", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale")
+    positive += ("loss_scale_window", "init_method_std", "norm_epsilon", "rotary_base")
+    not_negative = ("weight_decay", "clip_grad", "min_lr", "lr_warmup_iters", "lr_warmup_init")
+    not_negative += ("eval_iters", "seed", "hysteresis")
+    shares = ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "sgd_momentum")
+    shares += ("lr_warmup_fraction", "lora_dropout")
+    return (
+        dict.fromkeys(counts, (lambda value: value >= 1, "1 or more"))
+        | dict.fromkeys(positive, (lambda value: value > 0, "a number above 0"))
+        | dict.fromkeys(not_negative, (lambda value: value >= 0, "0 or more"))
+        | dict.fromkeys(shares, (lambda value: 0 <= value < 1, "a number from 0 to below 1"))
+    )
+
+
+RANGES = _ranges()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,17 @@ def open_documents(
         epoch_multiple=epoch_multiple,
         fingerprint="-".join(one.fingerprint for one in data),
     )
+
+
+def document_facts(prefix: str) -> dict[str, Any]:
+    """Return what preprocessing noted about a prefix; nothing where it noted nothing."""
+    for ending in SUFFIXES:
+        path = Path(f"{prefix.removesuffix(ending)}.summary.json")
+        try:
+            return dict(json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            continue
+    return {}
 
 
 def _find(prefix: str) -> str:

@@ -23,7 +23,7 @@ def make_config(options: TrainOptions, shape: ModelShape, layout: Layout) -> Any
     if options.transformer_impl == "local" and options.neat_pack:
         raise ConfigError("--neat-pack needs --transformer-impl transformer_engine")
     recompute = "selective" if options.recompute_activations else options.recompute_granularity
-    return transformer_config(
+    return _accepted(
         shape,
         noop_layers=options.noop_layers,
         bf16=options.bf16,
@@ -49,6 +49,16 @@ def make_config(options: TrainOptions, shape: ModelShape, layout: Layout) -> Any
         calculate_per_token_loss=options.calculate_per_token_loss,
         gradient_accumulation_fusion=_fuses_gradients(options),
     )
+
+
+def _accepted(shape: ModelShape, **fields: Any) -> Any:
+    try:
+        return transformer_config(shape, **fields)
+    except ConfigError:
+        raise
+    except (ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split()) or "it does not say why"
+        raise ConfigError(f"Megatron refuses these options: {reason}") from None
 
 
 def provide(options: TrainOptions, shape: ModelShape, config: Any, vocab_size: int) -> Provider:

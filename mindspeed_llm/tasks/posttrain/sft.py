@@ -1,7 +1,7 @@
 """Supervised fine-tuning: learn the answers, token by token."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ class SFTTrainer(BaseTrainer):
         for one in data:
             if one.kind != "instruction":
                 raise ConfigError(f"{one.prefix} holds {one.kind} data: --stage sft cannot use it")
+            self.check_vocabulary(one.prefix, one.facts)
         self.pad_id: int = next((one.facts.get("pad_id", 0) for one in data), 0)
         asked = options.neat_pack or options.reset_position_ids or options.reset_attention_mask
         self.is_packed = asked or any(_is_neat(one) for one in data)
@@ -43,6 +44,15 @@ class SFTTrainer(BaseTrainer):
                 f"{self.setup.layout.tp} ranks: choose --seq-length a multiple of it"
             )
         self.length = length
+
+    def check_vocabulary(self, prefix: str, facts: Mapping[str, Any]) -> None:
+        """Refuse data of a tokenizer that has tokens which the model has not."""
+        tokens, rows = facts.get("vocabulary", 0), self.setup.shape.vocab_size
+        if tokens > rows:
+            raise ConfigError(
+                f"{prefix}: its tokenizer ({facts.get('tokenizer')}) has {tokens} tokens, the "
+                f"model's embedding has {rows}: preprocess with the tokenizer of the model"
+            )
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -5,10 +5,10 @@ from typing import Any
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.collate import collate_fixed
 from mindspeed_llm.data.handlers import PRETRAIN
-from mindspeed_llm.data.instruction import split_parts
+from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.data.stream import SampleStream
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
-from mindspeed_llm.training.documents import open_documents
+from mindspeed_llm.training.documents import document_facts, open_documents
 
 
 class PretrainTrainer(SFTTrainer):
@@ -21,6 +21,8 @@ class PretrainTrainer(SFTTrainer):
         if self.options.seq_length is None:
             raise ConfigError("--seq-length is missing: the length of the samples")
         self.is_packed, self.length = False, self.options.seq_length
+        for prefix in split_weights(self.data_path)[1]:
+            self.check_vocabulary(prefix, document_facts(prefix))
         train, valid, _ = split_parts(self.options.split)
         return self._windows(train), self._windows(valid) if self.evaluates(valid) else None
 

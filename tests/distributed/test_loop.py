@@ -1,0 +1,90 @@
+"""The loop beside its steps: half precision, evaluation, what it writes, data of another model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RankFailed, run_ranks
+from tests.unit.mindspeed_llm.training.tiny_run import (
+    make_model,
+    make_samples,
+    plain_loop,
+    settings,
+    train,
+    write_samples,
+)
+
+SAMPLES = make_samples(30)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    return make_model(folder / "hf"), write_samples(folder / "data", SAMPLES)
+
+
+def _lines(values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(values["log_file"]).read_text().splitlines()]
+
+
+def test_evaluation_is_that_of_transformers_on_the_held_out_share(
+    inputs: tuple[str, str], tmp_path: Path
+) -> None:
+    """Also: the same numbers are in the log, in TensorBoard, and beside the options."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    values = settings(
+        *inputs,
+        tmp_path,
+        train_iters=2,
+        split="80,20,0",
+        eval_interval=2,
+        eval_iters=1,
+        tensorboard_dir=str(tmp_path / "board"),
+    )
+    run_ranks(_train_only, 2, values)
+    lines = _lines(values)
+    _, model = plain_loop(inputs[0], SAMPLES[:24], 2, 4)
+    with torch.no_grad():
+        pairs = [(torch.tensor(ids)[None], torch.tensor(labels)[None]) for ids, labels in SAMPLES]
+        losses = [float(model(input_ids=i, labels=x).loss) for i, x in pairs[24:28]]
+    evaluations = [line for line in lines if "validation lm loss" in line]
+    assert len(lines) == 3 and len(evaluations) == 1
+    assert evaluations[0]["validation lm loss"] == pytest.approx(sum(losses) / 4, abs=1e-5)
+
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    shown = {e.step: e.value for e in board.Scalars("lm loss")}
+    assert shown == pytest.approx({n["iteration"]: n["lm loss"] for n in lines[:2]}, rel=1e-6)
+    assert board.Scalars("validation lm loss")[0].step == 2
+
+
+def _train_only(values: dict[str, Any]) -> None:
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    AutoTrainer(TrainOptions(**values)).train()
+
+
+def test_half_precision_finds_its_scale_and_learns(inputs: tuple[str, str], tmp_path: Path) -> None:
+    """A scale that overflows is halved, such steps change nothing, the others are those of fp32."""
+    values = settings(*inputs, tmp_path, fp16=True, initial_loss_scale=2.0**24, hysteresis=1)
+    run_ranks(_train_only, 1, values)
+    lines = _lines(values)
+    skipped = lines[-1]["number of skipped iterations"]
+    assert 2 <= skipped < 12 and lines[-1]["number of nan iterations"] == 0
+    assert lines[-1]["loss scale"] == 2.0 ** (24 - skipped)
+    rates = [line for line in lines if line["number of skipped iterations"] == skipped]
+    expected, _ = plain_loop(inputs[0], SAMPLES, 1, 4)
+    assert lines[0]["lm loss"] == pytest.approx(expected[0], rel=2e-3)
+    assert rates[0]["lm loss"] - rates[-1]["lm loss"] > 0.02
+
+
+def test_data_of_a_larger_tokenizer_is_refused(inputs: tuple[str, str], tmp_path: Path) -> None:
+    data = write_samples(tmp_path / "other", SAMPLES[:4])
+    Path(f"{data}.summary.json").write_text('{"vocabulary": 500, "tokenizer": "elsewhere"}')
+    values = settings(inputs[0], data, tmp_path)
+    with pytest.raises(RankFailed, match="has 500 tokens, the model's embedding has 99"):
+        run_ranks(train, 1, values)

@@ -1,0 +1,87 @@
+"""What cannot work is told before anything is loaded: weights, sizes, layouts; and signals."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mindspeed.megatron_adaptor  # noqa: F401
+from mindspeed.config import ConfigError
+from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.training.model import make_config
+from mindspeed_llm.training.model_shape import find_shape
+from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.stop import StopRequest
+from mindspeed_llm.training.world import plan_layout
+
+SHAPE = ModelShape(
+    family="llama",
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=8,
+    vocab_size=99,
+    max_position_embeddings=64,
+    norm_epsilon=1e-6,
+    tied=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "words"),
+    [
+        (4, {"tensor_model_parallel_size": 4}, "2 key and value heads cannot be shared by 4"),
+        (3, {"tensor_model_parallel_size": 2}, "3 rank"),
+        (4, {"pipeline_model_parallel_size": 4, "noop_layers": (1,)}, "does not divide"),
+        (
+            2,
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
+            "--num-layers-per-virtual-pipeline-stage 3 does not divide the 2 layers",
+        ),
+        (
+            2,
+            {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+            "micro-batches of a step are not a multiple",
+        ),
+        (2, {"global_batch_size": 3}, "--global-batch-size 3 is not a multiple of 2"),
+    ],
+)
+def test_layouts(
+    monkeypatch: pytest.MonkeyPatch, world: int, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(ConfigError, match=words):
+        plan_layout(TrainOptions(**changes), SHAPE)
+
+
+def test_what_megatron_refuses_is_one_line() -> None:
+    options = TrainOptions(recompute_granularity="full")
+    layout = plan_layout(TrainOptions(), SHAPE)
+    with pytest.raises(ConfigError, match="Megatron refuses these options: .*recompute_method"):
+        make_config(options, SHAPE, layout)
+
+
+def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no weights: looked for"):
+        find_shape(TrainOptions(load=str(tmp_path)))
+    with pytest.raises(ConfigError, match="no config.json says what to train"):
+        find_shape(TrainOptions(load=str(tmp_path), from_scratch=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_noted_and_the_second_works(number: signal.Signals) -> None:
+    came = []
+    before = signal.signal(number, lambda *arguments: came.append("usual"))
+    try:
+        with StopRequest() as request:
+            assert not request.came
+            os.kill(os.getpid(), number)
+            assert request.came and request.name == number.name and not came
+            os.kill(os.getpid(), number)
+            assert came == ["usual"]
+    finally:
+        signal.signal(number, before)
