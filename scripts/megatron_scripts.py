@@ -123,10 +123,15 @@ def row(case: Case, checkout: Path, timeout: float) -> str:
             return f"{start} | | {said} |"
         (folder / "saved" / "latest_checkpointed_iteration.txt").write_text("10")
         rest, said = runs.losses()
+        rest = from_save_on(rest)
         if rest:
-            expected = {step: loss for step, loss in whole.items() if step > 10}
-            said = "the same losses" if rest == expected else f"other losses: {rest}"
+            said = "the same losses" if rest == from_save_on(whole) else f"other losses: {rest}"
         return f"{start} {float(whole[1]):.4f} | {float(whole[20]):.4f} | {said} |"
+
+
+def from_save_on(losses: dict[int, str]) -> dict[int, str]:
+    """Keep what two runs share: Megatron's second line is the mean of a run's first two steps."""
+    return {step: loss for step, loss in losses.items() if step > 10 and step != 12}
 
 
 @dataclass(frozen=True)

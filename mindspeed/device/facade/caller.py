@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
+from pathlib import PurePath
 
 _OURS = ("mindspeed", "mindspeed_llm", "mindspeed_mm")
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+# What pip names such a folder where it is not the interpreter's own: --user, --target, Debian.
+_LIBRARY_NAMES = {"site-packages", "dist-packages"}
 
 
 def is_other_library(depth: int = 2) -> bool:
@@ -25,4 +28,6 @@ def is_other_library(depth: int = 2) -> bool:
 
 @functools.cache
 def _is_installed(filename: str) -> bool:
-    return filename.startswith(_LIBRARY_FOLDERS) or filename.startswith("<frozen")
+    if filename.startswith((*_LIBRARY_FOLDERS, "<frozen")):
+        return True
+    return not _LIBRARY_NAMES.isdisjoint(PurePath(filename).parts)

@@ -197,14 +197,15 @@ def test_the_device_index_is_kept(facade, cpu):
 
 
 @pytest.mark.parametrize("facades", [1, 2])
-def test_other_libraries_hear_the_truth(cpu, facades):
+@pytest.mark.parametrize("file", [torch.__file__, "/home/me/.local/lib/site-packages/some.py"])
+def test_other_libraries_hear_the_truth(cpu, facades, file):
     answer = (
         "import torch\ndef ask(): "
         "return torch.cuda.is_available(), torch.ones(1).type(), torch.ones(1).is_cuda"
     )
     megatron, library = types.ModuleType("megatron.fake"), types.ModuleType("somelibrary")
     exec(compile(answer, "/anywhere/megatron/fake.py", "exec"), vars(megatron))
-    exec(compile(answer, torch.__file__, "exec"), vars(library))
+    exec(compile(answer, file, "exec"), vars(library))
     with contextlib.ExitStack() as stack:
         for _ in range(facades):
             stack.enter_context(Facade(cpu))
