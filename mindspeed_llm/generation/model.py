@@ -43,6 +43,9 @@ class LoadedModel:
 
 def load_model(options: TrainOptions) -> LoadedModel:
     """Meet the other ranks, build this rank's part of the model and fill it from --load."""
+    from mindspeed_llm.generation.cache import keep_turned_keys
+    from mindspeed_llm.generation.slim import slim
+
     _check_ranks(options)
     setup = prepare(options)
     shape = setup.shape
@@ -51,9 +54,11 @@ def load_model(options: TrainOptions) -> LoadedModel:
     (module,) = build_chunks(_provider(setup), setup.layout)
     module = module.to(setup.config.params_dtype).eval().requires_grad_(False)
     load_weights([module], options.load, shape=shape, noop_layers=options.noop_layers)
+    slim(module)
     for layer in module.decoder.layers:
         if (attention := getattr(layer, "self_attention", None)) is not None:
             attention.core_attention.register_forward_pre_hook(_obey_mask, with_kwargs=True)
+            keep_turned_keys(attention)
     longest = options.max_position_embeddings or shape.max_position_embeddings
     return LoadedModel(module, shape, longest, setup.config_folder)
 

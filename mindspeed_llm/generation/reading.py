@@ -13,19 +13,18 @@ class Reading:
     """What a model has read of several rows, and how it reads on.
 
     Rows of unequal length begin with padding that nobody sees: rotary positions count differences
-    only, so it does not matter where a row begins. Keys and values are kept, in Megatron's own
-    inference context, unless `cached` is false.
+    only, so it does not matter where a row begins. Without `cached` every token reads all again.
     """
 
     def __init__(
         self, model: LoadedModel, padding: Sequence[int], capacity: int, *, cached: bool = True
     ) -> None:
-        from megatron.core.inference.contexts import StaticInferenceContext
+        from mindspeed_llm.generation.cache import Cache
 
         self._model = model
         self._padding, self._is_padded = here(padding), any(padding)
         self._tokens = here([[]] * len(padding))
-        self._context: Any = StaticInferenceContext(len(padding), capacity) if cached else None
+        self._cache = Cache(len(padding), capacity) if cached else None
 
     @torch.inference_mode()
     def read(self, tokens: torch.Tensor) -> torch.Tensor | None:
@@ -33,13 +32,12 @@ class Reading:
 
         Only ranks of the last pipeline stage have them.
         """
-        begin = self._tokens.shape[1] if self._context is not None else 0
+        begin = self._tokens.shape[1] if self._cache is not None else 0
         self._tokens = torch.cat([self._tokens, tokens], dim=1)
         end = self._tokens.shape[1]
         output = self._pass(self._tokens[:, begin:], self._mask(begin, end))
-        if self._context is not None:
-            self._context.increment_sequence_len_offset(end - begin)
-            self._context.enable_decode_mode()
+        if self._cache is not None:
+            self._cache.advance(end - begin)
         return None if output is None else output[:, -1, : self._model.shape.vocab_size].float()
 
     @torch.inference_mode()
@@ -49,11 +47,8 @@ class Reading:
             return
         chosen = here(rows)
         self._tokens, self._padding = self._tokens[chosen], self._padding[chosen]
-        if self._context is None:
-            return
-        used, kept = self._tokens.shape[1], self._context.key_value_memory_dict
-        for layer, memories in kept.items():
-            kept[layer] = tuple(_select(memory, chosen, used) for memory in memories)
+        if self._cache is not None:
+            self._cache.keep(chosen)
 
     def _mask(self, begin: int, end: int) -> torch.Tensor | None:
         """Say what is hidden from whom, where causality alone does not."""
@@ -81,7 +76,7 @@ class Reading:
             tokens,
             torch.zeros_like(tokens),  # positions, which rotary embeddings count by themselves
             mask,
-            inference_context=self._context,
+            inference_context=self._cache,
             runtime_gather_output=True,
         )
         if model.is_last:
@@ -89,10 +84,3 @@ class Reading:
         after = parallel_state.get_pipeline_model_parallel_next_rank()
         torch.distributed.send(output.contiguous(), after)
         return None
-
-
-def _select(memory: torch.Tensor, rows: torch.Tensor, used: int) -> torch.Tensor:
-    """Copy rows of a layer's memory; what is not filled yet needs no copy."""
-    chosen = memory.new_empty(memory.shape[0], len(rows), *memory.shape[2:])
-    chosen[:used] = memory[:used, rows]
-    return chosen
