@@ -40,6 +40,7 @@ from mindspeed.te.pytorch.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from mindspeed.te.pytorch.transformer import TransformerLayer
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -51,6 +52,7 @@ __all__ = [
     "LayerNormLinear",
     "Linear",
     "RMSNorm",
+    "TransformerLayer",
     "attention",
     "autocast",
     "checkpoint",
