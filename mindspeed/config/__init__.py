@@ -1,7 +1,7 @@
 """Typed, strict options with three front doors: flags, YAML files and keyword arguments."""
 
 from mindspeed.config.annotations import CommaSeparated
-from mindspeed.config.errors import ConfigError
+from mindspeed.config.errors import ConfigError, printable
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, flag_name, from_namespace
 from mindspeed.config.layout import check_layout
@@ -23,5 +23,6 @@ __all__ = [
     "load_yaml",
     "nearest",
     "one_of",
+    "printable",
     "suggest_flags",
 ]

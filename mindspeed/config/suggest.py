@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
+from mindspeed.config.errors import printable
+
 LISTED = 20
 """How many known names an error lists in full; beyond that only the nearest are named."""
 
@@ -35,17 +37,20 @@ def one_of(values: Iterable[object]) -> str:
 
 
 def suggest_flags(parser: argparse.ArgumentParser) -> None:
-    """Let the parser's own error end with the nearest flag or choice for what it did not know."""
-    plain_error = parser.error
+    """Make the parser's error one line that ends with the nearest flag or choice.
+
+    Its usage, which is hundreds of lines for some parsers, would push the error off the screen.
+    """
 
     def error(message: str) -> NoReturn:
         known = {*parser._option_string_actions, *_choices(parser)}
-        hints = (
+        hints = [
             f"{word}: {did_you_mean(word, known)}"
             for word in _unknown_words(message)
             if nearest(word, known)
-        )
-        plain_error("; ".join([message, *dict.fromkeys(hints)]))
+        ]
+        text = "; ".join([message, *dict.fromkeys(hints or ["--help lists what there is"])])
+        parser.exit(2, f"{parser.prog}: error: {printable(text)}\n")
 
     parser.error = error  # type: ignore[method-assign]
 

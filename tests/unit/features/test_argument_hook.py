@@ -30,6 +30,9 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
         args = types.SimpleNamespace(num_layers=4)
     args.rank, args.world_size = int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1"))
     return args
+
+def validate_args(args, defaults={}):
+    return args
 """
 TRAINING = "def num_floating_point_operations(args, batch_size):\n    return batch_size\n"
 COPY = "from megatron.training.arguments import parse_args as initialize\n"
