@@ -34,6 +34,12 @@ _PARTS = (
     noise,
 )
 _ABSENT = object()
+_ENVIRONMENT = {
+    # Megatron asks for it with every tensor-parallel layer; it means nothing to a cpu.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Where triton is installed Megatron launches its kernels, which triton interprets on a cpu.
+    "TRITON_INTERPRET": "1",
+}
 
 
 class Facade:
@@ -42,10 +48,13 @@ class Facade:
     def __init__(self, cpu: Cpu) -> None:
         self._cpu = cpu
         self._undo: list[tuple[object, str, object]] = []
+        self._environment: dict[str, str] = {}
 
     def __enter__(self) -> Facade:
-        # Megatron asks for it with every tensor-parallel layer; it means nothing to a cpu.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        self._environment = {
+            name: value for name, value in _ENVIRONMENT.items() if name not in os.environ
+        }
+        os.environ.update(self._environment)
         originals: dict[int, object] = {}
         for part in _PARTS:
             for owner, name, stand_in in list(part.redirections(self._cpu)):
@@ -63,6 +72,8 @@ class Facade:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for name in self._environment:
+            os.environ.pop(name, None)
         while self._undo:
             owner, name, original = self._undo.pop()
             if original is _ABSENT:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import torch
 from mindspeed.device.cpu import Cpu
 from mindspeed.device.facade import Facade
 
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TRITON_INTERPRET": "1"}
 SPELLINGS = ["cuda", "cuda:3", torch.device("cuda"), torch.device("cuda", 1), 0]
 
 
@@ -268,3 +270,17 @@ def test_a_data_loader_leaves_the_generator_of_the_device_alone(facade):
     before = torch.cuda.get_rng_state()
     assert [int(item) for item in torch.utils.data.DataLoader(range(3))] == [0, 1, 2]
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name, value", ENVIRONMENT.items())
+def test_the_environment_says_what_megatron_asks_for_unless_the_user_did(
+    cpu, monkeypatch, name, value
+):
+    monkeypatch.delenv(name, raising=False)
+    with Facade(cpu):
+        assert os.environ[name] == value
+    assert name not in os.environ
+    monkeypatch.setenv(name, "0")
+    with Facade(cpu):
+        assert os.environ[name] == "0"
+    assert os.environ[name] == "0"
