@@ -371,3 +371,10 @@ def test_a_call_without_causality_sees_all_keys_of_a_causal_module():
     free = DotProductAttention(2, 4, attn_mask_type="no_mask")
     assert torch.equal(causal(q, k, v, attn_mask_type="no_mask"), free(q, k, v))
     assert not torch.equal(causal(q, k, v), free(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "given, told", [(None, (-1, 0)), ((4, 4), (4, 0)), ((4, 0), (4, 0)), ([4, 0], [4, 0])]
+)
+def test_the_window_in_force_is_told_as_it_was_given(given, told):
+    assert DotProductAttention(2, 4, attn_mask_type="causal", window_size=given).window_size == told

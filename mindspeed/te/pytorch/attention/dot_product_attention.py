@@ -65,7 +65,10 @@ class DotProductAttention(nn.Module):
         self.attention_type = attention_type
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
-        self.window_size = MaskRule.of(attn_mask_type, window_size).window
+        in_force = MaskRule.of(attn_mask_type, window_size).window
+        # Megatron compares it with what it gave, which may be a list.
+        as_given = window_size is not None and tuple(window_size) == in_force
+        self.window_size = window_size if as_given else in_force
         self._given_window = window_size  # a call may come with a mask type that opens it again
         self.sequence_parallel = sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
