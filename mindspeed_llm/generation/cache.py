@@ -4,7 +4,6 @@ Megatron keeps keys as they are and turns all of them again for every token. Rot
 ones makes a step cost one token, however much was read before.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,31 +47,23 @@ class Cache(StaticInferenceContext):
 
 def keep_turned_keys(attention: Any) -> None:
     """Let attention turn keys before it keeps them; latent attention does so by itself."""
-    if not attention.config.multi_latent_attention:
-        factor = yarn_factor(attention.config)
-        attention._adjust_key_value_for_inference = partial(_adjust, attention, factor)
+    if attention.config.multi_latent_attention:
+        return
+    keep = attention._adjust_key_value_for_inference
+    factor = yarn_factor(attention.config)
 
+    def turn_and_keep(
+        cache: Cache | None, query: Any, key: Any, value: Any, angles: Any = None, *others: Any
+    ) -> Any:
+        if cache is not None and angles is not None:
+            cosine, sine = cache.turns(angles[0], factor, key)
+            both = torch.cat([query, key], dim=2)
+            both = torch.addcmul(both * cosine, both.roll(both.shape[-1] // 2, -1), sine)
+            query, key = both.split([query.shape[2], key.shape[2]], dim=2)
+            angles = None  # nothing is left for Megatron to turn
+        return keep(cache, query, key, value, angles, *others)
 
-def _adjust(
-    attention: Any,
-    factor: float,
-    cache: Cache | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    angles: Any = None,
-    *others: Any,
-) -> Any:
-    """Turn queries and keys, and leave the rest to Megatron, which will find nothing to turn."""
-    if cache is not None and angles is not None:
-        cosine, sine = cache.turns(angles[0], factor, key)
-        both = torch.cat([query, key], dim=2)
-        both = torch.addcmul(both * cosine, both.roll(both.shape[-1] // 2, -1), sine)
-        query, key = both.split([query.shape[2], key.shape[2]], dim=2)
-        angles = None
-    return type(attention)._adjust_key_value_for_inference(
-        attention, cache, query, key, value, angles, *others
-    )
+    attention._adjust_key_value_for_inference = turn_and_keep
 
 
 def _select(memory: torch.Tensor, rows: torch.Tensor, used: int) -> torch.Tensor:
