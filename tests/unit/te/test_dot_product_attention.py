@@ -331,7 +331,6 @@ def test_context_parallelism_says_that_it_is_not_there_yet():
             "attn_mask_type=diagonal is not known: use no_mask, causal",
         ),
         ({"softmax_type": "learnable"}, "softmax_type=learnable is not supported: use vanilla"),
-        ({"return_max_logit": True}, "turn off qk_clip"),
         ({"num_gqa_groups": 3}, "num_gqa_groups=3"),
         ({"num_gqa_groups": 2, "tp_size": 4}, "tp_size=4.*tp_size must divide both"),
     ],

@@ -16,6 +16,7 @@ from mindspeed.te.pytorch.attention.core import (
     attend_batch,
     attend_documents,
 )
+from mindspeed.te.pytorch.attention.largest_logit import largest_in_batch, largest_in_documents
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, Window
 from mindspeed.te.pytorch.distributed import checkpoint
 
@@ -58,7 +59,7 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check_heads(num_attention_heads, num_gqa_groups, tp_size)
-        _check_softmax(softmax_type, return_max_logit)
+        _check_softmax(softmax_type)
         head_size = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = head_size**-0.5 if softmax_scale is None else softmax_scale
         self.attention_dropout = attention_dropout
@@ -74,6 +75,7 @@ class DotProductAttention(nn.Module):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.tp_group = tp_group
         self.layer_number = layer_number
+        self.return_max_logit = return_max_logit
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self._check_context_parallel()
 
@@ -111,8 +113,10 @@ class DotProductAttention(nn.Module):
         core_attention_bias: Tensor | None = None,
         pad_between_seqs: bool | None = None,
         num_splits: int | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return (S, B, N * H), (B, S, N * H) or (T, N * H), following the format of the inputs.
+
+        With `return_max_logit` the largest score of each head, (N,), comes second.
 
         `attention_mask` is True where a key is hidden. Packed sequences (thd) come with cumulative
         lengths, and with padded ones where there is padding between documents. `max_seqlen_*`,
@@ -132,15 +136,23 @@ class DotProductAttention(nn.Module):
             _check_packed(rule, bias, cu_seqlens_q, cu_seqlens_kv)
             documents = {"of_q": Documents.of(*of_q), "of_k": Documents.of(*of_k)}
             run = partial(self._packed, rule=rule, documents=documents)
+            largest = partial(largest_in_documents, rule=rule, **documents)
         else:
             run = partial(self._batched, rule=rule, layout=layout, mask=attention_mask, bias=bias)
-        if not checkpoint_core_attention:
-            return run(query_layer, key_layer, value_layer)
+            largest = partial(largest_in_batch, rule=rule, mask=attention_mask, bias=bias)
+        out = self._run(run, checkpoint_core_attention, query_layer, key_layer, value_layer)
+        if not self.return_max_logit:
+            return out
+        if layout == "bshd":
+            query_layer, key_layer = query_layer.transpose(0, 1), key_layer.transpose(0, 1)
+        return out, largest(query_layer, key_layer, scale=self.softmax_scale)
+
+    def _run(self, attend: Callable[..., Tensor], recompute: bool, *inputs: Tensor) -> Tensor:
+        if not recompute:
+            return attend(*inputs)
         return checkpoint(
-            run,
-            query_layer,
-            key_layer,
-            value_layer,
+            attend,
+            *inputs,
             get_rng_state_tracker=self.get_rng_state_tracker,
             tp_group=self.tp_group,
         )
@@ -203,14 +215,9 @@ def _check_heads(heads: int, groups: int | None, tp_size: int) -> None:
         )
 
 
-def _check_softmax(softmax_type: str, return_max_logit: bool) -> None:
+def _check_softmax(softmax_type: str) -> None:
     if softmax_type != "vanilla":
         raise ValueError(f"softmax_type={softmax_type} is not supported: use vanilla")
-    if return_max_logit:
-        raise ValueError(
-            "the largest attention logit is not available: turn off qk_clip and "
-            "log_max_attention_logit"
-        )
 
 
 def _check_packed(rule: MaskRule, bias: Tensor | None, *bounds: Tensor | None) -> None:
