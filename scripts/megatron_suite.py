@@ -1,7 +1,7 @@
 """Run the unit tests of a Megatron-LM checkout under the adaptor and write down what passes.
 
     python scripts/megatron_suite.py CHECKOUT --output results.json
-    python scripts/megatron_suite_report.py results.json ... > docs/megatron_suite.md
+    python scripts/megatron_suite_report.py docs/megatron_suite.md core_v0.16.1=results.json
 
 A test is tried with 1 rank; if it does not pass, with 8, which most are written for, then with 4
 and 2, unless it has asked for a number that this is not. It passes if every rank says so. Run it

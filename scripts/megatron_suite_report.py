@@ -1,6 +1,8 @@
-"""Make a page of what megatron_suite.py wrote down.
+"""Write what megatron_suite.py found into the page that explains it.
 
-python scripts/megatron_suite_report.py core_v0.12.1=FILE core_v0.16.1=FILE > docs/megatron_suite.md
+    python scripts/megatron_suite_report.py docs/megatron_suite.md core_v0.12.1=FILE ...
+
+Everything from the heading "Result" on is written anew.
 """
 
 from __future__ import annotations
@@ -14,31 +16,42 @@ from pathlib import Path, PurePath
 from typing import Any
 
 KINDS = ("passed", "failed", "skipped", "left out")
-INTRODUCTION = Path(__file__).with_name("megatron_suite_intro.md")
+HEADING = "## Result"
 Test = dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """Print the page for TAG=FILE arguments."""
-    tags = {tag: read(Path(file)) for tag, _, file in (each.partition("=") for each in arguments)}
-    print(INTRODUCTION.read_text().rstrip())
-    print("\n## Result\n")
-    print("\n".join(summary(tags)))
-    print("\n## By folder\n")
-    print("\n".join(by_folder(tags)))
-    for title, kind in (("Left out", "left out"), ("Skipped by the test itself", "skipped")):
-        print(f"\n## {title}\n")
-        print("\n".join(by_cause(tags, kind)))
-    print("\n## Failures\n")
-    print("\n".join(failures(tags)))
+    """Renew the page named first with the results of the TAG=FILE arguments."""
+    page = Path(arguments[0])
+    named = (each.partition("=") for each in arguments[1:])
+    tags = {tag: read(Path(file)) for tag, _, file in named}
+    introduction = page.read_text().partition(HEADING)[0]
+    page.write_text(introduction + "\n".join(sections(tags)).rstrip() + "\n")
     return 0
 
 
+def sections(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield f"{HEADING}\n"
+    yield from summary(tags)
+    yield "\n## By folder\n"
+    yield from by_folder(tags)
+    for title, kind in (("Left out", "left out"), ("Skipped by the test itself", "skipped")):
+        yield f"\n## {title}\n"
+        yield from by_cause(tags, kind)
+    yield "\n## Failures\n"
+    yield from failures(tags)
+
+
 def read(file: Path) -> dict[str, Test]:
-    """Read the tests of all files, by name."""
+    """Read the tests of all files that were run, by name."""
     files = json.loads(file.read_text())
     names = (item for tests in files.values() for item in tests.items())
-    return {name.removeprefix("tests/unit_tests/"): test for name, test in names}
+    return {
+        name.removeprefix("tests/unit_tests/"): test
+        for name, test in names
+        if test["outcome"] in KINDS
+    }
 
 
 def summary(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
@@ -54,7 +67,8 @@ def summary(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
 
 def by_folder(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
     """Count the results of each folder at each tag."""
-    yield "| folder | " + " | ".join(f"{tag}: passed / failed / skipped / left out" for tag in tags)
+    titles = " | ".join(f"{tag}: passed / failed / skipped / left out" for tag in tags)
+    yield f"| folder | {titles} |"
     yield "| --- |" + " --- |" * len(tags)
     counts: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for tag, tests in tags.items():
