@@ -8,10 +8,7 @@ OLDEST_VERSION := $(shell $(PYTHON) -c 'import sys; print("0.14.0" if sys.versio
 OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
 # The tests of mindspeed itself have to pass on every supported megatron-core; these are the others.
-LLM_TESTS := tests/unit/mindspeed_llm $(addprefix tests/distributed/test_,sft.py raw_data.py lora.py \
-	async_save.py drill.py loop.py family_logits.py \
-	smollm2_logits.py training_checkpoint.py generation.py smollm2_generation.py) \
-	$(addprefix tests/e2e/test_,convert.py convert_page.py generate.py posttrain.py preprocess.py smollm2_chat.py)
+LLM_TESTS := tests/unit/mindspeed_llm $(shell grep -rlE "mindspeed_llm|tests.llm" tests/distributed tests/e2e --include='test_*.py')
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1

@@ -54,7 +54,7 @@ def gpt_model(
 
     `vocab_size` counts the padding; other arguments (pre_process, parallel_output) are GPTModel's.
     """
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from mindspeed_llm.core.models.gpt.gpt_model import GPTModel  # after the adaptor
 
     spec = layer_spec(config, impl, vp_stage)
     known = inspect.signature(GPTModel).parameters
@@ -62,7 +62,7 @@ def gpt_model(
         arguments["vp_stage"] = vp_stage
     if shape.mtp_num_layers:
         arguments["mtp_block_spec"] = _mtp_spec(config, spec, impl, vp_stage)
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=vocab_size or shape.vocab_size,
@@ -71,6 +71,9 @@ def gpt_model(
         **_rotary_arguments(shape, known["position_embedding_type"].annotation),
         **arguments,
     )
+    if model.post_process:
+        model.hide_padding(shape.vocab_size)
+    return model
 
 
 def layer_spec(config: Any, impl: Impl, vp_stage: int | None = None) -> Any:

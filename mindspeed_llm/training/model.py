@@ -67,7 +67,7 @@ def provide(options: TrainOptions, shape: ModelShape, config: Any, vocab_size: i
     def build(
         pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> Any:
-        model = gpt_model(
+        return gpt_model(
             shape,
             config,
             impl=options.transformer_impl,
@@ -78,27 +78,8 @@ def provide(options: TrainOptions, shape: ModelShape, config: Any, vocab_size: i
             post_process=post_process,
             parallel_output=True,
         )
-        if post_process:
-            hide_padding(model, shape.vocab_size, vocab_size)
-        return model
 
     return build
-
-
-def hide_padding(model: Any, vocab_size: int, padded_size: int) -> None:
-    """Keep padding of the vocabulary out of the softmax, so that no layout changes the loss."""
-    from megatron.core import parallel_state
-
-    rows = padded_size // parallel_state.get_tensor_model_parallel_world_size()
-    begin = max(0, vocab_size - rows * parallel_state.get_tensor_model_parallel_rank())
-    if begin >= rows:
-        return
-
-    def hide(module: Any, arguments: Any, output: Any) -> None:
-        logits = output[0]
-        logits[..., begin:] = torch.finfo(logits.dtype).min
-
-    model.output_layer.register_forward_hook(hide)
 
 
 def build_chunks(provider: Provider, layout: Layout) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A short drill; `make drill` runs the long one."""
+"""A short drill of mindspeed_llm's training; `make drill` runs the long one."""
 
 from pathlib import Path
 

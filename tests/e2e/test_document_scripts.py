@@ -1,4 +1,4 @@
-"""The guide's way from data to a talking model, by the scripts of examples/mcore, in small."""
+"""The guide's way from data to a talking model, by mindspeed_llm's example scripts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`make quickstart`, with a small random model in the place of the real one."""
+"""`make quickstart`, mindspeed_llm's way, with a random model in the place of the real one."""
 
 import json
 import re

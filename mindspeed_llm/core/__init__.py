@@ -1,0 +1,1 @@
+"""Where users of MindSpeed-LLM look for the model."""
