@@ -99,10 +99,13 @@ class Drill:
         watcher.start()
         try:
             self._train(saved, how)
-        except RankFailed as error:
-            if "Traceback" in str(error) and not watcher.is_done:
+        except RankFailed:
+            if not watcher.is_done:
                 raise
+        watcher.over.set()
         watcher.join()
+        if not watcher.is_done:
+            raise AssertionError(f"kill {number}: the run ended before its moment came")
         began, left = int((self._folder / "began").read_text()), _iteration(saved)
         if began < before or left < watcher.committed:
             raise LostCheckpoint(f"kill {number}: began {began} of {before}, left {left}")
@@ -135,12 +138,13 @@ class _Watcher(threading.Thread):
         self._victims = victims
         self.committed, self.folders = 0, set[Path]()
         self.was_inside_save = self.is_done = False
+        self.over = threading.Event()
 
     def run(self) -> None:
         pids = [self._wait_for_pid(rank) for rank in (0, 1)]
-        end = time.monotonic() + PATIENCE
-        while not self._is_time() and time.monotonic() < end:
-            time.sleep(0.002)
+        while not self._is_time():
+            if self.over.wait(0.002):
+                return
         time.sleep(self._moment.delay)
         self.committed = _iteration(self._saved)
         self.folders = {p for p in self._saved.glob("iter_*") if _number(p) <= self.committed}
@@ -151,8 +155,8 @@ class _Watcher(threading.Thread):
 
     def _wait_for_pid(self, rank: int) -> int:
         file = self._folder / f"pid-{rank}"
-        while not (file.is_file() and file.read_text()):
-            time.sleep(0.01)
+        while not (file.is_file() and file.read_text()) and not self.over.wait(0.01):
+            pass
         return int(file.read_text())
 
     def _is_time(self) -> bool:
