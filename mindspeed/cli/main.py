@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import mindspeed.cli
-from mindspeed.config import ConfigError, suggest_flags
+from mindspeed.config import ConfigError, printable, suggest_flags
 
 MISUSE = 2
 INTERRUPTED = 130
@@ -36,7 +36,7 @@ def main(
         sys.stdout.flush()  # here, where a reader that has left can be noticed
         return code
     except ConfigError as error:
-        sys.stderr.write(f"{parser.prog}: error: {error}\n")
+        sys.stderr.write(f"{parser.prog}: error: {printable(str(error))}\n")
         return MISUSE
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -59,8 +59,8 @@ def convert(options: ConvertOptions, progress: Progress | None = None) -> Conver
 
 def _check_given(options: ConvertOptions) -> None:
     for flag, path in (("--load-dir", options.load_dir), ("--save-dir", options.save_dir)):
-        if not path or "\0" in path:
-            raise ConfigError(f"{flag} {'is no path' if path else 'is missing'}: give a directory")
+        if not path:
+            raise ConfigError(f"{flag} is missing: give a directory")
     if options.make_vocab_size_divisible_by < 1:
         given = options.make_vocab_size_divisible_by
         raise ConfigError(f"--make-vocab-size-divisible-by {given}: it must be at least 1")

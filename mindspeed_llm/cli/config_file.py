@@ -3,7 +3,7 @@
 import argparse
 from typing import TypeVar
 
-from mindspeed.config import Options, add_flags, from_namespace, load_yaml
+from mindspeed.config import ConfigError, Options, add_flags, from_namespace, load_yaml
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -21,4 +21,8 @@ def add_options(parser: argparse.ArgumentParser, options_class: type[Options]) -
 def read_options(args: argparse.Namespace, options_class: type[OptionsT]) -> OptionsT:
     """Build the options that were given."""
     defaults = load_yaml(args.config, options_class) if args.config else None
-    return from_namespace(options_class, args, defaults)
+    options = from_namespace(options_class, args, defaults)
+    for name, value in options:
+        if "\0" in str(value):  # no path can hold it, and no command line can say it
+            raise ConfigError(f"{args.config}: {name} holds a NUL character")
+    return options

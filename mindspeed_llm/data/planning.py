@@ -98,9 +98,9 @@ def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
     try:
         map_keys = json.loads(options.map_keys) if options.map_keys else {}
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--map-keys {options.map_keys} is not valid JSON: {error}") from None
+        raise ConfigError(f"--map-keys {options.map_keys:.60} is not valid JSON: {error}") from None
     if not isinstance(map_keys, dict):
-        raise ConfigError(f"--map-keys {options.map_keys} is not a JSON object such as {{...}}")
+        raise ConfigError(f"--map-keys {options.map_keys:.60} is not a JSON object such as {{...}}")
     rows = peek(sources, PEEKED_ROWS)
     names = [list(row) for _, _, row in rows if not isinstance(row, Problem)]
     present = list(dict.fromkeys(name for row in names for name in row))

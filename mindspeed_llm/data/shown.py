@@ -149,9 +149,10 @@ def open_shown(prefix: str, tokenizer: str = "", cache_dir: str = "") -> Shown:
 
 
 def _notes(prefix: str) -> dict[str, Any]:
-    """Return what preprocessing noted, {} if it cannot be read."""
+    """Return the tokenizer and the stop tokens that preprocessing noted, {} if it did not."""
     try:
         noted = json.loads(Path(f"{prefix}.summary.json").read_bytes())
-    except (OSError, ValueError):
+        stop_ids = [int(token) for token in noted.get("stop_ids", ())]
+        return {"tokenizer": str(noted["tokenizer"]), "stop_ids": stop_ids}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return {}
-    return noted if isinstance(noted, dict) else {}

@@ -206,6 +206,16 @@ def test_metadata_that_runs_code(tmp_path):
     assert not marker.exists()
 
 
+def test_metadata_cannot_take_all_memory(tmp_path):
+    """An unpickler in C makes room for as many objects as the number says."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    far = (1 << 27).to_bytes(4, "little")
+    metadata_refused(metadata(tmp_path, b"\x80\x02]r" + far + b"."), "not Metadata")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
 def real_metadata(tmp_path):
     import torch.distributed.checkpoint as dcp
 

@@ -1,0 +1,118 @@
+"""Damaged files, values and command lines, drawn by hypothesis, and how a command has to end."""
+
+import contextlib
+import copy
+import io
+import time
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from mindspeed_llm.cli.main import main
+
+SECONDS = 20
+PIECES = (b"\x00", b"\xff\xfe", b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"\n", b"-", b"9")
+PIECES += (b"\\u", b"1e999", b"null", b"&a", b"*a", b"!!python/object", b"\xed\xa0\x80", b" " * 40)
+ODD = (None, True, -1, 0, 1.5, 10**12, 10**400, float("nan"), float("inf"), "", "x", "\0", "../x")
+ODD += ([], [1], ["x", {}], {}, {"a": 1}, [[[[]]]])
+
+
+def mutants(count):
+    """Return settings: so many examples, the same ones every time."""
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@st.composite
+def damaged(draw, content, end=None):
+    """Cut, change, repeat or insert a few bytes, before `end` if it is given."""
+    data = bytearray(content)
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, min(len(data), end or len(data))))
+        size = draw(st.sampled_from([0, 1, 2, 7, 50, 1000]))
+        kind = draw(st.sampled_from(["delete", "insert", "replace", "flip", "repeat", "cut"]))
+        if kind == "delete":
+            del data[place : place + size]
+        elif kind == "insert":
+            data[place:place] = draw(st.sampled_from(PIECES) | st.binary(max_size=9))
+        elif kind == "replace":
+            data[place : place + size] = draw(st.sampled_from(PIECES))
+        elif kind == "flip" and place < len(data):
+            data[place] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "repeat":
+            data[place:place] = data[place : place + size] * 2
+        elif kind == "cut" and draw(st.integers(0, 3)) == 0:
+            del data[place:]
+    return bytes(data)
+
+
+@st.composite
+def changed(draw, value):
+    """Put an odd value into a structure of dictionaries and lists, or take one out."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, 3))):
+        holder = value
+        while True:
+            keys = sorted(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if isinstance(holder[key], (dict, list)) and draw(st.booleans()):
+                holder = holder[key]
+                continue
+            kind = draw(st.sampled_from(["odd", "odd", "delete", "other"]))
+            if kind == "delete":
+                del holder[key]
+            else:
+                others = [holder[k] for k in keys]
+                chosen = draw(st.sampled_from(ODD if kind == "odd" else others))
+                holder[key] = copy.deepcopy(chosen)
+            break
+    return value
+
+
+@st.composite
+def flags(draw, known, values):
+    """Draw flags of a command, known and misspelt, with good and odd values."""
+    words = []
+    for name in draw(st.lists(st.sampled_from(sorted(known)), max_size=4)):
+        word = name if draw(st.integers(0, 5)) else name[:-1]
+        words.append(word)
+        if known[name] and draw(st.integers(0, 7)):
+            words.append(draw(st.sampled_from(values)))
+    return words
+
+
+@dataclass
+class End:
+    """How a command ended."""
+
+    code: int
+    out: str
+    error: str
+    """The line without what stands before the message."""
+
+
+def run(*words):
+    """Run a command in this process; it must end soon, well or with one clear line."""
+    out, err, started = io.StringIO(), io.StringIO(), time.monotonic()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(list(map(str, words)))
+        except SystemExit as exit:  # argparse's own: a line of usage, and the error
+            code = exit.code
+    assert time.monotonic() - started < SECONDS
+    lines = err.getvalue().splitlines()
+    errors = [line for line in lines if ": error: " in line]
+    assert code in (0, 2) and len(errors) == (code == 2), (code, err.getvalue())
+    assert "Traceback" not in err.getvalue()
+    if errors:
+        assert lines[-1] is errors[0], "something stands behind the error"
+        assert len(errors[0]) < 2000 and errors[0].isprintable()
+    return End(code, out.getvalue(), errors[0].partition(": error: ")[2] if errors else "")
