@@ -51,7 +51,10 @@ class Case:
 
 
 TWO_STAGES = "--pipeline-model-parallel-size 2"
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+EXPERTS = """
+    --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear
+    --moe-token-dispatcher-type alltoall
+"""
 CASES = (
     Case("TE spec", 1, f"{MOCK_DATA} --transformer-impl transformer_engine"),
     Case("local spec", 1, f"{MOCK_DATA} --transformer-impl local"),
@@ -65,12 +68,11 @@ CASES = (
         f"{MOCK_DATA} --tensor-model-parallel-size 2 {TWO_STAGES} --sequence-parallel",
     ),
     Case("PP 2, VPP 2", 2, f"{MOCK_DATA} {TWO_STAGES} --num-layers-per-virtual-pipeline-stage 1"),
-    Case("MoE, EP 2", 2, f"{MOCK_DATA} --expert-model-parallel-size 2 {EXPERTS}"),
+    Case("MoE, EP 2", 2, f"{MOCK_DATA} {EXPERTS}"),
     Case(
         "MoE, EP 2, grouped, bf16",
         2,
-        f"{MOCK_DATA} --expert-model-parallel-size 2 {EXPERTS} --moe-grouped-gemm"
-        " --disable-bias-linear --bf16",
+        f"{MOCK_DATA} {EXPERTS} --moe-grouped-gemm --bf16",
     ),
     Case(
         "distributed optimizer, overlaps",
@@ -153,7 +155,7 @@ class Runs:
         limit = ["--timeout", str(self.timeout)]
         result = self.python(*launcher, *limit, str(script), *arguments, *saved)
         found = {int(step): loss for step, loss in ITERATION.findall(result.stdout)}
-        errors = re.findall(r"^(?:\[[^]]*\] ?:?)?\s*(\w+Error: .*)$", result.stdout, re.M)
+        errors = re.findall(r"\b(\w+(?:Error|Exception): .*)", result.stdout)
         return found, errors[-1][:200] if errors else f"exit code {result.returncode}"
 
     def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
