@@ -29,6 +29,8 @@ PRELOADED = (
     "requests",
     "transformers",
     "pytest",
+    "pytest_asyncio.plugin",
+    "pytest_mock",
 )
 
 
@@ -179,7 +181,10 @@ def run_file(file: str, recorder: Recorder) -> int:
     GroupPool()
 
     sys.argv = [sys.argv[0]]  # Megatron's parse_args reads it in some tests
-    options = ["-p", "mindspeed.megatron_adaptor", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    # Other plugins that happen to be installed would cost every rank seconds.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    plugins = ("mindspeed.megatron_adaptor", "pytest_asyncio.plugin", "pytest_mock")
+    options = [word for plugin in (*plugins, "no:cacheprovider") for word in ("-p", plugin)]
     options += ["-o", "addopts=", "-q", "-s", "-W", "ignore", "--tb=short"]
     # Ranks of one run share the folder above this one, other runs have their own.
     options += ["--basetemp", str(recorder.log.with_suffix(".tmp"))]
