@@ -14,6 +14,7 @@ BELOW = {
     "mindspeed/optim": ("ops", "parallel", "device"),
     "mindspeed/compat": ("device", "patching"),
     "mindspeed/te": ("ops", "parallel", "optim", "compat", "device"),
+    "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
     "mindspeed/doctor": ("config", "device", "launch", "compat"),
 }

@@ -1,0 +1,8 @@
+"""The one FSDP2 engine: a file names modules by pattern, a plan says what follows, torch shards."""
+
+from mindspeed.fsdp.options import FsdpOptions
+from mindspeed.fsdp.patterns import Pattern, fold
+from mindspeed.fsdp.plan import Plan, Unit, make_plan
+from mindspeed.fsdp.sharding import shard
+
+__all__ = ["FsdpOptions", "Pattern", "Plan", "Unit", "fold", "make_plan", "shard"]

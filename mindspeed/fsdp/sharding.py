@@ -1,0 +1,132 @@
+"""Carry out a plan: recompute, then fully_shard from the inside out, then prefetch."""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+import mindspeed.device
+from mindspeed.config import ConfigError
+from mindspeed.fsdp.experts import ExpertGroups
+from mindspeed.fsdp.options import FsdpOptions
+from mindspeed.fsdp.plan import DTYPES, ROOT, Plan, make_plan
+from mindspeed.fsdp.recompute import recompute
+
+logger = logging.getLogger(__name__)
+
+
+def shard(model: nn.Module, options: FsdpOptions) -> Plan:
+    """Shard a model in place over all ranks and return the plan that was carried out."""
+    plan = make_plan(model, options, torch.distributed.get_world_size())
+    device = mindspeed.device.current()
+    _must_be_frozen(plan)
+    _must_reach_the_host(options, device)
+    for name in plan.ignored:
+        _move(model.get_submodule(name), device.torch_device)
+    for name in plan.recomputed:
+        recompute(model.get_submodule(name), options.use_reentrant)
+    kwargs: dict[str, Any] = {
+        "mp_policy": mixed_precision(options),
+        "offload_policy": offload(options, device),
+        "ignored_params": {
+            p for name in plan.ignored for p in model.get_submodule(name).parameters()
+        },
+    }
+    _shard_units(model, plan, make_mesh(plan, device), kwargs)
+    _prefetch(model, plan)
+    logger.info(
+        "FSDP2: %d unit(s) over %d x %d rank(s), %d bytes of weights a rank",
+        *(len(plan.units), plan.replicas, plan.shards, plan.held),
+    )
+    return plan
+
+
+def make_mesh(plan: Plan, device: mindspeed.device.Device) -> DeviceMesh:
+    """Lay neighbouring ranks around one copy of the model; several copies make it HSDP."""
+    if plan.replicas == 1:
+        return init_device_mesh(device.name, (plan.shards,), mesh_dim_names=("shard",))
+    shape = (plan.replicas, plan.shards)
+    return init_device_mesh(device.name, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def mixed_precision(options: FsdpOptions) -> MixedPrecisionPolicy:
+    """Return torch's policy for the three types and the casting of inputs."""
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES.get(options.param_dtype or ""),
+        reduce_dtype=DTYPES.get(options.reduce_dtype or ""),
+        output_dtype=DTYPES.get(options.output_dtype or ""),
+        cast_forward_inputs=options.cast_forward_inputs,
+    )
+
+
+def offload(options: FsdpOptions, device: mindspeed.device.Device) -> OffloadPolicy:
+    """Return torch's policy; without an accelerator no memory can be pinned for it."""
+    if not options.offload_to_cpu:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=options.pin_memory and device.name != "cpu")
+
+
+def _shard_units(model: nn.Module, plan: Plan, mesh: DeviceMesh, kwargs: dict[str, Any]) -> None:
+    experts = ExpertGroups(plan, mesh.device_type) if plan.experts else None
+    reshard = plan.options.reshard_after_forward
+    for unit in reversed(plan.units):
+        module = model.get_submodule(unit.name)
+        if experts is not None and unit.name in plan.experts:
+            # A number of ranks is about the other mesh.
+            experts.shard(unit.name, module, reshard_after_forward=reshard is not False, **kwargs)
+            continue
+        # The backward pass begins with the root: None lets torch keep it gathered for that.
+        is_kept = unit.name == ROOT and reshard is not False
+        fully_shard(module, mesh=mesh, reshard_after_forward=None if is_kept else reshard, **kwargs)
+
+
+def _prefetch(model: nn.Module, plan: Plan) -> None:
+    forward, backward = plan.options.num_to_forward_prefetch, plan.options.num_to_backward_prefetch
+    if forward:
+        for name, ahead in plan.ahead(forward).items():
+            model.get_submodule(name).set_modules_to_forward_prefetch(
+                [model.get_submodule(other) for other in ahead]
+            )
+    if backward == 1:
+        return  # torch does so by itself, in the order that the forward pass really took
+    for name, ahead in plan.ahead(backward, backward=True).items():
+        # A module that names itself, gathered already, prefetches nothing; an empty list is
+        # torch's default of one.
+        module = model.get_submodule(name)
+        module.set_modules_to_backward_prefetch(
+            [model.get_submodule(other) for other in ahead] or [module]
+        )
+
+
+def _must_be_frozen(plan: Plan) -> None:
+    if plan.trained_ignored:
+        raise ConfigError(
+            f"ignored_modules holds {plan.trained_ignored[0]}, which is trained: nothing would "
+            "bring its gradients together. Freeze it (requires_grad_(False)) or do not ignore it"
+        )
+
+
+def _must_reach_the_host(options: FsdpOptions, device: mindspeed.device.Device) -> None:
+    """With offload, gradients are summed up in host memory, which not every backend can."""
+    if options.offload_to_cpu and "cpu:" not in torch.distributed.get_backend_config():
+        host = mindspeed.device.known()["cpu"].backend
+        raise ConfigError(
+            "offload_to_cpu needs a process group that also talks from host memory: start with "
+            f"--distributed-backend {device.name}:{device.backend},cpu:{host}"
+        )
+
+
+def _move(module: nn.Module, where: torch.device) -> None:
+    """Bring the ignored to the device; what is on meta has no data yet and stays."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        module.to(where)

@@ -1,0 +1,1 @@
+"""The `mindspeed-mm` command; one file a sub-command."""

@@ -1,0 +1,1 @@
+"""Models: built, registered and made ready for FSDP2."""

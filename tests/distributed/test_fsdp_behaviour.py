@@ -1,0 +1,205 @@
+"""What every key does, seen from outside: types, collectives, the order of gathers, refusals."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed.config import ConfigError, build
+from mindspeed.fsdp import FsdpOptions, shard
+from tests.distributed.fsdp_model import BATCH, LAYERS, SEQUENCE, Training, new_model, train
+from tests.ranks import run_ranks
+
+WORLD = 2
+SHARD = {"sharding_size": "auto", "sub_modules_to_wrap": ["embed", "layers.{*}", "head"]}
+UNITS = LAYERS + 2
+MIXED = {
+    **SHARD,
+    **{"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"},
+    "cast_forward_inputs": True,
+}
+LOG = {
+    "zero-3": SHARD,
+    "zero-2": {**SHARD, "reshard_after_forward": False},
+    "no backward prefetch": {**SHARD, "num_to_backward_prefetch": 0},
+    "forward prefetch": {**SHARD, "num_to_forward_prefetch": 2},
+    "backward prefetch": {**SHARD, "num_to_backward_prefetch": 3},
+    "recomputed": {**SHARD, "recompute_modules": ["layers.{0,2}"]},
+}
+
+
+class Log(TorchDispatchMode):
+    """Writes down, in order, the gathers and what the hooks say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == "c10d::_allgather_base_":
+            self.events.append("gather")
+        return func(*args, **(kwargs or {}))
+
+
+def observe() -> dict[str, Any]:
+    """Run everything in one rank."""
+    ours, theirs = new_model(), new_model()
+    shard(ours, build(FsdpOptions, MIXED))
+    _shard_by_hand(theirs)
+    seen: dict[str, Any] = {
+        "mixed": [train(model, dist.get_rank(), WORLD) for model in (ours, theirs)],
+        "types": _types(),
+        "refused": _refusals(),
+    }
+    return seen | {name: _log(values) for name, values in LOG.items()}
+
+
+def _shard_by_hand(model: torch.nn.Module) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, True)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for module in (model.embed, *model.layers, model.head, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(BATCH, SEQUENCE, dtype=torch.long), torch.ones(BATCH, SEQUENCE, 5)
+
+
+def _log(values: dict[str, Any]) -> list[str]:
+    model, log = new_model(), Log()
+    names = dict(model.named_modules())
+    for name in ("embed", *(f"layers.{n}" for n in range(LAYERS)), "head"):
+        inner = names[name].forward
+
+        def forward(*args: Any, _name: str = name, _inner: Any = inner, **kwargs: Any) -> Any:
+            log.events.append(_name)
+            return _inner(*args, **kwargs)
+
+        names[name].forward = forward
+    shard(model, build(FsdpOptions, values))
+    with log:
+        loss = model(*_batch()).sum()
+        log.events.append("backward")
+        loss.backward()
+    return log.events
+
+
+class Probe(torch.nn.Module):
+    """Remembers the types of its input and of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Any) -> Any:
+        self.seen = [x.dtype, self.weight.dtype]
+        return x * 1
+
+
+def _types() -> dict[str, list[torch.dtype]]:
+    """Types of the input inside, the weight inside, the output and the kept weight."""
+    found = {}
+    for name, values in {
+        "cast": {"param_dtype": "bf16", "output_dtype": "fp16"},
+        "not cast": {"param_dtype": "fp16", "cast_forward_inputs": False},
+        "left alone": {},
+    }.items():
+        probe = Probe()
+        shard(probe, build(FsdpOptions, values))
+        output = probe(torch.ones(2))
+        probe.reshard()
+        found[name] = [*probe.seen, output.dtype, probe.weight.dtype]
+    return found
+
+
+def _refusals() -> dict[str, str]:
+    said = {}
+    for key, values in {
+        "trained": {"ignored_modules": ["layers.1"]},
+        "size": {"sharding_size": 3},
+        "part": {**SHARD, "reshard_after_forward": 2},
+        "typo": {"sub_modules_to_wrap": ["layer.{*}"]},
+        "experts": {"moe_modules": ["layers.{*}.mlp"], "expert_parallel_size": 2},
+    }.items():
+        try:
+            shard(new_model(), build(FsdpOptions, values))
+        except ConfigError as error:
+            said[key] = str(error)
+    return said
+
+
+@functools.cache
+def seen() -> dict[str, Any]:
+    return run_ranks(observe, WORLD, timeout=300)[0]
+
+
+def test_mixed_precision_is_that_of_torch_in_every_bit():
+    ours, theirs = seen()["mixed"]
+    assert isinstance(ours, Training)
+    assert ours.losses == theirs.losses
+    for mine, other in zip(ours.gradients, theirs.gradients, strict=True):
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_types_are_cast_where_the_file_says():
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    types = seen()["types"]
+    assert types["cast"] == [bf16, bf16, fp16, fp32]
+    assert types["not cast"] == [fp32, fp16, fp32, fp32]
+    assert types["left alone"] == [fp32] * 4
+
+
+def gathers(name: str) -> tuple[int, int]:
+    events = seen()[name]
+    middle = events.index("backward")
+    return events[:middle].count("gather"), events[middle:].count("gather")
+
+
+def test_zero_3_gathers_twice_and_zero_2_once():
+    assert gathers("zero-3") == (UNITS + 1, UNITS)  # the root stays for the backward pass
+    assert gathers("zero-2") == (UNITS + 1, 0)
+    assert gathers("forward prefetch") == gathers("backward prefetch") == gathers("zero-3")
+
+
+def gathered_before(name: str) -> list[int]:
+    """How many gathers were begun before each unit ran forward, the root's left out."""
+    events = seen()[name][: seen()[name].index("backward")]
+    places = [place for place, event in enumerate(events) if event != "gather"]
+    return [events[:place].count("gather") - 1 for place in places]
+
+
+def test_the_forward_pass_gathers_ahead():
+    assert gathered_before("zero-3") == [1, 2, 3, 4, 5]
+    assert gathered_before("forward prefetch") == [3, 4, 5, 5, 5]
+
+
+def test_recompute_runs_the_named_layers_again():
+    events = seen()["recomputed"]
+    again = [event for event in events[events.index("backward") + 1 :] if event != "gather"]
+    assert again == ["layers.2", "layers.0"]
+
+
+def test_what_cannot_be_is_refused_in_a_line():
+    said = seen()["refused"]
+    assert "layers.1.input_norm.weight, which is trained" in said["trained"]
+    assert said["size"] == "sharding_size: 3 does not divide 2 rank(s): use 1, 2"
+    assert said["part"].endswith("use true, false")
+    assert said["typo"].endswith("the model has no layer; did you mean layers?")
+    assert "has no ep_forward" in said["experts"] or "does not divide" in said["experts"]
+
+
+def test_a_process_group_of_one_rank_is_enough():
+    (losses,) = run_ranks(_alone, 1, timeout=300)
+    assert losses == pytest.approx(train(new_model()).losses, abs=1e-6)
+
+
+def _alone() -> list[float]:
+    model = new_model()
+    shard(model, build(FsdpOptions, SHARD))
+    return train(model).losses

@@ -1,0 +1,109 @@
+"""Plans of small models: who owns which parameter, and what cannot be planned."""
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed.config import ConfigError, build
+from mindspeed.fsdp import FsdpOptions, make_plan
+from mindspeed.fsdp.describe import describe
+
+
+class Decoder(nn.Module):
+    """Embedding, three blocks, a head that may be tied."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 4), nn.Linear(4, 11, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 3), nn.ReLU()) for _ in range(3))
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def plan(model: nn.Module, ranks: int = 2, **values: object):
+    return make_plan(model, build(FsdpOptions, {"sharding_size": "auto", **values}), ranks)
+
+
+def test_the_innermost_unit_owns_a_parameter():
+    made = plan(Decoder(), sub_modules_to_wrap=["blocks.{0-1}", "blocks.1.0"])
+    owned = {unit.name: unit.parameters for unit in made.units}
+    assert list(owned) == ["", "blocks.0", "blocks.1", "blocks.1.0"]
+    assert owned["blocks.1"] == ()
+    assert owned["blocks.1.0"] == ("blocks.1.0.weight", "blocks.1.0.bias")
+    assert "blocks.2.0.weight" in owned[""]
+
+
+def test_bytes_count_padding_and_gathers_count_the_type_of_the_computation():
+    made = plan(Decoder(), sub_modules_to_wrap=["blocks.{*}"], param_dtype="bf16")
+    block = made.units[1]
+    assert block.held == 4 * (2 * 4 + 2)  # three rows are two and one, padded
+    assert block.gathered == 2 * (3 * 4 + 3)
+
+
+def test_nothing_is_allocated_on_meta():
+    with torch.device("meta"):
+        made = plan(nn.Sequential(nn.Linear(1 << 20, 1 << 20)), ranks=8)
+    assert made.held == 4 * ((1 << 40) + (1 << 20)) // 8
+
+
+def test_prefetch_follows_the_definition():
+    made = plan(Decoder(), sub_modules_to_wrap=["head", "blocks.{*}", "embed"])
+    assert made.order == ("embed", "head", "blocks.0", "blocks.1", "blocks.2")
+    assert made.ahead(2)["head"] == ("blocks.0", "blocks.1")
+    assert made.ahead(2, backward=True)["blocks.0"] == ("head", "embed")
+
+
+def test_tied_weights_may_share_a_unit_only():
+    assert plan(Decoder(tied=True), sub_modules_to_wrap=["blocks.{*}"]).units[0].held == 4 * 6 * 4
+    with pytest.raises(ConfigError, match="embed.weight and head.weight are one tied parameter"):
+        plan(Decoder(tied=True), sub_modules_to_wrap=["embed"])
+
+
+def test_a_module_with_two_names_is_one_unit():
+    model = Decoder()
+    model.again = model.blocks[1]
+    made = plan(model, sub_modules_to_wrap=["again", "blocks.1"])
+    assert [unit.name for unit in made.units] == ["", "blocks.1"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"sub_modules_to_wrap": ["blocks"]}, "a ModuleList, which is never called itself"),
+        ({"recompute_modules": ["blocks"]}, "write blocks.{*}"),
+        ({"recompute_modules": ["block.{*}"]}, "recompute_modules: block.{*} matches no module"),
+        ({"ignored_modules": ["blocks"], "sub_modules_to_wrap": ["blocks.{*}"]}, "one of the two"),
+        ({"ignored_modules": [""]}, "the root is to be sharded"),
+    ],
+)
+def test_what_cannot_be_planned(values, said):
+    with pytest.raises(ConfigError) as caught:
+        plan(Decoder(), **values)
+    assert said in str(caught.value)
+
+
+def test_scalars_are_refused_before_torch_does():
+    model = Decoder()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="scale is a scalar"):
+        plan(model)
+
+
+def test_ignored_and_trained_is_noted():
+    assert plan(Decoder(), ignored_modules=["head"]).trained_ignored == ("head.weight",)
+
+
+def test_the_tree_is_opened_where_something_differs_and_sums_up():
+    model = Decoder()
+    values = {"sub_modules_to_wrap": ["blocks.{*}"], "recompute_modules": ["blocks.2"]}
+    made = plan(model, **values, ignored_modules=["head"])
+    lines = describe(model, made)
+    assert [(line.depth, line.name, line.marks) for line in lines] == [
+        (0, "", ("sharded",)),
+        (1, "embed", ()),
+        (1, "head", ("ignored",)),
+        (1, "blocks", ()),
+        (2, "{0-1}", ("sharded",)),
+        (2, "2", ("sharded", "recomputed")),
+    ]
+    assert lines[0].held == made.held

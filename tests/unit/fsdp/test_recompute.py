@@ -1,0 +1,53 @@
+"""Recompute gives the gradients of the plain forward, however a module is called."""
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed.fsdp.recompute import recompute
+
+
+class Block(nn.Module):
+    """Counts its calls; takes keywords and a tuple, returns a dict, draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(3, 3), 0
+
+    def forward(self, x, *, scale, pair):
+        self.calls += 1
+        y = torch.dropout(self.linear(x) * scale + pair[0] * pair[1], 0.5, True)
+        return {"y": y, "none": None}
+
+
+def run(how, needs):
+    """Run forward and backward; return the gradients of inputs and weights, and the calls."""
+    torch.manual_seed(0)
+    block = Block()
+    if how is not None:
+        recompute(block, use_reentrant=how)
+    inputs = [torch.randn(2, 3, requires_grad=needs) for _ in range(4)]
+    block(inputs[0], scale=inputs[1], pair=(inputs[2], inputs[3]))["y"].square().sum().backward()
+    return [t.grad for t in (*inputs, *block.parameters())], block
+
+
+@pytest.mark.parametrize("needs", [True, False], ids=["trained inputs", "frozen inputs"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_are_those_of_the_plain_forward(reentrant, needs):
+    expected, plain = run(None, needs)
+    got, block = run(reentrant, needs)
+    assert (plain.calls, block.calls) == (1, 2)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+    assert list(block.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_without_gradients_nothing_is_run_again(reentrant):
+    block = Block()
+    recompute(block, use_reentrant=reentrant)
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        assert not block(x, scale=x, pair=(x, x))["y"].requires_grad
+    assert block.calls == 1
