@@ -1,12 +1,16 @@
 """How fast does raw text become token files, and at what memory, next to other ways to do it?
 
     python benchmarks/bench_preprocess.py [--corpus text.jsonl] [--tokenizer DIR] [--megatron DIR]
+        [--peers DIR]
 
 Every tool runs in a process of its own, on two cores, in turns. Times run from a loaded tokenizer
 to finished files. Without arguments the corpus is the text of the installed packages and the
 tokenizer is trained on it (minutes; kept in --work). `--megatron` is a checkout of Megatron-LM; its
 standard tool is raced too. Its fast tool is raced as what it does: gigatoken on the whole file, one
-array, Megatron's builder. Output must be equal, byte by byte, or there is no result.
+array, Megatron's builder. Output must be equal, byte by byte, or there is no result; only that tool
+may differ in a document of ten thousand, where its tokenizer was not compared with the real one.
+What is raced needs `pip install gigatoken awkward datasets`, here or in the folder --peers; a tool
+whose packages are missing is left out.
 """
 
 import argparse
@@ -23,6 +27,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 CORES = 2
+SUFFIXES = (".bin", ".idx")
 
 
 def make_corpus(path, megabytes):
@@ -186,6 +191,15 @@ def run_megatron(job):
     return seconds, size // job["itemsize"]
 
 
+PACKAGES = {
+    "mindspeed-llm": ["gigatoken"],
+    "Megatron fast (whole file)": ["gigatoken", "awkward"],
+    "datasets.map": ["datasets"],
+}
+"""What a tool needs beside what `make setup` installs."""
+MAY_DIFFER = 1e-4
+"""Share of the documents in which the tool on the whole file may differ."""
+
 TOOLS = {
     "mindspeed-llm": run_ours,
     "mindspeed-llm without gigatoken": lambda job: run_ours(job, "off"),
@@ -199,7 +213,7 @@ def race(tool, job):
     """Run one tool in its own process on two cores; return seconds, tokens, cpu and memory."""
     command = [sys.executable, __file__, "--tool", tool, "--job", json.dumps(job)]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:CORES]))
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = {**os.environ, "PYTHONPATH": _python_path(job["peers"])}
     before = os.times()
     process = subprocess.Popen(
         ["taskset", "-c", cores, *command], stdout=subprocess.PIPE, text=True, env=environment
@@ -215,6 +229,24 @@ def race(tool, job):
     seconds, tokens = json.loads(out.splitlines()[-1])
     cpu = sum(after[2:4]) - sum(before[2:4])
     return {"seconds": seconds, "tokens": tokens, "cpu_seconds": cpu, "peak_rss_gb": peak[0] / 1e9}
+
+
+def _python_path(peers):
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH"), peers]))
+
+
+def available(tools, peers):
+    """Return the tools whose packages are there; say which are not."""
+    found = []
+    for tool in tools:
+        code = "; ".join(f"import {name}" for name in PACKAGES.get(tool, ["sys"]))
+        command, environment = [sys.executable, "-c", code], {"PYTHONPATH": _python_path(peers)}
+        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+        if done.returncode == 0:
+            found.append(tool)
+        else:
+            print(f"{tool} is left out: {done.stderr.strip().splitlines()[-1]}", flush=True)
+    return found
 
 
 def _watch(process, peak):
@@ -261,10 +293,25 @@ def compare(question, tools, job, rounds):
 
 
 def _check_equal(ours, theirs, tool):
-    for path in Path(ours).parent.glob("*_document.*"):
+    """Exit if files differ by more than they may."""
+    for path in Path(ours).parent.glob("*_document.bin"):
         other = Path(theirs).parent / path.name
-        if not filecmp.cmp(path, other, shallow=False):
+        same = (filecmp.cmp(path.with_suffix(e), other.with_suffix(e), False) for e in SUFFIXES)
+        if all(same):
+            continue
+        share = _share_that_differs(path.with_suffix(""), other.with_suffix(""))
+        if "whole file" not in tool or share > MAY_DIFFER:
             sys.exit(f"{tool}: {other} is not what {path} is")
+        print(f"{tool}: {share:.4%} of the documents differ", flush=True)
+
+
+def _share_that_differs(ours, theirs):
+    from mindspeed_llm.data.indexed import IndexedTokens
+
+    first, second = IndexedTokens(str(ours)), IndexedTokens(str(theirs))
+    if len(first) != len(second):
+        return 1.0
+    return sum((a.tolist() != b.tolist()) for a, b in zip(first, second)) / len(first)
 
 
 def main():
@@ -273,6 +320,7 @@ def main():
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--megatron", type=Path)
+    parser.add_argument("--peers", default="", help="folder of packages that are raced")
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_preprocess"))
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--records", type=int, default=20_000)
@@ -294,18 +342,20 @@ def main():
     make_chat(chat, corpus, args.records)
     names = ("cache", "scratch")
     job = {"work": str(args.work), "tokenizer": str(tokenizer), "itemsize": 2, "chat": False}
+    job["peers"] = args.peers
     job |= {name: str(args.work / name) for name in names}
     fast = ["mindspeed-llm", "mindspeed-llm without gigatoken", "Megatron fast (whole file)"]
     if args.megatron:
         job["megatron"] = str(args.megatron)
         fast.append("Megatron standard")
+    fast = available(fast, args.peers)
     rows = compare("documents", fast, {**job, "input": str(corpus)}, args.rounds)
     large = args.work / "large.jsonl"
     large.write_bytes(corpus.read_bytes() * 4)
     rows += compare("documents, 4 x", fast[:1], {**job, "input": str(large)}, args.rounds)
     chat_job = {**job, "input": str(chat), "chat": True}
     talk = ["mindspeed-llm", "mindspeed-llm without gigatoken", "datasets.map"]
-    rows += compare("instructions", talk, chat_job, args.rounds)
+    rows += compare("instructions", available(talk, args.peers), chat_job, args.rounds)
 
     from record import record
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 PEEKED_ROWS = 100
 """Rows of every file that are looked at to learn which columns there are."""
+MUCH = 100 << 20
+"""Bytes of data for which an accelerator that is not installed is worth a line."""
 
 
 def make_plan(
@@ -42,6 +45,9 @@ def make_plan(
         _check_chat(plan, options)
     elif options.prompt_type or options.seq_length:
         logger.info("documents are kept whole and plain: --prompt-type and --seq-length are unused")
+    if options.accelerator == "auto" and sum(source.size for source in sources) > MUCH:
+        if importlib.util.find_spec("gigatoken") is None:
+            logger.info("`pip install gigatoken` would make this many times faster")
     return plan, sources
 
 

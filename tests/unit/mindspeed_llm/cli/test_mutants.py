@@ -179,6 +179,7 @@ def known_flags(command):
     actions = [action for action in parser._actions if action.dest != "help"]
     found = {a.option_strings[0]: a.nargs != 0 for a in actions if a.option_strings}
     left_out = {"--output-prefix", "--save-dir", "--cache-dir", "--tokenizer-name-or-path"}
+    left_out.add("--trust-remote-code")  # reads the tokenizer anew
     return {name: has_value for name, has_value in found.items() if name not in left_out}
 
 
