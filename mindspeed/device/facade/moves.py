@@ -1,7 +1,8 @@
 """Moves between the device and the host, which are both the cpu here.
 
 Megatron takes a copy to the host and goes on to change the tensor; it updates on the host what it
-finds there and nothing else. So a move to the host is a copy, and the copy is known as one.
+finds there and nothing else. So a move to the host is a copy, and the copy is known as one, as is
+what is made in its likeness.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -18,6 +20,9 @@ from mindspeed.device.facade.tensors import on_cpu
 
 if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
+
+
+_LIKENESSES = "empty_like full_like ones_like rand_like randn_like zeros_like".split()
 
 
 class _Moves:
@@ -32,18 +37,22 @@ class _Moves:
         rows = zip(tensor.stride(), tensor.shape, strict=True)
         if any(step == 0 and size > 1 for step, size in rows):
             return tensor.contiguous()
-        return tensor.clone() if tensor in self._on_host else tensor
+        return tensor.clone() if self.is_on_host(tensor) else tensor
 
     def host(self, tensor: Tensor) -> Tensor:
         """Remember that the tensor is on the host."""
         self._on_host[tensor] = True
         return tensor
 
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Say whether the tensor is known to be on the host."""
+        return tensor in self._on_host
+
     def is_cuda(self, tensor: Tensor) -> bool:
         """Answer Megatron, which prepares tensors for collectives only where this is true."""
         if is_other_library(depth=3):
             return tensor.device.type == "cuda"
-        return tensor.device.type in ("cpu", "cuda") and tensor not in self._on_host
+        return tensor.device.type in ("cpu", "cuda") and not self.is_on_host(tensor)
 
 
 def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
@@ -54,6 +63,8 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     yield Tensor, "cpu", _cpu(Tensor.cpu, moves)
     yield Tensor, "pin_memory", lambda tensor, *args, **kwargs: moves.host(tensor)
     yield Tensor, "is_cuda", property(lambda tensor: moves.is_cuda(tensor))
+    for name in _LIKENESSES:
+        yield torch, name, _like(getattr(torch, name), moves)
 
 
 def _cpu(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
@@ -81,3 +92,13 @@ def _to(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
         return moves.cuda(moved)
 
     return to
+
+
+def _like(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def like(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = original(input, *args, **kwargs)
+        elsewhere = kwargs.get("device") is not None
+        return made if elsewhere or not moves.is_on_host(input) else moves.host(made)
+
+    return like

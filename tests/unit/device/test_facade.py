@@ -284,3 +284,17 @@ def test_the_environment_says_what_megatron_asks_for_unless_the_user_did(
     with Facade(cpu):
         assert os.environ[name] == "0"
     assert os.environ[name] == "0"
+
+
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.empty_like, torch.randn_like])
+def test_a_likeness_lies_where_its_model_lies(cpu, like):
+    with Facade(cpu):
+        like = getattr(torch, like.__name__)
+        device = torch.ones(2, device="cuda")
+        host = device.cpu()
+        assert like(device).is_cuda and not like(host).is_cuda
+        assert like(host, device="cuda").is_cuda
+        state = torch.optim.Adam([host.requires_grad_()])
+        host.sum().backward()
+        state.step()
+        assert not state.state[host]["exp_avg"].is_cuda
