@@ -72,8 +72,9 @@ def _ask() -> str | None:
         if sys.stdin.isatty():
             return input(ASKS)
         line = sys.stdin.readline()
-        print(f"{ASKS}{line.rstrip()}", flush=True)  # nobody has seen it being typed
-        return line or None
+        question = line.rstrip("\r\n")
+        print(f"{ASKS}{question}", flush=True)  # nobody has seen it being typed
+        return question if line else None
     except EOFError:
         print()
         return None

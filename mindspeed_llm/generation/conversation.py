@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from mindspeed_llm.data.conversation import Message
 from mindspeed_llm.generation.engine import Step
 from mindspeed_llm.generation.session import Session
+from mindspeed_llm.generation.text import Stream
 
 
 class Conversation:
@@ -29,15 +30,13 @@ class Conversation:
         return self._speak(question, self._session.engine.answer(request, stop))
 
     def _speak(self, question: str, steps: Iterator[Step]) -> Iterator[str]:
-        text = self._session.text
-        feed, tokens = text.stream(), []
+        stream = Stream(self._session.text)
         for ((_, token),) in steps:
-            tokens.append(token)
-            if piece := feed(token):
+            if piece := stream.feed(token):
                 yield piece
-        answer = text.decode(tokens)
-        if answer.strip():  # a turn without an answer would confuse the next one
-            self._said += [Message("user", question), Message("assistant", answer)]
+        yield stream.rest()
+        if stream.whole.strip():  # a turn without an answer would confuse the next one
+            self._said += [Message("user", question), Message("assistant", stream.whole)]
 
     def _fit(self, question: Message) -> list[int]:
         """Encode the question behind the newest turns for which there is room."""

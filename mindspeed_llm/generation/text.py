@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ from mindspeed_llm.data.conversation import Message
 from mindspeed_llm.data.prompts import PromptEncoder
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 from mindspeed_llm.generation.options import GenerateOptions
+
+HALF = "\ufffd"
+"""What stands for bytes that are no character (yet)."""
 
 
 class Text:
@@ -50,22 +53,36 @@ class Text:
         text: str = self._tokenizer.decode([token for token in tokens if token not in self.stops])
         return text
 
-    def stream(self) -> Callable[[int], str]:
-        """Return a function from each next token to the text it completes."""
-        from tokenizers.decoders import DecodeStream
-
-        decoder = DecodeStream(skip_special_tokens=True)
-
-        def feed(token: int) -> str:
-            return "" if token in self.stops else decoder.step(self._tokenizer, token) or ""
-
-        return feed
-
     def _special(self, token: str) -> int:
         found = self._tokenizer.token_to_id(token)
         if found is None:
             raise ConfigError(f"--add-eos-token {token}: the tokenizer has no such token")
         return int(found)
+
+
+class Stream:
+    """The text of tokens that come one by one; half a character waits for its other half."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    @property
+    def whole(self) -> str:
+        """The text so far."""
+        return self._text.decode(self._tokens)
+
+    def feed(self, token: int) -> str:
+        """Take the next token and return what can be shown of it."""
+        self._tokens.append(token)
+        return "" if self.whole.endswith(HALF) else self.rest()
+
+    def rest(self) -> str:
+        """Return what was not shown yet."""
+        text = self.whole
+        piece, self._shown = text[self._shown :], len(text)
+        return piece
 
 
 def _chat_encoder(
