@@ -1,5 +1,6 @@
 """The loop: step after step until the end, with lines, evaluations and checkpoints on the way."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -60,11 +61,13 @@ class Loop:
         self._write_run_files()
         self._log.begin(progress.iteration)
         self._bar.begin(progress.iteration)
+        gc.freeze()  # collections, which every save asks for, need not visit all that is there now
         try:
             with StopRequest() as request:
                 progress = self._steps(progress, request)
                 self._training.checkpoints.finish()
         finally:
+            gc.unfreeze()
             self._bar.end()
         if progress.iteration < self.steps:
             save = self._setup.options.save
