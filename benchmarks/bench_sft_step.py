@@ -37,7 +37,8 @@ def our_steps(folder, length, dtype):
     from mindspeed_llm.training.options import TrainOptions
     from tests.unit.mindspeed_llm.training.tiny_run import write_samples
 
-    data = write_samples(Path(folder) / "data", [(ids, ids) for ids in samples(length)])
+    place = Path(tempfile.mkdtemp(dir=folder))
+    data = write_samples(place / "data", [(ids, ids) for ids in samples(length)])
     options = TrainOptions(
         load=f"{folder}/model",
         data_path=(data,),
@@ -168,8 +169,6 @@ def main(arguments):
         for threads in arguments.threads:
             rows.append(race(place, threads, arguments))
             print(rows[-1], flush=True)
-            for file in Path(place).glob("data*"):
-                file.unlink() if file.is_file() else file.rmdir()
     record("sft_step", rows)
 
 
