@@ -71,7 +71,9 @@ class _Tree:
         """Sum up what a rank keeps of the units, and of the ignored, at and below a path."""
         within = [path, *self._below(path)]
         kept = (self._modules[name] for name in within if name in self._ignored)
-        whole = sum(p.numel() * p.element_size() for module in kept for p in module.parameters())
+        whole: int = sum(
+            p.numel() * p.element_size() for module in kept for p in module.parameters()
+        )
         return whole + sum(self._owned[name].held for name in within if name in self._owned)
 
 

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from mindspeed.config import ConfigError
 from mindspeed.fsdp.plan import Plan, shard_dim
 
 REPLICATE, EXPERT, ONE = "expert_replicate", "expert", "expert_shard"
@@ -33,13 +32,8 @@ class ExpertGroups:
         shape = (plan.ranks // size, size, 1)
         self._mesh = init_device_mesh(device, shape, mesh_dim_names=(REPLICATE, EXPERT, ONE))
 
-    def shard(self, name: str, module: nn.Module, **kwargs: Any) -> None:
+    def shard(self, module: Any, **kwargs: Any) -> None:
         """Keep this rank's experts, run ep_forward for forward, and shard what is kept."""
-        if not callable(getattr(module, "ep_forward", None)):
-            raise ConfigError(
-                f"moe_modules: {name} ({type(module).__name__}) has no ep_forward(ep_group, ...): "
-                "write one, or set expert_parallel_size: 1"
-            )
         group = self._mesh[EXPERT]
         for child in module.modules():
             for key, parameter in child.named_parameters(recurse=False):

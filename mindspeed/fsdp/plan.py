@@ -75,6 +75,7 @@ def make_plan(model: nn.Module, options: FsdpOptions, ranks: int) -> Plan:
     recomputed = names.find("recompute_modules", options.recompute_modules)
     names.must_run("sub_modules_to_wrap", wrapped)
     names.must_run("recompute_modules", recomputed)
+    names.must_split(experts)
     units = names.in_order({ROOT, *wrapped, *experts})
     _must_not_be_ignored(units, ignored)
     kept = {
@@ -131,6 +132,16 @@ class _Names:
                 raise ConfigError(
                     f"{key}: {name} is a {kind.__name__}, which is never called itself: "
                     f"write {name}.{{*}}"
+                )
+
+    def must_split(self, experts: Iterable[str]) -> None:
+        """Refuse experts that cannot run on a part of themselves."""
+        for name in experts:
+            module = self._model.get_submodule(name)
+            if not callable(getattr(module, "ep_forward", None)):
+                raise ConfigError(
+                    f"moe_modules: {name} ({type(module).__name__}) has no method "
+                    "ep_forward(ep_group, ...): write one, or set expert_parallel_size: 1"
                 )
 
     def owners(

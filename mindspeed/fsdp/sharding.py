@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -82,7 +83,7 @@ def _shard_units(model: nn.Module, plan: Plan, mesh: DeviceMesh, kwargs: dict[st
         module = model.get_submodule(unit.name)
         if experts is not None and unit.name in plan.experts:
             # A number of ranks is about the other mesh.
-            experts.shard(unit.name, module, reshard_after_forward=reshard is not False, **kwargs)
+            experts.shard(module, reshard_after_forward=reshard is not False, **kwargs)
             continue
         # The backward pass begins with the root: None lets torch keep it gathered for that.
         is_kept = unit.name == ROOT and reshard is not False
@@ -91,20 +92,22 @@ def _shard_units(model: nn.Module, plan: Plan, mesh: DeviceMesh, kwargs: dict[st
 
 def _prefetch(model: nn.Module, plan: Plan) -> None:
     forward, backward = plan.options.num_to_forward_prefetch, plan.options.num_to_backward_prefetch
-    if forward:
-        for name, ahead in plan.ahead(forward).items():
-            model.get_submodule(name).set_modules_to_forward_prefetch(
-                [model.get_submodule(other) for other in ahead]
-            )
+    units = {name: _sharded(model, name) for name in plan.order}
+    for name, ahead in plan.ahead(forward).items():
+        units[name].set_modules_to_forward_prefetch([units[other] for other in ahead])
     if backward == 1:
         return  # torch does so by itself, in the order that the forward pass really took
     for name, ahead in plan.ahead(backward, backward=True).items():
-        # A module that names itself, gathered already, prefetches nothing; an empty list is
-        # torch's default of one.
-        module = model.get_submodule(name)
-        module.set_modules_to_backward_prefetch(
-            [model.get_submodule(other) for other in ahead] or [module]
-        )
+        # An empty list is torch's default of one; a module that names itself, which is gathered
+        # by then, prefetches nothing.
+        others = [units[other] for other in ahead]
+        units[name].set_modules_to_backward_prefetch(others or [units[name]])
+
+
+def _sharded(model: nn.Module, name: str) -> FSDPModule:
+    module = model.get_submodule(name)
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def _must_be_frozen(plan: Plan) -> None:
@@ -118,10 +121,11 @@ def _must_be_frozen(plan: Plan) -> None:
 def _must_reach_the_host(options: FsdpOptions, device: mindspeed.device.Device) -> None:
     """With offload, gradients are summed up in host memory, which not every backend can."""
     if options.offload_to_cpu and "cpu:" not in torch.distributed.get_backend_config():
-        host = mindspeed.device.known()["cpu"].backend
+        host = mindspeed.device.known()["cpu"]
+        both = ",".join(dict.fromkeys(f"{d.name}:{d.backend}" for d in (device, host)))
         raise ConfigError(
             "offload_to_cpu needs a process group that also talks from host memory: start with "
-            f"--distributed-backend {device.name}:{device.backend},cpu:{host}"
+            f"--distributed-backend {both}"
         )
 
 
