@@ -61,6 +61,8 @@ def _check_given(options: ConvertOptions) -> None:
     for flag, path in (("--load-dir", options.load_dir), ("--save-dir", options.save_dir)):
         if not path:
             raise ConfigError(f"{flag} is missing: give a directory")
+    if Path(options.save_dir).is_file():
+        raise ConfigError(f"--save-dir {options.save_dir}: is a file: give a directory")
     if options.make_vocab_size_divisible_by < 1:
         given = options.make_vocab_size_divisible_by
         raise ConfigError(f"--make-vocab-size-divisible-by {given}: it must be at least 1")

@@ -125,7 +125,8 @@ def _document_columns(keys: tuple[str, ...], present: list[str]) -> Columns:
     if missing:
         raise ConfigError(
             f"the data has no column {missing[0]}; it has {', '.join(sorted(present))}: "
-            "name the column of the documents with --json-keys"
+            "name the column of the documents with --json-keys, or choose a --handler-name for "
+            "questions and answers"
         )
     return Columns({key: key for key in keys}, {})
 

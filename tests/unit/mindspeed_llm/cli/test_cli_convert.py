@@ -79,6 +79,8 @@ def test_wrong_directories(capsys, qwen2, tmp_path):
     target = tmp_path / "out"
     assert "does not exist" in refused(capsys, tmp_path / "none", target)
     assert "holds no weights: looked for" in refused(capsys, tmp_path, target)
+    code, message = run(capsys, qwen2, qwen2 / "config.json")
+    assert code == 2 and message.endswith("config.json: is a file: give a directory")
     assert run(capsys, qwen2, target) == (0, "")
     code, message = run(capsys, qwen2, target)
     assert code == 2 and "holds a checkpoint already" in message
