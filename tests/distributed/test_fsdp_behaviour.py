@@ -78,7 +78,11 @@ def _log(values: dict[str, Any]) -> list[str]:
 
         def forward(*args: Any, _name: str = name, _inner: Any = inner, **kwargs: Any) -> Any:
             log.events.append(_name)
-            return _inner(*args, **kwargs)
+            output = _inner(*args, **kwargs)
+            tensor = output[0] if isinstance(output, tuple) else output
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: log.events.append(f"{_name} reached"))
+            return output
 
         names[name].forward = forward
     shard(model, build(FsdpOptions, values))
@@ -179,10 +183,23 @@ def test_the_forward_pass_gathers_ahead():
     assert gathered_before("forward prefetch") == [3, 4, 5, 5, 5]
 
 
+def gathered_before_backward(name: str) -> list[int]:
+    """How many gathers the backward pass had begun when it reached each unit, the last first."""
+    events = seen()[name][seen()[name].index("backward") :]
+    places = [place for place, event in enumerate(events) if event.endswith("reached")]
+    return [events[:place].count("gather") for place in places]
+
+
+def test_the_backward_pass_gathers_ahead():
+    assert gathered_before_backward("no backward prefetch") == [0, 1, 2, 3, 4]
+    assert gathered_before_backward("zero-3") == [0, 2, 3, 4, 5]
+    assert gathered_before_backward("backward prefetch") == [0, 4, 5, 5, 5]
+
+
 def test_recompute_runs_the_named_layers_again():
     events = seen()["recomputed"]
-    again = [event for event in events[events.index("backward") + 1 :] if event != "gather"]
-    assert again == ["layers.2", "layers.0"]
+    again = [event for event in events[events.index("backward") :] if event.startswith("layers")]
+    assert [event for event in again if "reached" not in event] == ["layers.2", "layers.0"]
 
 
 def test_what_cannot_be_is_refused_in_a_line():
