@@ -97,6 +97,9 @@ def test_torch_dist(tmp_path, name, layout, impl):
         ("qwen2", {"pp": 2, "layers_per_chunk": 1}),
         ("qwen3_moe", {"tp": 2, "ep": 2, "etp": 1, "impl": "transformer_engine"}),
         ("deepseek3", {"tp": 2, "impl": "transformer_engine"}),
+        ("qwen3", {"tp": 2}),
+        ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
+        ("deepseek2", {"pp": 2}),
     ],
     ids=str,
 )
