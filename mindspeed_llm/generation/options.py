@@ -1,5 +1,7 @@
 """Typed options of text generation, in sections."""
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from pydantic import create_model
@@ -134,6 +136,8 @@ def check(options: GenerateOptions) -> None:
         raise ConfigError("--hf-chat-template and --prompt-type exclude each other: drop one")
     if options.bf16 and options.fp16:
         raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
+    if options.output is not None and not _can_be_written(Path(options.output)):
+        raise ConfigError(f"--output {options.output}: give a file name in a folder that exists")
     lowest = {"max_new_tokens": 1, "max_length": 1, "num_beams": 1, "batch_size": 1}
     lowest |= {"temperature": 0, "top_k": 0, "history_turns": 0}
     for name, limit in lowest.items():
@@ -143,3 +147,7 @@ def check(options: GenerateOptions) -> None:
             raise ConfigError(f"{spelled} is too small: give {limit} or more")
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p:g}: give a probability above 0, up to 1")
+
+
+def _can_be_written(path: Path) -> bool:
+    return path.parent.is_dir() and not path.is_dir() and os.access(path.parent, os.W_OK)

@@ -39,9 +39,15 @@ class Session:
     text: Text
     limit: int
     """The most tokens of a prompt with its answer."""
+    vocab_size: int
 
     def room(self, prompt: Sequence[int]) -> int:
         """Return how many tokens an answer may have; a prompt that leaves none is an error."""
+        if max(prompt) >= self.vocab_size:
+            raise ConfigError(
+                f"the prompt has token {max(prompt)}, the model knows {self.vocab_size}: "
+                "--tokenizer-name-or-path is that of another model"
+            )
         if len(prompt) >= self.limit:
             raise ConfigError(
                 f"the prompt has {len(prompt)} tokens, and with its answer there may be "
@@ -99,7 +105,8 @@ def run_session(
     if text is None:
         return engine.follow()
     try:
-        lead(Session(options, engine, text, _limit(options, model.longest)))
+        limit = _limit(options, model.longest)
+        lead(Session(options, engine, text, limit, model.shape.vocab_size))
     finally:
         engine.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.conversation import Message
+from mindspeed_llm.data.conversation import MalformedRecord, Message, UnusableRecord
 from mindspeed_llm.data.prompts import PromptEncoder
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 from mindspeed_llm.generation.options import GenerateOptions
@@ -46,7 +46,10 @@ class Text:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation up to where the model is to answer."""
         assert self._chat is not None
-        return self._chat.encode(messages, self._system)
+        try:
+            return self._chat.encode(messages, self._system)
+        except (MalformedRecord, UnusableRecord) as error:
+            raise ConfigError(f"the template cannot write this conversation: {error}") from None
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of an answer."""
