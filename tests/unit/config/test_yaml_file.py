@@ -51,6 +51,10 @@ def test_list_in_both_spellings(load, text):
     assert load(text).layers == (0, 5)
 
 
+def test_tabs_behind_a_value_are_nothing(load):
+    assert load("rate: 2\t\nlayers: \t\n- 0 \t \n- 5\n") == Training(rate=2.0, layers=(0, 5))
+
+
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
 def test_empty_file_is_the_defaults(load, text):
     assert load(text) == Training()
