@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import sys
 import unicodedata
@@ -11,12 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 
 from mindspeed_llm.data.indexed import Array
 from mindspeed_llm.data.tokenizer import TokenizerFacts
 
 logger = logging.getLogger(__name__)
 
+PLANES = 0x40000
+"""Code points from here on are in no table that this Python could have."""
 REMEMBERED, SHORT = 20_000, 256
 """How many texts of up to how many characters are remembered: headers and system prompts recur."""
 
@@ -51,12 +53,12 @@ class TextEncoder:
         self._memory: dict[tuple[bool, str], Array] = {}
         self._fast = _Gigatoken.load(facts, parse_special) if accelerate else None
         self.check([*TRICKY, *facts.special])
-        without_prefix = _without_prefix(json.loads(facts.backend))
+        without_prefix = _without_prefix(orjson.loads(facts.backend))
         self.has_prefix = without_prefix is not None
         self._continued = (
             self._plain
             if without_prefix is None
-            else _variant(json.dumps(without_prefix), parse_special)
+            else _variant(orjson.dumps(without_prefix).decode(), parse_special)
         )
         self.prefix_after_token = self.has_prefix and _prefixes_every_section(facts.backend)
 
@@ -110,9 +112,9 @@ class TextEncoder:
 @functools.cache
 def _unknown_characters() -> Array:
     """Return, for every code point, whether this Python's Unicode does not know it yet."""
-    known_planes = (unicodedata.category(chr(point)) == "Cn" for point in range(0x40000))
+    categories = "".join(map(unicodedata.category, map(chr, range(PLANES))))
     unknown = np.ones(sys.maxunicode + 1, bool)
-    unknown[:0x40000] = np.fromiter(known_planes, bool, 0x40000)
+    unknown[:PLANES] = np.frombuffer(categories.encode(), "S2") == b"Cn"
     return unknown
 
 
@@ -137,16 +139,20 @@ class _Gigatoken:
             import gigatoken
         except ImportError:
             return None
-        content = json.loads(facts.backend)
-        if not parse_special:
-            added = content["added_tokens"]
-            content["added_tokens"] = [token for token in added if not token["special"]]
+        content = facts.backend if parse_special else _without_special(facts.backend)
         try:
-            return gigatoken.Tokenizer.from_json(json.dumps(content))
+            return gigatoken.Tokenizer.from_json(content)
         except Exception as error:  # noqa: BLE001 (whatever it does not like, we do without it)
             reason = str(error).strip().splitlines() or [type(error).__name__]
             logger.info("gigatoken cannot take this tokenizer (%s): it is not used", reason[0])
             return None
+
+
+def _without_special(backend: str) -> str:
+    content = orjson.loads(backend)
+    added = content["added_tokens"]
+    content["added_tokens"] = [token for token in added if not token["special"]]
+    return orjson.dumps(content).decode()
 
 
 def _hf_encode(tokenizer: Any, texts: Sequence[str]) -> list[Array]:
@@ -181,7 +187,7 @@ def _without_prefix(content: dict[str, Any]) -> dict[str, Any] | None:
 
 def _prefixes_every_section(backend: str) -> bool:
     """Tell whether text behind a special token gets the space too, not only the first text."""
-    steps = _steps(json.loads(backend), "pre_tokenizer")
+    steps = _steps(orjson.loads(backend), "pre_tokenizer")
     return not any(step.get("prepend_scheme") == "first" for step in steps)
 
 
