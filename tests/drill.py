@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,8 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
     write_samples,
 )
 
-STEPS_A_KILL = 5
-SAVE_INTERVAL = 2
-PATIENCE = 300.0
+STEPS_A_KILL = 2
+PATIENCE = 900.0
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,25 @@ class Drill:
         self._kills, self._folder = kills, folder
         model = make_model(folder / "hf", num_hidden_layers=2)
         data = write_samples(folder / "data", make_samples(24))
-        steps = STEPS_A_KILL * (kills + 1)
+        steps = STEPS_A_KILL * (kills + 2)
         self._values = settings(
             model,
             data,
             folder,
             train_iters=steps,
-            save_interval=SAVE_INTERVAL,
             use_distributed_optimizer=True,
             log_file=None,
         )
 
-    def run(self) -> list[Kill]:
+    def run(self, tell: Callable[[Kill], None] | None = None) -> list[Kill]:
         """Kill, resume, kill, ...; then compare with a run that nobody disturbed."""
         whole, broken = self._folder / "whole", self._folder / "broken"
-        self._train(whole, "sync")
-        kills = [self._kill(number, broken) for number in range(1, self._kills + 1)]
+        self._train(whole, "sync", interval=None)
+        kills = []
+        for number in range(1, self._kills + 1):
+            kills.append(self._kill(number, broken))
+            if tell is not None:
+                tell(kills[-1])
         self._train(broken, "sync")
         expected, found = read_checkpoint(whole), read_checkpoint(broken)
         assert expected.keys() == found.keys() and any("exp_avg" in name for name in found)
@@ -84,8 +87,9 @@ class Drill:
         assert not different, f"not the bits of an undisturbed run: {different[:5]}"
         return kills
 
-    def _train(self, saved: Path, how: str) -> None:
+    def _train(self, saved: Path, how: str, interval: int | None = 2) -> None:
         values = self._values | {"save": str(saved), "async_save": how == "async"}
+        values["save_interval"] = interval
         run_ranks(train, 2, values, str(self._folder), timeout=PATIENCE)
 
     def _kill(self, number: int, saved: Path) -> Kill:
@@ -93,9 +97,9 @@ class Drill:
         how = self._random.choice(["sync", "async"])
         victims = self._random.choice([[0], [1], [0, 1]])
         before = _iteration(saved)
-        for file in self._folder.glob("pid-*"):
-            file.unlink()
-        watcher = _Watcher(self._folder, saved, self._moment(before), victims)
+        for name in ("pid-0", "pid-1", "began"):
+            (self._folder / name).unlink(missing_ok=True)
+        watcher = _Watcher(self._folder, saved, self._moment(number, before), victims)
         watcher.start()
         try:
             self._train(saved, how)
@@ -106,7 +110,9 @@ class Drill:
         watcher.join()
         if not watcher.is_done:
             raise AssertionError(f"kill {number}: the run ended before its moment came")
-        began, left = int((self._folder / "began").read_text()), _iteration(saved)
+        told = self._folder / "began"  # not there if the kill came before the weights
+        began = int(told.read_text()) if told.is_file() else before
+        left = _iteration(saved)
         if began < before or left < watcher.committed:
             raise LostCheckpoint(f"kill {number}: began {began} of {before}, left {left}")
         gone = {path for path in watcher.folders if not (path / "training.json").is_file()}
@@ -115,17 +121,20 @@ class Drill:
         names = " and ".join(map(str, victims))
         return Kill(number, how, names, began, watcher.committed, watcher.was_inside_save, left)
 
-    def _moment(self, before: int) -> "Moment":
-        steps = before + self._random.randint(0, STEPS_A_KILL - 1)
-        return Moment(steps, self._random.random() < 0.5, self._random.uniform(0, 0.15))
+    def _moment(self, number: int, before: int) -> "Moment":
+        """Take turns: at any step, inside a save, just after one; and some time later."""
+        kind = ("step", "save", "commit")[number % 3]
+        steps = self._random.randint(0, STEPS_A_KILL - 1) if kind == "step" else 0
+        return Moment(kind, before, steps, self._random.uniform(0, 0.15))
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill: after steps, maybe once a save has begun, and a little later."""
+    """When to kill a run that goes on after `before`: some steps later, or at its next save."""
 
+    kind: str
+    before: int
     steps: int
-    in_save: bool
     delay: float
 
 
@@ -136,6 +145,7 @@ class _Watcher(threading.Thread):
         super().__init__(daemon=True)
         self._folder, self._saved, self._moment = folder, saved, moment
         self._victims = victims
+        self._left_over = set(saved.glob(f".iter_*{ASIDE}*"))
         self.committed, self.folders = 0, set[Path]()
         self.was_inside_save = self.is_done = False
         self.over = threading.Event()
@@ -160,12 +170,16 @@ class _Watcher(threading.Thread):
         return int(file.read_text())
 
     def _is_time(self) -> bool:
+        if self._moment.kind == "save":
+            return self._is_saving()
+        if self._moment.kind == "commit":
+            return _iteration(self._saved) > self._moment.before
         log = self._saved / "log.jsonl"
         steps = log.read_text().count("\n") if log.is_file() else 0
-        return steps >= self._moment.steps and (not self._moment.in_save or self._is_saving())
+        return steps >= self._moment.before + self._moment.steps
 
     def _is_saving(self) -> bool:
-        return any(self._saved.glob(f".iter_*{ASIDE}*"))
+        return bool(set(self._saved.glob(f".iter_*{ASIDE}*")) - self._left_over)
 
 
 def train(values: dict[str, Any], folder: str) -> None:
@@ -196,14 +210,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what the ranks say
+    print(f"seed {arguments.seed}")
+    print(" | ".join(field.name for field in fields(Kill)), flush=True)
+    shown, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  # hides what ranks say
     with tempfile.TemporaryDirectory() as folder:
-        kills = Drill(Path(folder), arguments.kills, arguments.seed).run()
-    sys.stdout = sys.__stdout__
-    print(" | ".join(field.name for field in fields(Kill)))
-    for kill in kills:
-        print(" | ".join(map(str, astuple(kill))))
+        kills = Drill(Path(folder), arguments.kills, arguments.seed).run(
+            lambda kill: print(" | ".join(map(str, astuple(kill))), file=shown, flush=True)
+        )
+    sys.stdout = shown
     inside = sum(kill.inside_save for kill in kills)
     print(
         f"{len(kills)} kills, {inside} inside a save: every run went on, no committed checkpoint "
