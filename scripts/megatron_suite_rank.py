@@ -79,6 +79,8 @@ class Recorder:
         state = self._phases[report.nodeid]
         if report.failed and state["outcome"] != "failed":
             state.update(outcome="failed", cause=_cause(report.longrepr))
+            # At once: the tear-down may wait in vain for another rank.
+            self._write(test=report.nodeid, outcome="failed", cause=state["cause"])
         elif report.skipped and state["outcome"] == "passed":
             expected = hasattr(report, "wasxfail")
             cause = report.wasxfail if expected else report.longrepr[2]
