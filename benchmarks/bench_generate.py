@@ -62,7 +62,6 @@ def main():
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     import torch
-    from record import record
 
     from mindspeed_llm import megatron_adaptor  # noqa: F401  # before anything of Megatron
 
@@ -84,6 +83,8 @@ def main():
                     }
                 )
                 print(f"{threads} thread(s) {tool:22} {speed:6.1f} tokens/s, {ratio:.2f} x")
+    from record import record
+
     record("generate", rows)
 
 
