@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import sys
 import unicodedata
@@ -87,9 +88,10 @@ class TextEncoder:
         return self._encode(texts, continued=False)
 
     def _encode(self, texts: Sequence[str], continued: bool) -> list[Array]:
-        if self._fast is None or (continued and self.has_prefix):
-            return _hf_encode(self._continued if continued else self._plain, texts)
-        encode, plain = self._fast.encode, self._plain
+        fast, plain = self._fast, self._plain  # another thread may give it up
+        if fast is None or (continued and self.has_prefix):
+            return _hf_encode(self._continued if continued else plain, texts)
+        encode = fast.encode
         return [
             _hf_encode(plain, [text])[0] if has_unknown_characters(text) else encode(text)
             for text in texts
@@ -107,6 +109,11 @@ class TextEncoder:
                 )
                 self._fast = None
                 return
+
+
+def has_accelerator() -> bool:
+    """Tell whether gigatoken is installed."""
+    return importlib.util.find_spec("gigatoken") is not None
 
 
 @functools.cache

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.data.encoder import has_accelerator
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, find_handler
 from mindspeed_llm.data.options import PreprocessOptions, check_options
 from mindspeed_llm.data.readers import Problem, Source, find_sources, peek
@@ -46,7 +46,7 @@ def make_plan(
     elif options.prompt_type or options.seq_length:
         logger.info("documents are kept whole and plain: --prompt-type and --seq-length are unused")
     if options.accelerator == "auto" and sum(source.size for source in sources) > MUCH:
-        if importlib.util.find_spec("gigatoken") is None:
+        if not has_accelerator():
             logger.info("`pip install gigatoken` would make this many times faster")
     return plan, sources
 
