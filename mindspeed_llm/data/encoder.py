@@ -88,10 +88,9 @@ class TextEncoder:
         return self._encode(texts, continued=False)
 
     def _encode(self, texts: Sequence[str], continued: bool) -> list[Array]:
-        fast, plain = self._fast, self._plain  # another thread may give it up
-        if fast is None or (continued and self.has_prefix):
-            return _hf_encode(self._continued if continued else plain, texts)
-        encode = fast.encode
+        if self._fast is None or (continued and self.has_prefix):
+            return _hf_encode(self._continued if continued else self._plain, texts)
+        encode, plain = self._fast.encode, self._plain
         return [
             _hf_encode(plain, [text])[0] if has_unknown_characters(text) else encode(text)
             for text in texts

@@ -1,4 +1,4 @@
-"""Blocks worked on by several processes or threads, with the results in the order of the blocks."""
+"""Blocks worked on by several processes, with the results in the order of the blocks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 
-from mindspeed_llm.data.encoder import has_accelerator
-from mindspeed_llm.data.handlers import PRETRAIN
 from mindspeed_llm.data.readers import Block
 from mindspeed_llm.data.work import DocumentWorker, Encoded, Plan, SampleWorker, make_worker
 
 AHEAD = 2
 """Blocks in work per process: one at hand and one waiting."""
-FEW = 2
-"""So many threads keep each other from nothing; with more, reading records in Python would."""
 
 Result = tuple[Block, Encoded]
 
@@ -34,38 +30,27 @@ def encode_blocks(plan: Plan, blocks: Iterable[Block], processes: int) -> Iterat
         worker = make_worker(plan)
         yield from ((block, worker(block)) for block in blocks)
         return
-    is_plain = plan.handler == PRETRAIN and plan.accelerate
-    if processes <= FEW and is_plain and has_accelerator():
-        worker = make_worker(plan)
-        if worker.is_accelerated:
-            # It works outside Python: threads share it, and start sooner than processes.
-            with ThreadPoolExecutor(processes) as threads:
-                yield from _in_order(threads, worker, blocks, processes * AHEAD)
-            return
     # Spawned, not forked: a fork copies locks that threads of this process may hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _start, (plan,)) as pool:
         try:
-            yield from _in_order(pool, _work, blocks, processes * AHEAD)
+            yield from _in_order(pool, blocks, processes * AHEAD)
         except BrokenProcessPool:
             raise RuntimeError(
                 "a worker process ended by itself (was it out of memory?): use fewer --workers"
             ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _in_order(
-    pool: Executor, work: Callable[[Block], Encoded], blocks: Iterable[Block], ahead: int
-) -> Iterator[Result]:
+def _in_order(pool: ProcessPoolExecutor, blocks: Iterable[Block], ahead: int) -> Iterator[Result]:
     pending: deque[tuple[Block, Future[Encoded]]] = deque()
-    try:
-        for block in blocks:
-            pending.append((block, pool.submit(work, block)))
-            if len(pending) >= ahead:
-                yield _first(pending)
-        while pending:
+    for block in blocks:
+        pending.append((block, pool.submit(_work, block)))
+        if len(pending) >= ahead:
             yield _first(pending)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    while pending:
+        yield _first(pending)
 
 
 def _first(pending: deque[tuple[Block, Future[Encoded]]]) -> Result:

@@ -88,11 +88,6 @@ class _Worker:
         )
         self._to_check = CHECKED_FIRST
 
-    @property
-    def is_accelerated(self) -> bool:
-        """Whether the encoding is done outside Python, where threads do not wait for each other."""
-        return self._encoder.engine == "gigatoken"
-
     def _records(self, block: Block, encoded: Encoded) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the records of a block; malformed lines are counted or end the block."""
         rows, encoded.lines = read(block)
