@@ -63,7 +63,8 @@ def main() -> int:
             if known or time.time() < limits.deadline:  # some files have no tests
                 results[file] = known
                 _write(output, results)
-                print(f"{seconds:6.0f} s  {file}: {_counts(results[file])}", flush=True)
+            if seconds > 1:  # not one that was still waiting when time was up
+                print(f"{seconds:6.0f} s  {file}: {_counts(known)}", flush=True)
     left = sum(not is_finished(results.get(file), options.ranks) for file in files)
     print(f"{left} of {len(files)} files are not finished" if left else "finished")
     return 0
