@@ -157,7 +157,7 @@ class GroupPool:
             self._world = self._dist.group.WORLD
             self._pool.clear()
         members = None if ranks is None else tuple(ranks)
-        backend = str(options.get("backend") or options.get("pg_options"))
+        backend = str(options.get("backend") or type(options.get("pg_options")))
         key = (members, str(timeout), backend, options.get("use_local_synchronization"))
         self._uses[key] += 1
         place = (*key, self._uses[key])
