@@ -1,5 +1,8 @@
 """Text comes out whole, piece by piece, and ends where it should."""
 
+import functools
+import tempfile
+
 import pytest
 
 from mindspeed.config import ConfigError
@@ -10,9 +13,17 @@ from tests.small_tokenizers import byte_level, metaspace
 WORDS = "Who are you? naïve café 你好世界 😀 def f(x):\n    return x"
 
 
+@functools.cache
+def saved(tokenizer):
+    """Save a tokenizer once: reading one takes seconds, and is remembered by its folder."""
+    folder = tempfile.mkdtemp()
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def text(tmp_path, tokenizer, **options):
-    tokenizer.save_pretrained(tmp_path)
-    return Text(GenerateOptions(load="x", **options), tmp_path, talks=False)
+    options |= {"load": "x", "tokenizer_name_or_path": saved(tokenizer)}
+    return Text(GenerateOptions(**options), tmp_path, talks=False)
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), metaspace("first")], ids=["bytes", "words"])
