@@ -62,12 +62,6 @@ CASES: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_engine_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep peft from looking for layers of transformer_engine that are not served here."""
-    monkeypatch.setattr("peft.tuners.lora.te.is_te_pytorch_available", lambda: False)
-
-
 class _Peft:
     """A model with random adapters, and what ten steps of peft and torch make of them."""
 

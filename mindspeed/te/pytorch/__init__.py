@@ -30,6 +30,7 @@ from mindspeed.te.pytorch.module import (
     GroupedLinear,
     LayerNorm,
     LayerNormLinear,
+    LayerNormMLP,
     Linear,
     RMSNorm,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "RMSNorm",
     "TransformerLayer",

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from mindspeed.te.pytorch.attention import DotProductAttention
 from mindspeed.te.pytorch.attention.masks import MaskTensors
-from mindspeed.te.pytorch.module import LayerNormLinear, Linear
+from mindspeed.te.pytorch.module import LayerNormLinear, LayerNormMLP, Linear
 
 _PARTS = ("query_", "key_", "value_")
 
@@ -55,8 +55,7 @@ class TransformerLayer(nn.Module):
             layer_number=layer_number,
         )
         self.projection = Linear(hidden_size, hidden_size, **options)
-        self.fc1 = LayerNormLinear(hidden_size, ffn_hidden_size, **norm, **options)
-        self.fc2 = Linear(ffn_hidden_size, hidden_size, **options)
+        self.mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **norm, **options)
 
     def forward(self, hidden_states: Tensor, attention_mask: MaskTensors = None) -> Tensor:
         """Return what the next layer takes."""
@@ -64,8 +63,7 @@ class TransformerLayer(nn.Module):
         heads = [part.unflatten(-1, self._heads) for part in parts]
         seen = self.attention(*heads, attention_mask)
         hidden_states = hidden_states + self._drop(self.projection(seen))
-        inner = functional.gelu(self.fc1(hidden_states), approximate="tanh")
-        return hidden_states + self._drop(self.fc2(inner))
+        return hidden_states + self._drop(self.mlp(hidden_states))
 
     def _drop(self, x: Tensor) -> Tensor:
         return functional.dropout(x, self._hidden_dropout, self.training)

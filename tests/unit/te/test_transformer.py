@@ -26,9 +26,9 @@ def copied_from(reference, fused):
     weights = {
         "qkv.layer_norm": reference.norm1,
         "projection.": attention.out_proj,
-        "fc1.layer_norm": reference.norm2,
-        "fc1.": reference.linear1,
-        "fc2.": reference.linear2,
+        "mlp.fc1.layer_norm": reference.norm2,
+        "mlp.fc1.": reference.linear1,
+        "mlp.fc2.": reference.linear2,
     }
     state = {}
     for name, module in weights.items():

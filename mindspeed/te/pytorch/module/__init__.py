@@ -4,6 +4,7 @@ from mindspeed.te.pytorch.module.fp8_padding import Fp8Padding, Fp8Unpadding
 from mindspeed.te.pytorch.module.grouped_linear import GroupedLinear
 from mindspeed.te.pytorch.module.layernorm import LayerNorm
 from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
+from mindspeed.te.pytorch.module.layernorm_mlp import LayerNormMLP
 from mindspeed.te.pytorch.module.linear import Linear
 from mindspeed.te.pytorch.module.rmsnorm import RMSNorm
 
@@ -13,6 +14,7 @@ __all__ = [
     "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "RMSNorm",
 ]
