@@ -33,9 +33,12 @@ $(OLDEST)/.installed: | $(STAMP)
 quickstart: setup
 	$(BIN)/python examples/quickstart/run.py
 
+# Two workers: much of a test is the start of processes. A file stays with one, as its fixtures do.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(addprefix --ignore=,$(LLM_TESTS))
+	$(PYTEST)
+	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(LLM_TESTS) tests/conventions)
 
 drill: setup  # about five minutes
 	$(BIN)/python -m tests.drill
