@@ -1,6 +1,7 @@
 """Typed, strict options with three front doors: flags, YAML files and keyword arguments."""
 
 from mindspeed.config.annotations import CommaSeparated
+from mindspeed.config.command_line import add_options, read_options
 from mindspeed.config.errors import ConfigError, printable
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, flag_name, from_namespace
@@ -15,6 +16,7 @@ __all__ = [
     "Options",
     "Spelling",
     "add_flags",
+    "add_options",
     "build",
     "check_layout",
     "did_you_mean",
@@ -23,6 +25,7 @@ __all__ = [
     "load_yaml",
     "nearest",
     "one_of",
+    "read_options",
     "printable",
     "suggest_flags",
 ]

@@ -6,10 +6,9 @@ import sys
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, read_options
 from mindspeed_llm.cli.generate import declare, run_tasks
 from mindspeed_llm.generation.options import GenerateOptions
-from mindspeed_llm.training.arguments import read_options
 
 if TYPE_CHECKING:
     from mindspeed_llm.generation.conversation import Conversation

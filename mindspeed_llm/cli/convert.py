@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any
 
+from mindspeed.config import add_options, read_options
 from mindspeed_llm.checkpoint import ConvertOptions
-from mindspeed_llm.cli.config_file import add_options, read_options
 from mindspeed_llm.cli.progress import ByteProgress
 
 

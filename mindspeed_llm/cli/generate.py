@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mindspeed.config import add_options, read_options
 from mindspeed_llm.generation.options import SECTIONS, GenerateOptions, check
-from mindspeed_llm.training.arguments import add_sections, read_options
 from mindspeed_llm.training.rank import run_rank
 
 
@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def declare(subparsers: Any, name: str, summary: str) -> argparse.ArgumentParser:
     """Add a command that takes the options of generation."""
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, allow_abbrev=False)
-    add_sections(parser, GenerateOptions, SECTIONS)
+    add_options(parser, GenerateOptions, SECTIONS)
     return parser
 
 

@@ -5,8 +5,7 @@ import logging
 import sys
 from typing import Any
 
-from mindspeed.config import ConfigError
-from mindspeed_llm.cli.config_file import add_options, read_options
+from mindspeed.config import ConfigError, add_options, read_options
 from mindspeed_llm.cli.progress import ByteProgress
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.summary import Summary

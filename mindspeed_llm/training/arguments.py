@@ -1,22 +1,11 @@
 """Options of a run from the command line, a YAML file or both."""
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
-from mindspeed.config import (
-    ConfigError,
-    Options,
-    Spelling,
-    add_flags,
-    from_namespace,
-    load_yaml,
-    suggest_flags,
-)
+from mindspeed.config import ConfigError, Spelling, add_options, read_options, suggest_flags
 from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.training.options import SECTIONS, TrainOptions
-
-OptionsT = TypeVar("OptionsT", bound=Options)
 
 LARGEST = 1e18
 """What is beyond it, or not a number, is a slip."""
@@ -26,7 +15,7 @@ OTHER_NAMES = {"--no-pad-to-seq-lengths": "variable_seq_lengths"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of training."""
-    add_sections(parser, TrainOptions, SECTIONS)
+    add_options(parser, TrainOptions, SECTIONS)
     for flag, field in OTHER_NAMES.items():
         parser.add_argument(
             flag,
@@ -37,35 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def add_sections(
-    parser: argparse.ArgumentParser, whole: type[Options], sections: Iterable[type[Options]]
-) -> None:
-    """Add the flags of options; one that is not given leaves room for the YAML file."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
-    for section in sections:
-        title = section.__name__.removesuffix("Options").lower()
-        add_flags(parser.add_argument_group(title, section.__doc__), section)
-    add_flags(parser.add_argument_group("mindspeed"), whole)
-    for action in parser._actions:
-        if action.dest in whole.model_fields:
-            action.default = argparse.SUPPRESS
-
-
 def from_arguments(namespace: argparse.Namespace) -> TrainOptions:
     """Build the options of training and check them."""
     options = read_options(namespace, TrainOptions)
     check(options)
     return options
-
-
-def read_options(namespace: argparse.Namespace, whole: type[OptionsT]) -> OptionsT:
-    """Build options from flags and the YAML file; a flag wins over the file."""
-    defaults = load_yaml(namespace.config, whole) if namespace.config else None
-    if defaults is not None:  # only what the file says, so that "given" keeps its meaning
-        given = vars(namespace).keys() & whole.model_fields.keys()
-        values = defaults.model_dump(exclude_unset=True) | {n: getattr(namespace, n) for n in given}
-        namespace = argparse.Namespace(**values)
-    return from_namespace(whole, namespace)
 
 
 def parse(argv: Sequence[str] | None = None) -> TrainOptions:
