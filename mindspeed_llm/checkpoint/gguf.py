@@ -13,15 +13,26 @@ MAGIC = b"GGUF"
 
 def import_gguf(file: Path, folder: Path, dtype: str = "fp32", overwrite: bool = False) -> None:
     """Write the model in `file` as an HF directory; quantised weights become plain numbers."""
+    import transformers
+
     _check(file)
     with written_aside(folder, overwrite) as aside:
-        model, tokenizer = _read(file, dtype)
-        # transformers refuses to save what came out of a GGUF file, so its parts are saved.
-        config = model.config.to_dict()
-        config.pop("quantization_config", None)
-        type(model.config)(**config).save_pretrained(aside)
-        _save_weights(model, aside / "model.safetensors")
-        tokenizer.save_pretrained(aside)
+        import_weights(file, aside, dtype)
+        _read(transformers.AutoTokenizer, file).save_pretrained(aside)
+
+
+def import_weights(file: Path, folder: Path, dtype: str = "fp32") -> None:
+    """Write the config and the weights only: reading the tokenizer takes much longer."""
+    import torch
+    import transformers
+
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    model = _read(transformers.AutoModelForCausalLM, file, dtype=kind)
+    # transformers refuses to save what came out of a GGUF file, so its parts are saved.
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    type(model.config)(**config).save_pretrained(folder)
+    _save_weights(model, folder / "model.safetensors")
 
 
 def _check(file: Path) -> None:
@@ -34,22 +45,19 @@ def _check(file: Path) -> None:
         raise ConfigError(f"{file}: is not a GGUF file: it begins with {start!r}, not {MAGIC!r}")
 
 
-def _read(file: Path, dtype: str) -> tuple[Any, Any]:
-    import torch
+def _read(auto_class: Any, file: Path, **options: Any) -> Any:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     logging.getLogger("gguf").setLevel(logging.ERROR)
-    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=kind)
+        return auto_class.from_pretrained(file.parent, gguf_file=file.name, **options)
     except (ValueError, KeyError, IndexError, OSError, NotImplementedError) as error:
-        raise ConfigError(f"{file}: transformers cannot read it: {error}") from None
-    return model, tokenizer
+        # NotImplementedError is how transformers says that it does not know an architecture.
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{file}: transformers cannot read it: {reason}") from None
 
 
 def _save_weights(model: Any, path: Path) -> None:

