@@ -43,47 +43,74 @@ class Impl:
         return None
 
 
-class Op:
-    """An operator that runs the fastest implementation for the device of its first tensor."""
+@dataclass(frozen=True)
+class Choice:
+    """The implementation of an operator on one device, and why those before it were passed over."""
 
-    def __init__(self, name: str, *, reference: str, impls: tuple[Impl, ...] = ()) -> None:
+    name: str
+    target: str
+    obstacles: tuple[str, ...] = ()
+
+
+class Op:
+    """An operator that runs the fastest implementation for the device of its first tensor.
+
+    `check` takes the operator's arguments and raises for those that no implementation serves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        reference: str,
+        impls: tuple[Impl, ...] = (),
+        check: str | None = None,
+    ) -> None:
         self.name = name
         self.impls = impls
         self._reference = reference
-        self._chosen: dict[tuple[str, str | None], Callable[..., Any]] = {}
+        self._check = check
+        self._chosen: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator."""
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                return self.choose(value.device.type)(*args, **kwargs)
         device = _device_of([*args, *kwargs.values()])
         if device is None:
             raise TypeError(f"op {self.name} was called without a tensor: it picks by device")
         return self.choose(device)(*args, **kwargs)
 
     def choose(self, device: str) -> Callable[..., Any]:
-        """Return the implementation for tensors on `device` ("cpu", "cuda", "npu")."""
-        key = (device, _forced().get(self.name))
-        if key not in self._chosen:
-            self._chosen[key] = self._choose(*key)
-        return self._chosen[key]
+        """Return what runs for tensors on `device` ("cpu", "cuda", "npu")."""
+        return self._chosen[self._ready(device)]
 
-    def _choose(self, device: str, forced: str | None) -> Callable[..., Any]:
+    @torch.compiler.assume_constant_result
+    def _ready(self, device: str) -> str:
+        # A compiler neither reads the environment nor imports: it takes the key as a constant.
+        forced = os.environ.get(VARIABLE)
+        key = device if forced is None else f"{device} {forced}"
+        if key not in self._chosen:
+            self._chosen[key] = self._build(self.choice(device))
+        return key
+
+    def choice(self, device: str) -> Choice:
+        """Say which implementation runs for tensors on `device`, and why no faster one."""
+        forced = _forced().get(self.name)
         if forced == REFERENCE:
-            return _load(self._reference)
+            return Choice(REFERENCE, self._reference)
         if forced is not None:
-            return self._choose_forced(device, forced)
-        obstacles = []
+            return self._force(device, forced)
+        obstacles: list[str] = []
         for impl in (impl for impl in self.impls if impl.device == device):
             reason = impl.obstacle(device)
             if reason is None:
-                return _load(impl.target)
+                return Choice(impl.name, impl.target, tuple(obstacles))
             obstacles.append(f"{impl.name}: {reason}")
-        if obstacles:
-            logger.info(
-                "op %s runs its reference on %s (%s)", self.name, device, "; ".join(obstacles)
-            )
-        return _load(self._reference)
+        return Choice(REFERENCE, self._reference, tuple(obstacles))
 
-    def _choose_forced(self, device: str, forced: str) -> Callable[..., Any]:
+    def _force(self, device: str, forced: str) -> Choice:
         known = {impl.name: impl for impl in self.impls}
         if forced not in known:
             _unknown(f"{VARIABLE}={self.name}={forced}", forced, [REFERENCE, *known])
@@ -93,7 +120,22 @@ class Op:
                 f"{VARIABLE}={self.name}={forced} cannot run: {reason}. "
                 f"Known implementations: {', '.join([REFERENCE, *known])}"
             )
-        return _load(known[forced].target)
+        return Choice(forced, known[forced].target)
+
+    def _build(self, choice: Choice) -> Callable[..., Any]:
+        if choice.obstacles:
+            reasons = "; ".join(choice.obstacles)
+            logger.info("op %s runs its %s (%s)", self.name, choice.name, reasons)
+        run = _load(choice.target)
+        if self._check is None:
+            return run
+        check = _load(self._check)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            check(*args, **kwargs)
+            return run(*args, **kwargs)
+
+        return checked
 
 
 def _forced() -> dict[str, str]:
