@@ -11,7 +11,7 @@ import torch
 _RESULTS = Path(__file__).parent / "results"
 
 
-def record(question, rows):
+def record(question, rows, folder=_RESULTS):
     """Write rows (dictionaries of one shape), each with device, versions and commit."""
     context = {
         "device": _device_name(),
@@ -19,7 +19,7 @@ def record(question, rows):
         "megatron_core": megatron.core.__version__,
         "commit": _commit(),
     }
-    path = _RESULTS / f"{question}.csv"
+    path = Path(folder) / f"{question}.csv"
     path.parent.mkdir(exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="") as file:
@@ -37,5 +37,5 @@ def _commit():
     if "MINDSPEED_COMMIT" in os.environ:  # where a copy of the tree is measured without its history
         return os.environ["MINDSPEED_COMMIT"]
     command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=_RESULTS.parent, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"

@@ -1,0 +1,79 @@
+"""The race of the operators runs every entry on a cpu, and does not time a wrong result of ours."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def test_every_entry_races_on_a_cpu(tmp_path):
+    command = [sys.executable, BENCHMARKS / "bench_ops.py", "--tiny", "--quick", "--out", tmp_path]
+    environment = os.environ | {"MINDSPEED_DEVICE": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "ops.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    entries = {path.stem for path in (BENCHMARKS / "ops").glob("*.py")}
+    assert len(entries) >= 1
+    assert {row["op"] for row in rows if row["peer"] == "ours"} >= entries
+    for row in rows:
+        assert float(row["p20_us"]) <= float(row["gpu_us"]) <= float(row["p80_us"])
+    assert (tmp_path / "ops.png").stat().st_size > 1000
+
+
+@pytest.fixture
+def racing(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench_ops
+    from op_clock import CpuClock
+
+    return bench_ops.Bench(CpuClock(), 0.0)
+
+
+def race_doubling(bench, ours):
+    from op_case import Case, Work
+
+    case = Case(
+        op="double",
+        shape="7",
+        dtype=torch.float32,
+        make_inputs=lambda device: (torch.randn(7, device=device, requires_grad=True),),
+        peers={"ours": ours, "eager": lambda x: x + x, "absent": None},
+        reference=lambda x: 2 * x,
+        work={"fwd": Work(bytes=56), "full": Work(bytes=112)},
+    )
+    bench.race(case)
+    return {(row["peer"], row["pass"]) for row in bench.rows}
+
+
+def test_a_right_result_is_timed(racing):
+    passes = {(peer, which) for peer in ("ours", "eager") for which in ("fwd", "full")}
+    assert race_doubling(racing, lambda x: 2 * x) == passes
+    assert not racing.failures
+
+
+def test_a_wrong_output_is_not_timed(racing):
+    assert {peer for peer, _ in race_doubling(racing, lambda x: 2.001 * x)} == {"eager"}
+    assert "allowed 1e-05" in racing.failures[0]
+
+
+def test_a_wrong_gradient_is_not_timed(racing):
+    raced = race_doubling(racing, lambda x: x + x.detach())
+    assert {peer for peer, _ in raced} == {"eager"} and racing.failures
+
+
+def test_a_result_that_differs_from_run_to_run_is_not_timed(racing):
+    raced = race_doubling(racing, lambda x: 2 * x + 1e-7 * torch.rand(7))
+    assert {peer for peer, _ in raced} == {"eager"}
+    assert "two runs differ" in racing.failures[0]
+
+
+def test_an_output_that_was_never_written_is_not_timed(racing):
+    raced = race_doubling(racing, lambda x: 2 * x + torch.full((7,), torch.nan))
+    assert {peer for peer, _ in raced} == {"eager"} and racing.failures
