@@ -1,1 +1,7 @@
 """Operators: one contract each, several implementations, chosen by device."""
+
+from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32 as npu_matmul_add_fp32
+
+__all__ = [
+    "npu_matmul_add_fp32",
+]

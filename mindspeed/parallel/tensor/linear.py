@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
 from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
 
 
@@ -81,11 +82,14 @@ class _WeightGradient:
                 "wrap the model in Megatron's DistributedDataParallel "
                 "or set gradient_accumulation_fusion=False"
             )
-        main_grad.add_(self._product(x, grad, main_grad.dtype))
+        if main_grad.dtype == torch.promote_types(x.dtype, torch.float32):
+            matmul_add_fp32(all_gather(x, self.gather_group), grad, main_grad)
+        else:
+            main_grad.add_(self._product(x, grad))
 
-    def _product(self, x: Tensor, grad: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def _product(self, x: Tensor, grad: Tensor) -> Tensor:
         rows = all_gather(x, self.gather_group).flatten(0, -2)
-        return _matmul(grad.flatten(0, -2).t(), rows, dtype or rows.dtype)
+        return grad.flatten(0, -2).t() @ rows
 
     def _placeholder(self) -> Tensor | None:
         """Megatron's gradient hooks run only for a gradient that is there, so show them one."""
@@ -145,23 +149,3 @@ def linear(
 def dummy_gradient(like: Tensor, zero: bool) -> Tensor:
     """Return a gradient whose value nobody reads, or zeros where Megatron does read it."""
     return torch.zeros_like(like) if zero else torch.empty_like(like)
-
-
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply and round once, to the type asked for."""
-    if a.dtype == dtype:
-        return a @ b
-    if _multiplies_into_float32(a.device.type):
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
-
-
-@functools.cache
-def _multiplies_into_float32(device: str) -> bool:
-    """Whether this kind of device has a product of half tensors with a float32 result."""
-    probe = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        torch.mm(probe, probe, out_dtype=torch.float32)
-    except (RuntimeError, TypeError):
-        return False
-    return True

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+
+
+def exact(x, dy, grad):
+    rows = torch.einsum("to,ti->oi", dy.double().flatten(0, -2), x.double().flatten(0, -2))
+    return grad.double() + rows
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_adds_the_float32_product(shape, dtype):
+    torch.manual_seed(0)
+    x, dy = torch.randn(*shape, 11).to(dtype), torch.randn(*shape, 6).to(dtype)
+    grad = torch.randn(6, 11, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = exact(x, dy, grad)
+    assert matmul_add_fp32(x, dy, grad) is None
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_strided_factors_and_a_strided_grad():
+    x, dy = torch.randn(9, 4).t(), torch.randn(6, 4).t()
+    buffer = torch.randn(9, 6)
+    expected = exact(x, dy, buffer.t())
+    matmul_add_fp32(x, dy, buffer.t())
+    torch.testing.assert_close(buffer.t().double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_empty_inputs_change_nothing(rows):
+    grad = torch.ones(5, 4 if rows == 0 else 0)
+    matmul_add_fp32(torch.randn(rows, grad.shape[1]), torch.randn(rows, 5), grad)
+    assert torch.equal(grad, torch.ones_like(grad))
+
+
+def test_the_product_is_not_rounded():
+    x, dy = torch.randn(64, 8).bfloat16(), torch.randn(64, 8).bfloat16()
+    grad = torch.zeros(8, 8)
+    matmul_add_fp32(x, dy, grad)
+    expected = exact(x, dy, torch.zeros(8, 8))
+    assert (expected.bfloat16().double() - expected).abs().max() > 1e-3  # the test could tell
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"got grad_output \(3, 5\), total_input \(4, 6\)"):
+        matmul_add_fp32(torch.ones(4, 6), torch.ones(3, 5), torch.ones(5, 6))
+    with pytest.raises(ValueError, match="needs a grad of torch.float32"):
+        matmul_add_fp32(torch.ones(4, 6), torch.ones(4, 5), torch.ones(5, 6).bfloat16())
+
+
+def test_compiles():
+    x, dy = torch.randn(4, 6), torch.randn(4, 5)
+    plain, compiled = torch.zeros(5, 6), torch.zeros(5, 6)
+    matmul_add_fp32(x, dy, plain)
+    run = matmul_add_fp32.choose("cpu")  # test_dispatch compiles the choice itself
+    torch.compile(run, backend="aot_eager", fullgraph=True)(x, dy, compiled)
+    assert torch.equal(plain, compiled) and plain.any()
