@@ -1,4 +1,4 @@
-"""Fused SwiGLU in dense and shared-expert MLPs."""
+"""Fused SwiGLU in dense, shared-expert and expert MLPs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ class FusedSwiglu(Feature):
         """The switch."""
 
         use_fused_swiglu: bool = False
-        """Use the fused SwiGLU operator in dense and shared-expert MLPs."""
+        """Use the fused SwiGLU operator in dense, shared-expert and expert MLPs."""
 
     def check(self, options: Any, context: Context) -> None:
         """Megatron must be asked for SwiGLU, and for its fused path, which is the one wrapped."""
@@ -35,9 +35,14 @@ class FusedSwiglu(Feature):
             raise ConfigError(f"{word} and --no-bias-swiglu-fusion contradict each other: drop one")
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Wrap the function that both kinds of MLP call."""
+        """Wrap the functions that the MLPs call."""
         yield Patch.wrap(
             "megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl",
             "mindspeed.ops.swiglu.megatron:wrap_bias_swiglu_impl",
             why="the MLP calls this function directly; no spec or argument selects another",
+        )
+        yield Patch.wrap(
+            "megatron.core.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl",
+            "mindspeed.ops.swiglu.megatron:wrap_weighted_bias_swiglu_impl",
+            why="experts call this one, with a factor for each token",
         )

@@ -1,11 +1,15 @@
-"""SwiGLU: silu(gate) * up, with gate and up packed in the last dimension of one tensor."""
+"""SwiGLU: silu(gate) * up, with gate and up packed as the two halves of one tensor."""
 
 from mindspeed.ops.dispatch import Impl, Op
 
+_ROOM = "mindspeed.ops.swiglu"
+
 swiglu = Op(
     "swiglu",
-    reference="mindspeed.ops.swiglu.reference:swiglu",
+    reference=f"{_ROOM}.reference:swiglu",
     impls=(
-        Impl("npu", "mindspeed.ops.swiglu.npu_impl:swiglu", device="npu", needs=("torch_npu",)),
+        Impl("triton", f"{_ROOM}.triton_impl:swiglu", device="cuda", needs=("triton",)),
+        Impl("npu", f"{_ROOM}.npu_impl:swiglu", device="npu", needs=("torch_npu",)),
     ),
+    check=f"{_ROOM}.reference:check",
 )

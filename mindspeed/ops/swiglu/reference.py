@@ -1,8 +1,8 @@
 """SwiGLU in plain torch.
 
-y = silu(gate) * up, where x (..., 2F) = [gate | up] and y is (..., F). Low-precision inputs are
-computed in float32 and rounded once. Only x is kept for backward: silu is cheaper to recompute than
-to store.
+y = silu(gate) * up for x = [gate | up] along `dim`, x + bias in place of x where there is a bias,
+times one weight a row where there are weights. Low-precision inputs are computed in float32 and
+rounded once. Only the inputs are kept for backward: silu is cheaper to recompute than to store.
 """
 
 from __future__ import annotations
@@ -10,34 +10,76 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up for x = [gate | up] along the last dimension."""
-    if x.shape[-1] % 2:
-        raise ValueError(f"swiglu splits the last dimension in two halves, got size {x.shape[-1]}")
-    return _SwiGLU.apply(x)
+def swiglu(
+    x: Tensor, dim: int = -1, *, bias: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Return silu(gate) * up for x = [gate | up] along `dim`.
+
+    Args:
+        x: (..., 2F) for the last dimension; any other dimension is halved likewise.
+        bias: (2F,), added to x first.
+        weights: (..., 1), one factor a row, as mixtures of experts use them.
+    """
+    return _SwiGLU.apply(x, dim % x.dim(), bias, weights)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        gate, up = _halves(x)
-        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    def forward(
+        ctx: Any, x: Tensor, dim: int, bias: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, bias, weights)
+        ctx.dim = dim
+        gate, up = _halves(x, dim, bias)
+        y = torch.nn.functional.silu(gate) * up
+        return (y if weights is None else y * weights).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        gate, up = _halves(x)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, weights = ctx.saved_tensors
+        gate, up = _halves(x, ctx.dim, bias)
         grad = grad.to(gate.dtype)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
+        grad_bias = grad_weights = None
+        if weights is not None:
+            grad_weights = (grad * silu * up).sum(-1, keepdim=True).to(weights.dtype)
+            grad = grad * weights
         grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        return torch.cat([grad_gate, grad * silu], dim=-1).to(x.dtype)
+        grad_x = torch.cat([grad_gate, grad * silu], dim=ctx.dim)
+        if bias is not None:
+            grad_bias = grad_x.reshape(-1, x.shape[-1]).sum(0).to(bias.dtype)
+        return grad_x.to(x.dtype), None, grad_bias, grad_weights
 
 
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+def _halves(x: Tensor, dim: int, bias: Tensor | None) -> tuple[Tensor, ...]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide if bias is None else wide + bias).chunk(2, dim=dim)
+
+
+def check(
+    x: Tensor, dim: int = -1, *, bias: Tensor | None = None, weights: Tensor | None = None
+) -> None:
+    """Refuse what has no two halves, and a bias or weights of another shape."""
+    if not x.is_floating_point():
+        raise ValueError(f"swiglu needs floating-point numbers, got {x.dtype}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"swiglu got dim {dim} for x of {x.dim()} dimensions")
+    if x.shape[dim] % 2:
+        raise ValueError(f"swiglu splits dimension {dim} in two halves, got size {x.shape[dim]}")
+    if (bias is not None or weights is not None) and dim % x.dim() != x.dim() - 1:
+        raise ValueError(f"swiglu takes bias and weights with the last dimension only, got {dim}")
+    for name, given, shape in (
+        ("bias", bias, x.shape[-1:]),
+        ("weights", weights, (*x.shape[:-1], 1)),
+    ):
+        if given is not None and given.shape != shape:
+            raise ValueError(
+                f"swiglu needs {name} of shape {tuple(shape)} for x of shape {tuple(x.shape)}, "
+                f"got {tuple(given.shape)}"
+            )

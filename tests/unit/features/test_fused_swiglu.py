@@ -78,3 +78,6 @@ def test_the_mlp_reaches_the_operator(plain_and_fused):
     mlp = importlib.import_module("megatron.core.transformer.mlp")
     shared_experts = importlib.import_module("megatron.core.transformer.moe.shared_experts")
     assert mlp.bias_swiglu_impl is shared_experts.bias_swiglu_impl is plain_and_fused[1]
+    experts = importlib.import_module("megatron.core.transformer.moe.experts")
+    assert mlp.weighted_bias_swiglu_impl is experts.weighted_bias_swiglu_impl
+    assert hasattr(experts.weighted_bias_swiglu_impl, "__wrapped__")

@@ -4,12 +4,12 @@ import inspect
 
 import pytest
 import torch
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed.ops.rms_norm.megatron import FusedRMSNorm, wrap_wrapped_torch_norm_new
-from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl
+from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl, wrap_weighted_bias_swiglu_impl
 
 
 def run(function, shape, bias):
@@ -27,6 +27,22 @@ def test_swiglu(shape, bias):
     ours = wrap_bias_swiglu_impl(bias_swiglu_impl)
     torch.testing.assert_close(run(ours, shape, bias), run(bias_swiglu_impl, shape, bias))
     assert inspect.signature(ours) == inspect.signature(bias_swiglu_impl)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (3, 2, 8)])
+def test_weighted_swiglu(shape):
+    ours = wrap_weighted_bias_swiglu_impl(weighted_bias_swiglu_impl)
+    results = []
+    for function in (ours, weighted_bias_swiglu_impl):
+        torch.manual_seed(0)
+        x, weights = torch.randn(shape, requires_grad=True), torch.rand(6, 1, requires_grad=True)
+        y = function(x, None, weights)
+        y.square().sum().backward()
+        results.append([y, x.grad, weights.grad])
+    torch.testing.assert_close(*results)
+    assert inspect.signature(ours) == inspect.signature(weighted_bias_swiglu_impl)
+    with pytest.raises(NotImplementedError):  # Megatron's own refusal
+        ours(x, torch.ones(8), weights)
 
 
 @pytest.mark.parametrize(
