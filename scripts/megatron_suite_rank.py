@@ -144,11 +144,13 @@ class GroupPool:
 
         self._dist = dist
         self._make = dist.new_group
+        self._destroy = dist.destroy_process_group
         self._forget = parallel_state.destroy_model_parallel
         self._pool: dict[tuple[object, ...], Any] = {}
         self._world: Any = None
         self._uses: Counter[tuple[object, ...]] = Counter()
         dist.new_group = self.new_group
+        dist.destroy_process_group = self.destroy_process_group
         parallel_state.destroy_model_parallel = self.destroy_model_parallel
 
     def new_group(self, ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
@@ -161,14 +163,14 @@ class GroupPool:
         key = (members, str(timeout), backend, options.get("use_local_synchronization"))
         self._uses[key] += 1
         place = (*key, self._uses[key])
-        group = self._pool.get(place)
-        known = (
-            *self._dist.distributed_c10d._world.pg_map,
-            self._dist.GroupMember.NON_GROUP_MEMBER,
-        )
-        if group not in known:
-            group = self._pool[place] = self._make(ranks, timeout, **options)
-        return group
+        if place not in self._pool:
+            self._pool[place] = self._make(ranks, timeout, **options)
+        return self._pool[place]
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Keep a pooled group: if its members made a new one, the other ranks would not know."""
+        if not any(group is pooled for pooled in self._pool.values()):
+            self._destroy(group)
 
     def destroy_model_parallel(self) -> None:
         """Let Megatron forget, and give out the same groups from now on."""
