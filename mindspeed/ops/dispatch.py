@@ -150,16 +150,22 @@ def _parse(text: str) -> dict[str, str]:
         name, separator, choice = (part.strip() for part in item.partition("="))
         if not (name and separator and choice):
             raise ValueError(f"{VARIABLE}={text}: write op=implementation[,op=implementation]")
-        known = _op_names()
+        known = list(known_ops())
         if name not in known:
             _unknown(f"{VARIABLE}={text}", name, known)
         choices[name] = choice
     return choices
 
 
-def _op_names() -> list[str]:
+def known_ops() -> dict[str, Op]:
+    """Return every operator by its name."""
     package = importlib.import_module(__package__)
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    found = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.ispkg:
+            values = vars(importlib.import_module(f"{__package__}.{module.name}")).values()
+            found.update((value.name, value) for value in values if isinstance(value, Op))
+    return dict(sorted(found.items()))
 
 
 def _unknown(given: str, name: str, known: list[str]) -> NoReturn:

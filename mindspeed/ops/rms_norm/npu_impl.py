@@ -7,7 +7,7 @@ import torch
 import torch_npu
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
-    """Divide x (..., H) by its root mean square over the last dimension, times weight (H,)."""
-    # The kernel wants the weight in the dtype of x; its second result serves its own backward.
-    return torch_npu.npu_rms_norm(x, weight.to(x.dtype), epsilon=eps)[0]
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> torch.Tensor:
+    """Divide x (..., H) by its root mean square over the last dimension, times gamma (H,)."""
+    # The kernel wants gamma in the dtype of x; its second result serves its own backward.
+    return torch_npu.npu_rms_norm(x, gamma.to(x.dtype), epsilon=epsilon)[0]

@@ -6,7 +6,7 @@ import timeit
 import pytest
 import torch
 
-from mindspeed.ops.dispatch import Impl, Op
+from mindspeed.ops.dispatch import Impl, Op, known_ops
 
 CPU_TWIN = Impl("twin", "math:fsum", device="cpu")
 
@@ -112,3 +112,9 @@ def test_a_call_costs_a_few_microseconds():
     light, x = Op("swiglu", reference="builtins:id"), torch.ones(1)
     seconds = min(timeit.repeat(lambda: light(x), number=1000, repeat=5)) / 1000
     assert seconds < 10e-6
+
+
+def test_every_operator_is_known_by_its_name():
+    ops = known_ops()
+    assert {"add_rms_norm", "rms_norm", "swiglu"} <= set(ops)
+    assert all(op.name == name for name, op in ops.items())

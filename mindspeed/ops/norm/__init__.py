@@ -1,0 +1,1 @@
+"""The body that every norm shares."""

@@ -1,0 +1,383 @@
+"""Every norm in one pair of Triton kernels.
+
+z = dropout(x * row_scale * column_scale) + residual, rounded as it is stored, and
+y = (z - mean) * r * weight + bias with r = 1 / sqrt(var + epsilon); RMS leaves the mean out.
+Arithmetic is float32. Kept for backward: z, weight, the mean and r of each row, and the seed, from
+which the dropout is drawn once more. Sums over rows go through one partial sum a program and a
+second small kernel: no atomics, so the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# A tile holds whole rows, about 4096 numbers: 32 a thread forward, where one tile is all a program
+# does, and 16 backward, where weight and sums stay in registers too.
+TILE, FORWARD_NUMBERS, BACKWARD_NUMBERS = 4096, 32, 16
+LARGEST_ROW = 65536
+
+
+class Plan(NamedTuple):
+    """What a norm computes, beside its tensors."""
+
+    epsilon: float
+    is_rms: bool
+    drop: float = 0.0
+    wants_mask: bool = False
+    sum_dtype: torch.dtype | None = None
+    """The type of z; None where z is x itself."""
+
+
+def is_served(x: Tensor) -> bool:
+    """Say whether the kernels take this type and row length."""
+    return x.dtype != torch.float64 and x.shape[-1] <= LARGEST_ROW
+
+
+def normalise(plan: Plan, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return y, z and the mask; z is None where it is x.
+
+    Inputs are x, residual, weight, bias, row_scale, column_scale and the seed, a number on the
+    device: no host waits for it, and a graph replays it.
+    """
+    return _Norm.apply(plan, *inputs)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, residual, weight, bias, row_scale, column_scale, seed = inputs
+        rows, width = _rows(x), x.shape[-1]
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        z = None
+        if plan.sum_dtype is not None:
+            z = torch.empty(x.shape, dtype=plan.sum_dtype, device=x.device)
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device) if plan.wants_mask else None
+        statistics = torch.empty(
+            (1 if plan.is_rms else 2, len(rows)), dtype=torch.float32, device=x.device
+        )
+        block, tile_rows = _tile(width)
+        if x.numel():
+            others = None if residual is None else _rows(residual)
+            _forward[(triton.cdiv(len(rows), tile_rows),)](
+                rows,
+                others,
+                weight,
+                bias,
+                _flat(row_scale),
+                column_scale,
+                seed,
+                y,
+                z,
+                mask,
+                statistics,
+                len(rows),
+                width,
+                rows.stride(0),
+                0 if others is None else others.stride(0),
+                plan.epsilon,
+                plan.drop,
+                IS_RMS=plan.is_rms,
+                ROWS=tile_rows,
+                BLOCK=block,
+                num_warps=_warps(block * tile_rows, FORWARD_NUMBERS),
+            )
+        ctx.plan = plan
+        ctx.types = (x.dtype, None if residual is None else residual.dtype)
+        scaled = x if row_scale is not None or column_scale is not None else None
+        kept = x if z is None else z
+        ctx.save_for_backward(kept, weight, row_scale, column_scale, seed, scaled, statistics)
+        ctx.has_bias = bias is not None
+        ctx.set_materialize_grads(False)
+        if mask is not None:
+            ctx.mark_non_differentiable(mask)
+        return y, z, mask
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_z: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        kept, weight, row_scale, column_scale, seed, x, statistics = ctx.saved_tensors
+        grad = torch.zeros_like(kept) if grad is None else grad
+        rows, width = _rows(kept), kept.shape[-1]
+        x_dtype, residual_dtype = ctx.types
+        grad_x = torch.empty(kept.shape, dtype=x_dtype, device=kept.device)
+        is_mixed = seed is not None or x is not None or residual_dtype not in (None, x_dtype)
+        grad_residual = None
+        if residual_dtype is not None and is_mixed:
+            grad_residual = torch.empty(kept.shape, dtype=residual_dtype, device=kept.device)
+        grad_rows = None if row_scale is None else torch.empty_like(row_scale)
+        block, tile_rows = _tile(width)
+        warps = _warps(block * tile_rows, BACKWARD_NUMBERS)
+        programs = min(triton.cdiv(len(rows), tile_rows), _programs(kept.device, warps))
+        partial = _partial_sums(ctx, programs, width, kept.device, column_scale)
+        if kept.numel():
+            grads = _rows(grad)
+            _backward[(programs,)](
+                grads,
+                None if grad_z is None else grad_z.contiguous(),
+                rows,
+                weight,
+                _flat(row_scale),
+                column_scale,
+                seed,
+                None if x is None else x.contiguous(),
+                statistics,
+                grad_x,
+                grad_residual,
+                grad_rows,
+                partial,
+                len(rows),
+                width,
+                rows.stride(0),
+                grads.stride(0),
+                ctx.plan.drop,
+                IS_RMS=ctx.plan.is_rms,
+                HAS_BIAS=ctx.has_bias,
+                ROWS=tile_rows,
+                BLOCK=block,
+                STAGES=_stages(block * tile_rows, kept, grad, grad_z, x),
+                num_warps=warps,
+            )
+        if residual_dtype is not None and not is_mixed:
+            grad_residual = grad_x
+        sums: list[Tensor | None] = [None, None, None]
+        if partial is not None:
+            sums = _reduced(partial, weight.dtype, ctx.has_bias)
+        return None, grad_x, grad_residual, sums[0], sums[1], grad_rows, sums[2], None
+
+
+def _partial_sums(
+    ctx: Any, programs: int, width: int, device: torch.device, column_scale: Tensor | None
+) -> Tensor | None:
+    if not any(ctx.needs_input_grad[place] for place in (3, 4, 6)):
+        return None
+    count = 1 + ctx.has_bias + (column_scale is not None)
+    return torch.empty((count, programs, width), dtype=torch.float32, device=device)
+
+
+def _reduced(partial: Tensor, dtype: torch.dtype, has_bias: bool) -> list[Tensor | None]:
+    """Add up the programs' sums: of weight, bias and column scale, None for those not there."""
+    count, programs, width = partial.shape
+    out = torch.empty((count, width), dtype=dtype, device=partial.device)
+    # 32 columns are one 128-byte line, and enough programs for every multiprocessor.
+    _reduce[(triton.cdiv(width, 32), count)](
+        partial, out, programs, width, ROWS=128, BLOCK=32, num_warps=4
+    )
+    sums: list[Tensor | None] = list(out.unbind())
+    if not has_bias:
+        sums.insert(1, None)
+    return sums if len(sums) == 3 else [*sums, None]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View x as rows one stride apart; a copy only where its memory does not allow it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _flat(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.reshape(-1)
+
+
+def _tile(width: int) -> tuple[int, int]:
+    block = max(16, triton.next_power_of_2(width))
+    return block, max(1, TILE // block)
+
+
+def _warps(numbers: int, a_thread: int) -> int:
+    return min(32, max(4, numbers // (32 * a_thread)))
+
+
+def _programs(device: torch.device, warps: int) -> int:
+    """Give each multiprocessor sixteen warps: the registers of backward leave room for those."""
+    return _multiprocessors(device) * max(1, 16 // warps)
+
+
+def _stages(numbers: int, *loaded: Tensor | None) -> int:
+    """Have the next two tiles on their way while one is reduced, where shared memory holds them."""
+    tile = numbers * sum(0 if tensor is None else tensor.element_size() for tensor in loaded)
+    return 3 if 2 * tile <= 96 * 1024 else 1
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # Triton's interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _kept(seed, row, drop, BLOCK: tl.constexpr):
+    """Draw which numbers of a tile survive, four at a time, from their place alone."""
+    place = row[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+    a, b, c, d = tl.rand4x(tl.load(seed), place)
+    drawn = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(drawn, (row.shape[0], BLOCK)) >= drop
+
+
+@triton.jit
+def _forward(
+    x,
+    residual,
+    weight,
+    bias,
+    row_scale,
+    column_scale,
+    seed,
+    y,
+    z,
+    mask,
+    statistics,
+    num_rows,
+    width,
+    x_stride,
+    residual_stride,
+    epsilon,
+    drop,
+    IS_RMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    is_row, is_column = row < num_rows, column < width
+    inside = is_row[:, None] & is_column[None, :]
+    place = row[:, None] * width + column[None, :]
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    value = value.to(tl.float32)
+    if row_scale is not None:
+        value *= tl.load(row_scale + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if column_scale is not None:
+        value *= tl.load(column_scale + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if seed is not None:
+        kept = _kept(seed, row, drop, BLOCK)
+        value = tl.where(kept, value / (1.0 - drop), 0.0)
+        if mask is not None:
+            tl.store(mask + place, kept, mask=inside)
+    if residual is not None:
+        other = residual + row[:, None] * residual_stride + column[None, :]
+        value += tl.load(other, mask=inside, other=0.0).to(tl.float32)
+    if z is not None:
+        rounded = value.to(z.dtype.element_ty)
+        tl.store(z + place, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    if not IS_RMS:
+        mean = tl.sum(value, axis=1) / width
+        tl.store(statistics + num_rows + row, mean, mask=is_row)
+        value = tl.where(inside, value - mean[:, None], 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / width + epsilon)
+    tl.store(statistics + row, r, mask=is_row)
+    value *= r[:, None]
+    value *= tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        value += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad,
+    grad_z,
+    z,
+    weight,
+    row_scale,
+    column_scale,
+    seed,
+    x,
+    statistics,
+    grad_x,
+    grad_residual,
+    grad_rows,
+    partial,
+    num_rows,
+    width,
+    z_stride,
+    grad_stride,
+    drop,
+    IS_RMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    is_column = column < width
+    gamma = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if column_scale is not None:
+        scale = tl.load(column_scale + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        sum_scale = tl.zeros((ROWS, BLOCK), tl.float32)
+    sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
+    if HAS_BIAS:
+        sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(program * ROWS, num_rows, programs * ROWS, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = row < num_rows
+        inside = is_row[:, None] & is_column[None, :]
+        place = row[:, None] * width + column[None, :]
+        normed = tl.load(z + row[:, None] * z_stride + column[None, :], mask=inside, other=0.0)
+        dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0)
+        normed, dy = normed.to(tl.float32), dy.to(tl.float32)
+        r = tl.load(statistics + row, mask=is_row, other=0.0)[:, None]
+        if not IS_RMS:
+            normed -= tl.load(statistics + num_rows + row, mask=is_row, other=0.0)[:, None]
+        normed *= r
+        if partial is not None:
+            sum_weight += dy * normed
+            if HAS_BIAS:
+                sum_bias += dy
+        dy *= gamma
+        dz = dy - normed * (tl.sum(dy * normed, axis=1) / width)[:, None]
+        if not IS_RMS:
+            dz -= (tl.sum(dy, axis=1) / width)[:, None]
+        dz *= r
+        if grad_z is not None:
+            dz += tl.load(grad_z + place, mask=inside, other=0.0).to(tl.float32)
+        if grad_residual is not None:
+            tl.store(grad_residual + place, dz.to(grad_residual.dtype.element_ty), mask=inside)
+        if seed is not None:
+            dz = tl.where(_kept(seed, row, drop, BLOCK), dz / (1.0 - drop), 0.0)
+        if x is not None:
+            product = dz * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        if row_scale is not None:
+            factor = tl.load(row_scale + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            sum_row = tl.sum(product if column_scale is None else product * scale, axis=1)
+            tl.store(grad_rows + row, sum_row.to(grad_rows.dtype.element_ty), mask=is_row)
+            dz *= factor
+            product *= factor
+        if column_scale is not None:
+            sum_scale += tl.where(inside, product, 0.0)
+            dz *= scale
+        tl.store(grad_x + place, dz.to(grad_x.dtype.element_ty), mask=inside)
+    if partial is not None:
+        slot = partial + program * width + column
+        tl.store(slot, tl.sum(sum_weight, axis=0), mask=is_column)
+        if HAS_BIAS:
+            slot += programs * width
+            tl.store(slot, tl.sum(sum_bias, axis=0), mask=is_column)
+        if column_scale is not None:
+            slot += programs * width
+            tl.store(slot, tl.sum(sum_scale, axis=0), mask=is_column)
+
+
+@triton.jit
+def _reduce(partial, out, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    which = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(0, programs, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < programs)[:, None] & is_column[None, :]
+        place = (which * programs + row)[:, None] * width + column[None, :]
+        total += tl.load(partial + place, mask=inside, other=0.0)
+    sums = tl.sum(total, axis=0).to(out.dtype.element_ty)
+    tl.store(out + which * width + column, sums, mask=is_column)
