@@ -7,67 +7,35 @@ the one device, so that clocks and neighbours disturb both alike. Prints the rat
 """
 
 import argparse
-import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
-import time
+
+from turns import Worker, serve
 
 ROUNDS, STEPS = 12, 5
 
 
-def worker(is_adapted):
-    """Build the model, then time `STEPS` training steps for every line on standard input."""
-    import torch
-
+def work(is_adapted):
+    """Build the model and serve steps of it."""
     if is_adapted:
         import mindspeed.megatron_adaptor  # noqa: F401  # isort: skip
     from gpt_step import build_step
 
-    step = build_step()
-    for _ in range(5):
-        step()
-    for _ in sys.stdin:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        torch.cuda.synchronize()
-        print(json.dumps((time.perf_counter() - start) / STEPS), flush=True)
-
-
-def start(mode):
-    """Start one worker that waits for its turn."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, __file__, "--worker", mode]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, **pipes)
-
-
-def measure(process):
-    """Let one worker run its steps and return the seconds a step took."""
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())
+    serve(build_step(), STEPS, warm_up=5)
 
 
 def main():
     """Take turns, then print and record the ratio."""
     from record import record
 
-    workers = {mode: start(mode) for mode in ("plain", "adapted")}
+    workers = {mode: Worker(__file__, "--worker", mode) for mode in ("plain", "adapted")}
     times = {mode: [] for mode in workers}
+    for worker in workers.values():
+        worker.warm_up()
     for _ in range(ROUNDS):
-        for mode, process in workers.items():
-            times[mode].append(measure(process))
-    for process in workers.values():
-        process.stdin.close()
-        process.wait()
+        for mode, worker in workers.items():
+            times[mode].append(worker.measure()["seconds"])
+    for worker in workers.values():
+        worker.end()
     plain, adapted = (statistics.median(times[mode]) * 1e3 for mode in ("plain", "adapted"))
     print(f"plain {plain:.2f} ms, level 0 {adapted:.2f} ms, ratio {adapted / plain:.4f}")
     row = {"plain_ms": f"{plain:.3f}", "level0_ms": f"{adapted:.3f}"}
@@ -78,4 +46,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--worker", choices=("plain", "adapted"), help=argparse.SUPPRESS)
     mode = parser.parse_args().worker
-    worker(mode == "adapted") if mode else main()
+    work(mode == "adapted") if mode else main()

@@ -1,0 +1,158 @@
+"""How fast is a training step (forward and backward) beside the stacks a user would pick?
+
+    python benchmarks/bench_train_step.py
+    python benchmarks/bench_train_step.py --only ours:2,torchtitan-compiled:2 --profile ours:2
+
+Every row is a process of its own; they take turns on the one device. All hold bf16 weights and
+gradients, see the same tokens, and recompute nothing unless their name says so. Peers whose package
+is missing are left out and named.
+"""
+
+import argparse
+import importlib
+import statistics
+import sys
+from pathlib import Path
+
+from turns import Worker, serve
+
+sys.path.insert(0, str(Path(__file__).parent / "train_step"))
+from shapes import SHAPES  # noqa: E402
+
+PEERS = {
+    "megatron": "megatron_peer:plain",
+    "megatron-recompute": "megatron_peer:recompute",
+    "megatron-liger": "megatron_peer:liger",
+    "transformers": "transformers_peer:sdpa",
+    "transformers-compiled": "transformers_peer:compiled",
+    "transformers-liger": "transformers_peer:liger",
+    "torchtitan": "torchtitan_peer:eager",
+    "torchtitan-compiled": "torchtitan_peer:compiled",
+    "ours": "megatron_peer:ours",
+}
+ROWS = "megatron:2,megatron-recompute:2,megatron-liger:2,transformers:2,transformers-compiled:2,"
+ROWS += "transformers-liger:2,transformers-liger:4,torchtitan:2,torchtitan-compiled:2,"
+ROWS += "torchtitan-compiled:4,ours:2,ours:4"
+STEPS, WARM_UP = 4, 3
+
+
+def build(peer, shape, batch):
+    """Return the step of one peer: gradients from nothing, the loss as its value."""
+    import torch
+
+    module, _, name = PEERS[peer].partition(":")
+    torch.manual_seed(1)
+    model, loss = getattr(importlib.import_module(module), name)(shape)
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randint(shape.vocabulary, (batch, shape.sequence + 1), generator=generator)
+    tokens, labels = drawn[:, :-1].contiguous().cuda(), drawn[:, 1:].contiguous().cuda()
+
+    def step():
+        for parameter in model.parameters():
+            parameter.grad = None
+        value = loss(tokens, labels)
+        value.backward()
+        return value.detach()
+
+    return step
+
+
+def work(row, options):
+    """Be the process of one row."""
+    peer, _, batch = row.partition(":")
+    step = build(peer, SHAPES[options.shape], int(batch))
+    if options.profile == row:
+        _profile(step, row)
+    serve(step, STEPS, WARM_UP)
+
+
+def _profile(step, row):
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as kernels:
+        step()
+        torch.cuda.synchronize()
+    table = kernels.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=110
+    )
+    Path(f"profile_{row.replace(':', '_')}.txt").write_text(table)
+
+
+def race(options):
+    """Start all rows, warm each up alone, then let them take turns."""
+    own = [__file__, "--shape", options.shape, "--profile", options.profile or ""]
+    rows = {row: Worker(*own, "--worker", row) for row in options.only.split(",")}
+    for row in list(rows):
+        if not rows[row].warm_up():
+            print(f"{row} is left out: it could not be built here, see above", flush=True)
+            rows.pop(row).end()
+    answers = {row: [] for row in rows}
+    for _ in range(options.rounds):
+        for row, worker in rows.items():
+            answers[row].append(worker.measure())
+    for worker in rows.values():
+        worker.end()
+    return answers
+
+
+def report(answers, options):
+    """Print the table and append it to the results."""
+    from record import record
+    from roofline import roofline
+
+    shape = SHAPES[options.shape]
+    floors = {}
+    lines = []
+    for row, turns in answers.items():
+        peer, _, batch = row.partition(":")
+        seconds = sorted(turn["seconds"] for turn in turns)
+        median = statistics.median(seconds)
+        tokens = int(batch) * shape.sequence
+        if batch not in floors:
+            floors[batch] = roofline(shape, int(batch))
+            print(f"least time at micro-batch {batch}:", _milliseconds(floors[batch]))
+        lines.append(
+            {
+                "shape": options.shape,
+                "peer": peer,
+                "micro_batch": batch,
+                "tokens_per_s": f"{tokens / median:.0f}",
+                "slowest": f"{tokens / seconds[-1]:.0f}",
+                "fastest": f"{tokens / seconds[0]:.0f}",
+                "model_tflops": f"{tokens / median * shape.flops_per_token / 1e12:.0f}",
+                "peak_gib": f"{max(turn['peak_gib'] for turn in turns):.1f}",
+                "roofline_ratio": f"{sum(floors[batch].values()) / median:.3f}",
+                "loss": f"{turns[-1]['last']:.3f}",
+            }
+        )
+    for line in lines:
+        print("  ".join(f"{value:>22}" for value in line.values()))
+    record("train_step", lines)
+
+
+def _milliseconds(parts):
+    return ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
+
+
+def main():
+    """Read the options; be the driver or one worker."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
+    parser.add_argument(
+        "--only", default=ROWS, metavar="PEER:BATCH,...", help=f"of {', '.join(PEERS)}"
+    )
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--profile", metavar="PEER:BATCH", help="write profile_PEER_BATCH.txt")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(options.worker, options)
+    report(race(options), options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Megatron's GPTModel: plain, with Liger's own patches, and under mindspeed."""
+
+import os
+
+import torch
+
+
+def plain(shape, **options):
+    """Build what pip gives: the local spec without a fused attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return _build(shape, get_gpt_layer_local_spec(normalization="RMSNorm"), **options)
+
+
+def recompute(shape):
+    """Build plain Megatron with its selective recompute of the attention."""
+    return plain(shape, recompute_granularity="selective")
+
+
+def liger(shape):
+    """Build the local spec with SDPA for its attention and Liger's own patches for the rest."""
+    from liger_kernel.megatron import apply_liger_kernel_to_megatron
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
+    DotProductAttention.forward = _sdpa
+    return plain(shape)
+
+
+def ours(shape):
+    """Build the TE spec under the adaptor at level 2, as `pretrain_gpt.py` does by itself."""
+    import mindspeed.megatron_adaptor  # noqa: F401  # isort: skip
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    import mindspeed
+
+    mindspeed.enable(optimization_level=2)
+    return _build(shape, get_gpt_layer_with_transformer_engine_spec(), apply_rope_fusion=True)
+
+
+def _sdpa(self, query, key, value, attention_mask, *args, **kwargs):
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        )
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _build(shape, spec, **options):
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    os.environ.setdefault("LOCAL_RANK", "0")
+    torch.distributed.init_process_group(backend, world_size=1, rank=0)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = _config(shape, **options)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=shape.vocabulary,
+        max_sequence_length=shape.sequence,
+        share_embeddings_and_output_weights=shape.is_tied,
+        position_embedding_type="rope",
+        rotary_base=1000000,
+    )
+    model = Float16Module(config, model.cuda())
+
+    def loss(tokens, labels):
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return model(tokens, positions, None, labels=labels).mean()
+
+    return model, loss
+
+
+def _config(shape, **options):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        ffn_hidden_size=shape.ffn,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-6,
+        add_bias_linear=False,
+        add_qkv_bias=shape.has_qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        masked_softmax_fusion=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        **options,
+    )

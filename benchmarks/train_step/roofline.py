@@ -1,0 +1,85 @@
+"""The least time a step can take: its products and attention timed alone, the rest by its bytes."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def roofline(shape, batch):
+    """Return the seconds of each part of a step of `batch` sequences, and the measured rates."""
+    tokens = batch * shape.sequence
+    bandwidth = _copy_bandwidth()
+    return {
+        "products": sum(count * _product(tokens, *sizes) for *sizes, count in _products(shape)),
+        "attention": shape.layers * _attention(shape, batch),
+        "bytes": _bytes(shape, tokens) / bandwidth,
+    }
+
+
+def _products(shape):
+    """List (in, out, how many) of the layers that multiply by a weight."""
+    kv = shape.kv_heads * shape.head_size
+    return [
+        (shape.hidden, shape.hidden + 2 * kv, shape.layers),
+        (shape.hidden, shape.hidden, shape.layers),
+        (shape.hidden, 2 * shape.ffn, shape.layers),
+        (shape.ffn, shape.hidden, shape.layers),
+        (shape.hidden, shape.vocabulary, 1),
+    ]
+
+
+def _bytes(shape, tokens):
+    """Count what must be read and written beside the products, each number once, two bytes each."""
+    stream = tokens * shape.hidden
+    add_and_norm = 2 * shape.layers * (4 + 4) * stream
+    rotary = 2 * 2 * shape.layers * tokens * (shape.heads + shape.kv_heads) * shape.head_size
+    swiglu = shape.layers * (3 + 5) * tokens * shape.ffn
+    cross_entropy = 2 * tokens * shape.vocabulary
+    embedding = 4 * stream + shape.vocabulary * shape.hidden
+    return 2 * (add_and_norm + rotary + swiglu + cross_entropy + embedding)
+
+
+def _product(tokens, width_in, width_out):
+    x, weight, grad = _draw(tokens, width_in), _draw(width_out, width_in), _draw(tokens, width_out)
+    return _seconds(lambda: (x @ weight.t(), grad @ weight, grad.t() @ x))
+
+
+def _attention(shape, batch):
+    q, k, v = (
+        _draw(batch, shape.sequence, heads, shape.head_size).transpose(1, 2).requires_grad_()
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    grad = torch.randn_like(q)
+
+    def both():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+    times = []
+    for backend in backends:
+        with sdpa_kernel(backend):
+            times.append(_seconds(both))
+    return min(times)
+
+
+def _copy_bandwidth():
+    source = torch.randn(2**30, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+
+
+def _draw(*sizes):
+    return torch.randn(sizes, device="cuda", dtype=torch.bfloat16)
+
+
+def _seconds(work, repeats=10):
+    for _ in range(3):
+        work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats / 1e3

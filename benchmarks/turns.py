@@ -1,0 +1,72 @@
+"""Processes that take turns on the one device, so that clocks and neighbours disturb all alike."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+
+def serve(step, steps, warm_up):
+    """In a worker: warm up for the first line on standard input, run `steps` for each other one."""
+    import torch
+
+    sys.stdin.readline()
+    for _ in range(warm_up):
+        step()
+    torch.cuda.empty_cache()
+    _answer({})
+    for _ in sys.stdin:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            last = step()
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / steps
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        _answer(
+            {"seconds": seconds, "peak_gib": peak, "last": None if last is None else float(last)}
+        )
+        torch.cuda.empty_cache()  # the others need the memory in between
+
+
+def _answer(values):
+    print("#", json.dumps(values), file=sys.__stdout__, flush=True)
+
+
+class Worker:
+    """One process of the race: it starts at once and works only when asked."""
+
+    def __init__(self, *command):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, *command], env=environment, **pipes)
+
+    def warm_up(self):
+        """Let the worker take its first steps; say whether it could."""
+        return self._ask() is not None
+
+    def measure(self):
+        """Let the worker run its steps; return seconds a step, peak memory and the last value."""
+        return self._ask()
+
+    def end(self):
+        """Let the process end."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self):
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("# "):
+                return json.loads(line[2:])
+        return None
