@@ -235,10 +235,10 @@ def _python_path(peers):
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH"), peers]))
 
 
-def available(tools, peers):
-    """Return the tools whose packages are there; say which are not."""
+def available(tools, peers, skipped):
+    """Return the tools to race whose packages are there; say which are not."""
     found = []
-    for tool in tools:
+    for tool in (tool for tool in tools if tool not in skipped):
         code = "; ".join(f"import {name}" for name in PACKAGES.get(tool, ["sys"]))
         command, environment = [sys.executable, "-c", code], {"PYTHONPATH": _python_path(peers)}
         done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
@@ -325,6 +325,7 @@ def main():
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--records", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--skip", choices=TOOLS, nargs="*", default=[], help="leave out, for time")
     parser.add_argument("--tool", choices=TOOLS, help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -348,14 +349,14 @@ def main():
     if args.megatron:
         job["megatron"] = str(args.megatron)
         fast.append("Megatron standard")
-    fast = available(fast, args.peers)
+    fast = available(fast, args.peers, args.skip)
     rows = compare("documents", fast, {**job, "input": str(corpus)}, args.rounds)
     large = args.work / "large.jsonl"
     large.write_bytes(corpus.read_bytes() * 4)
     rows += compare("documents, 4 x", fast[:1], {**job, "input": str(large)}, args.rounds)
     chat_job = {**job, "input": str(chat), "chat": True}
     talk = ["mindspeed-llm", "mindspeed-llm without gigatoken", "datasets.map"]
-    rows += compare("instructions", available(talk, args.peers), chat_job, args.rounds)
+    rows += compare("instructions", available(talk, args.peers, args.skip), chat_job, args.rounds)
 
     from record import record
 
