@@ -52,10 +52,12 @@ def from_namespace(
 def _keywords(info: FieldInfo, default: Any) -> dict[str, Any]:
     """Return the add_argument keywords of a field."""
     keywords: dict[str, Any] = {"default": default, "help": _help(info, default)}
-    annotation, _ = without_none(info.annotation)
+    annotation, is_optional = without_none(info.annotation)
     if annotation is bool:
-        # A switch that is off by default needs no --no-x; one that is on needs a way to be off.
-        return keywords | {"action": argparse.BooleanOptionalAction if default else "store_true"}
+        # A switch that is off by default needs no --no-x; one that is on, or that the machine
+        # decides when nobody does, needs a way to be off.
+        both = default or is_optional
+        return keywords | {"action": argparse.BooleanOptionalAction if both else "store_true"}
     if CommaSeparated in info.metadata:
         return keywords | {"type": str, "metavar": "N,N,..."}
     if (item := element(annotation)) is not None:

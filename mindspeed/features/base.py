@@ -69,6 +69,9 @@ class Feature:
     Options: ClassVar[type[config.Options] | None] = None
     enabled_by: ClassVar[str | None] = None
     """The field that switches the feature on; None (always on) is for level 0 only."""
+    default_devices: ClassVar[tuple[str, ...]] = ()
+    """Devices where the feature is on without being asked for, as long as its `check` passes. The
+    field is `bool | None` then, and None where nobody said yes or no."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Features that must be on as well."""
     conflicts: ClassVar[Mapping[str, str]] = {}
@@ -82,6 +85,12 @@ class Feature:
     def is_on(self, options: Any, context: Context) -> bool:
         """Say whether the options ask for this feature."""
         return self.enabled_by is None or bool(getattr(options, self.enabled_by))
+
+    def is_undecided(self, options: Any) -> bool:
+        """Say whether the options leave it to the device, with neither yes nor no."""
+        if self.enabled_by is None or not self.default_devices:
+            return False
+        return getattr(options, self.enabled_by) is None
 
     def check(self, options: Any, context: Context) -> None:
         """Raise ConfigError when the feature is on and cannot work with what surrounds it."""

@@ -17,12 +17,14 @@ class FusedSwiglu(Feature):
     group = "Affinity"
     level = Level.AFFINITY
     enabled_by = "use_fused_swiglu"
+    default_devices = ("cuda",)
 
     class Options(config.Options):
         """The switch."""
 
-        use_fused_swiglu: bool = False
-        """Use the fused SwiGLU operator in dense, shared-expert and expert MLPs."""
+        use_fused_swiglu: bool | None = None
+        """Use the fused SwiGLU operator in dense, shared-expert and expert MLPs. Default: on
+        CUDA."""
 
     def check(self, options: Any, context: Context) -> None:
         """Megatron must be asked for SwiGLU, and for its fused path, which is the one wrapped."""

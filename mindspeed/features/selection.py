@@ -42,6 +42,8 @@ def _choose(feature: Feature, options: Any, context: Context) -> Choice:
     if feature.is_native:
         is_on = feature.is_on(options, context)
         return Choice(feature, is_on, "in use" if is_on else "not in use")
+    if feature.is_undecided(options):
+        return _choose_by_device(feature, options, context)
     if not feature.is_on(options, context):
         return Choice(feature, False, f"{switch} is not set")
     if feature.level > options.optimization_level:
@@ -54,6 +56,20 @@ def _choose(feature: Feature, options: Any, context: Context) -> Choice:
             raise ConfigError(f"{switch} is {reason}: drop it on this machine")
         return Choice(feature, False, reason)
     return Choice(feature, True, f"{switch} is set" if feature.enabled_by else "always on")
+
+
+def _choose_by_device(feature: Feature, options: Any, context: Context) -> Choice:
+    name = _device_name()
+    if name not in feature.default_devices:
+        return Choice(feature, False, f"{_word(feature, context)} is not set")
+    if feature.level > options.optimization_level:
+        asked = context.spelling.with_value("optimization_level", options.optimization_level)
+        return Choice(feature, False, f"level {feature.level:d} is above {asked}")
+    try:
+        feature.check(options, context)
+    except ConfigError as reason:  # nobody asked for it, so nobody has to hear of it
+        return Choice(feature, False, str(reason))
+    return Choice(feature, True, f"on by default on {name}")
 
 
 def _check(features: list[Feature], registry: Registry, options: Any, context: Context) -> None:

@@ -20,12 +20,15 @@ VALUES = st.fixed_dictionaries(
     },
 )
 
+UNDECIDED = {feature.enabled_by for feature in registry() if feature.default_devices}
+
 
 def command_line(values):
     for field, value in values.items():
         flag = "--" + field.replace("_", "-")
         if isinstance(value, bool):
-            yield from [flag] if value else []
+            off = ["--no-" + flag[2:]] if field in UNDECIDED else []
+            yield from [flag] if value else off
         elif isinstance(value, list):
             yield from [flag, ",".join(map(str, value))]
         else:

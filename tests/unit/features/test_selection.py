@@ -72,6 +72,21 @@ class NpuSwitch(Feature):
         """A switch for one device."""
 
 
+class OnCpu(Feature):
+    name, title, group, level = "on_cpu", "On cpu", "Affinity", Level.AFFINITY
+    enabled_by = "use_on_cpu"
+    default_devices = ("cpu",)
+
+    class Options(config.Options):
+        use_on_cpu: bool | None = None
+        """On without being asked for."""
+
+    def check(self, options, context):
+        if context.argument("forbids"):
+            raise ConfigError("--use-on-cpu and --forbids exclude each other")
+
+
+BY_DEVICE = Registry([OnCpu()])
 REGISTRY = Registry(kind() for kind in (Facade, Native, Fused, Ring, Star, NpuOnly, NpuSwitch))
 WITH_MEGATRON = {"native_size": 2}
 
@@ -148,3 +163,29 @@ def test_device(monkeypatch):
     assert why("npu_only") == "for npu, not cpu"
     with pytest.raises(ConfigError, match="--npu-switch is for npu, not cpu"):
         on(Context(Spelling.FLAG), npu_switch=True)
+
+
+@pytest.mark.parametrize(
+    ("level", "asked", "forbids", "device", "expected"),
+    [
+        (2, None, False, "cpu", (True, "on by default on cpu")),
+        (1, None, False, "cpu", (True, "on by default on cpu")),
+        (0, None, False, "cpu", (False, "level 1 is above --optimization-level 0")),
+        (2, False, False, "cpu", (False, "--use-on-cpu is not set")),
+        (2, True, False, "cpu", (True, "--use-on-cpu is set")),
+        (2, None, True, "cpu", (False, "--use-on-cpu and --forbids exclude each other")),
+        (2, None, False, "cuda", (False, "--use-on-cpu is not set")),
+    ],
+)
+def test_on_by_device(monkeypatch, caplog, level, asked, forbids, device, expected):
+    monkeypatch.setattr("mindspeed.features.selection._device_name", lambda: device)
+    options = BY_DEVICE.options_class(optimization_level=level, use_on_cpu=asked)
+    (choice,) = select(BY_DEVICE, options, Context(Spelling.FLAG, {"forbids": forbids}))
+    assert (choice.on, choice.why) == expected
+    assert not caplog.records
+
+
+def test_asked_for_and_impossible_is_an_error():
+    options = BY_DEVICE.options_class(use_on_cpu=True)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        select(BY_DEVICE, options, Context(Spelling.FLAG, {"forbids": True}))
