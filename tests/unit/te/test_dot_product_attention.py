@@ -64,7 +64,7 @@ def test_causal_ignores_a_mask_and_builds_none(monkeypatch):
         seen.append(kwargs["attn_mask"])
         return real(*args, **kwargs)
 
-    monkeypatch.setattr("mindspeed.te.pytorch.attention.core.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("mindspeed.ops.fusion_attention.sdpa.scaled_dot_product_attention", spy)
     hide_all = torch.ones(B, 1, S, S, dtype=torch.bool)
     check(DotProductAttention(N, H)(*inputs, hide_all), want, inputs)
     assert seen == [None]

@@ -7,12 +7,12 @@ heads than queries (grouped queries), and values another head size than keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from mindspeed.ops.fusion_attention import sdpa
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
 
@@ -37,6 +37,12 @@ class Documents:
         places = bounds if padded_bounds is None else padded_bounds
         return cls(places.tolist()[:-1], [end - start for start, end in pairwise(bounds.tolist())])
 
+    @property
+    def bounds(self) -> list[int] | None:
+        """The cumulative lengths, or None where there is padding between documents."""
+        bounds = [0, *accumulate(self.lengths)]
+        return bounds if self.starts == bounds[:-1] else None
+
     def slices(self) -> list[slice]:
         """Return each document's place."""
         return [slice(start, start + n) for start, n in zip(self.starts, self.lengths)]
@@ -53,8 +59,12 @@ def attend(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Attend (B, N, S, H) queries to keys and values; `bias` is added to the scaled scores."""
-    causal = rule.is_plain_causal(q.shape[-2], k.shape[-2]) and visible is None and bias is None
-    band = None if causal else rule.visible_band(q.shape[-2], k.shape[-2], q.device)
+    lengths = q.shape[-2], k.shape[-2]
+    is_plain = visible is None and bias is None
+    causal = is_plain and rule.is_plain_causal(*lengths)
+    if is_plain and not causal and rule.is_window(*lengths) and sdpa.serves_flash(q, k, v):
+        return _attend_window(q, k, v, rule, softmax)
+    band = None if causal else rule.visible_band(*lengths, q.device)
     if band is not None:
         visible = band if visible is None else visible & band
     blind = None
@@ -63,17 +73,22 @@ def attend(
         blind = ~visible.any(-1, keepdim=True)
         visible = visible | blind
         bias = visible if bias is None else bias.masked_fill(~visible, float("-inf"))
-    out = scaled_dot_product_attention(
+    out = sdpa.attention(
         q,
         k,
         v,
-        attn_mask=bias,
-        dropout_p=softmax.dropout,
-        is_causal=causal,
         scale=softmax.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        dropout=softmax.dropout,
+        is_causal=causal,
+        mask=bias,
     )
     return out if blind is None else out.masked_fill(blind, 0.0)
+
+
+def _attend_window(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, softmax: Softmax) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = {"scale": softmax.scale, "dropout": softmax.dropout, "window": rule.window}
+    return sdpa.flash_attention(q, k, v, **options).transpose(1, 2)
 
 
 def attend_batch(
@@ -105,8 +120,11 @@ def attend_documents(
 ) -> Tensor:
     """Attend packed (T, N, H) tensors, each document to itself only, and return (T, N * H).
 
-    One document at a time: no mask over all tokens is ever built. Padding gets zeros.
+    No mask over all tokens is ever built: one launch where flash attention serves, otherwise one
+    document at a time. Padding gets zeros.
     """
+    if _is_one_launch(q, k, v, rule, of_q=of_q, of_k=of_k):
+        return _attend_packed(q, k, v, rule, softmax, of_q=of_q, of_k=of_k)
     pieces, end = [], 0
     for rows, columns in zip(of_q.slices(), of_k.slices(), strict=True):
         pieces.append(v.new_zeros(rows.start - end, q.shape[1], v.shape[2]))
@@ -115,3 +133,32 @@ def attend_documents(
         end = rows.stop
     pieces.append(v.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))
     return torch.cat(pieces).flatten(1)
+
+
+def _is_one_launch(
+    q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, *, of_q: Documents, of_k: Documents
+) -> bool:
+    # cuDNN takes whole documents and is the faster one where they are long.
+    is_short = sum(of_q.lengths) < len(of_q.lengths) * sdpa.CUDNN_TOKENS * 2
+    is_dense = all(d.bounds and d.bounds[-1] == len(x) for d, x in ((of_q, q), (of_k, k)))
+    same = of_q.lengths == of_k.lengths or "bottom_right" in rule.kind or rule.window == (-1, -1)
+    return is_dense and same and min(of_k.lengths) > 0 and is_short and sdpa.serves_flash(q, k, v)
+
+
+def _attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: MaskRule,
+    softmax: Softmax,
+    *,
+    of_q: Documents,
+    of_k: Documents,
+) -> Tensor:
+    on_device = (
+        torch.tensor(documents.bounds, dtype=torch.int32, device=q.device)
+        for documents in (of_q, of_k)
+    )
+    documents = sdpa.Documents(*on_device, max(of_q.lengths), max(of_k.lengths))
+    options = {"scale": softmax.scale, "dropout": softmax.dropout, "window": rule.window}
+    return sdpa.flash_attention(q, k, v, documents=documents, **options).flatten(1)

@@ -51,15 +51,22 @@ class MaskRule:
         aligned = num_q == num_k or "bottom_right" not in self.kind
         return "causal" in self.kind and self.window[0] < 0 and aligned
 
+    def is_window(self, num_q: int, num_k: int) -> bool:
+        """Tell whether the window, with the last query at the last key, says all there is."""
+        return self.window != (-1, -1) and (num_q == num_k or not self._is_top_left)
+
+    @property
+    def _is_top_left(self) -> bool:
+        # Query i sits at key i for causal and padding_causal, else the last query at the last key.
+        return "causal" in self.kind and "bottom_right" not in self.kind
+
     def visible_band(self, num_q: int, num_k: int, device: torch.device) -> Tensor | None:
         """Return the (num_q, num_k) band that causality and window leave, None when it is all."""
         left, right = self.window
         if left < 0 and right < 0:
             return None
-        # Query i sits at key i for causal and padding_causal, else the last query at the last key.
-        top_left = "causal" in self.kind and "bottom_right" not in self.kind
         query = torch.arange(num_q, device=device).unsqueeze(1)
-        query = query if top_left else query + (num_k - num_q)
+        query = query if self._is_top_left else query + (num_k - num_q)
         key = torch.arange(num_k, device=device)
         visible = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
         if right >= 0:

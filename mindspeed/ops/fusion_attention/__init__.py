@@ -1,0 +1,1 @@
+"""Attention in every layout, mask and position bias that the documents name."""
