@@ -161,10 +161,15 @@ class GroupPool:
         members = None if ranks is None else tuple(ranks)
         backend = str(options.get("backend") or type(options.get("pg_options")))
         key = (members, str(timeout), backend, options.get("use_local_synchronization"))
+        is_first = not self._uses
         self._uses[key] += 1
         place = (*key, self._uses[key])
         if place not in self._pool:
             self._pool[place] = self._make(ranks, timeout, **options)
+        elif is_first:
+            # Making a group lets the ranks meet, and tests count on it: one that is behind
+            # still removes the folder of the last test while another one makes it anew.
+            self._dist.barrier()
         return self._pool[place]
 
     def destroy_process_group(self, group: Any = None) -> None:
