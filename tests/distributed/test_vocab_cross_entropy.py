@@ -32,10 +32,33 @@ def split_loss(dtype, smoothing):
     return loss.detach(), shard.grad
 
 
+def split_kernel_loss(smoothing):
+    import os
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    from mindspeed.ops.cross_entropy import triton_impl
+
+    logits, target, grad = case()
+    target[2, 1] = -100
+    shard = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()].clone().requires_grad_()
+    loss = triton_impl.cross_entropy(shard, target, dist.group.WORLD, smoothing=smoothing)
+    loss.backward(grad)
+    return loss.detach(), shard.grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_kernel_equals_the_whole_vocabulary(smoothing):
+    compare_with_whole(run_ranks(split_kernel_loss, 2, smoothing), torch.float32, 1e-5, smoothing)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
 @pytest.mark.parametrize("world", [2, 4])
 def test_equals_the_whole_vocabulary(world, dtype, rtol, smoothing):
+    compare_with_whole(run_ranks(split_loss, world, dtype, smoothing), dtype, rtol, smoothing)
+
+
+def compare_with_whole(results, dtype, rtol, smoothing):
     logits, target, grad = case()
     target[2, 1] = -100
     whole = logits.to(dtype).double().requires_grad_()
@@ -43,7 +66,6 @@ def test_equals_the_whole_vocabulary(world, dtype, rtol, smoothing):
         whole.flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smoothing
     ).view(S, B)
     want.backward(grad.double())
-    results = run_ranks(split_loss, world, dtype, smoothing)
     for loss, _ in results:
         torch.testing.assert_close(loss, want.detach().float(), rtol=1e-5, atol=1e-5)
     gathered = torch.cat([shard for _, shard in results], dim=-1)
@@ -79,8 +101,50 @@ def test_equals_megatrons_own():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def served_by_the_operator():
+    """Return what each of Megatron's three functions gives without and with the feature."""
+    import mindspeed
+
+    ranks = dist.get_world_size()
+    from megatron.core import parallel_state
+    from megatron.core.models.common.language_module import language_module
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits, target, grad = case()
+    shard = logits.chunk(ranks, -1)[dist.get_rank()]
+
+    def run(name):
+        function = {
+            "plain": lambda x: language_module.tensor_parallel.vocab_parallel_cross_entropy(
+                x, target
+            ),
+            "native": lambda x: language_module.fused_vocab_parallel_cross_entropy(
+                x, target, group
+            ),
+            "te": lambda x: language_module.te_parallel_cross_entropy(x, target, group),
+        }[name]
+        given = shard.clone().requires_grad_()
+        loss = function(given * 1.0)
+        loss.backward(grad)
+        return loss.detach(), given.grad
+
+    wanted = run("plain")
+    mindspeed.enable(use_fused_cross_entropy=True)
+    assert hasattr(language_module.fused_vocab_parallel_cross_entropy, "__wrapped__")
+    assert hasattr(language_module.tensor_parallel.vocab_parallel_cross_entropy, "__wrapped__")
+    return wanted, [run(name) for name in ("plain", "native", "te")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_feature_changes_no_number(ranks):
+    for wanted, found in run_ranks(served_by_the_operator, ranks):
+        for result in found:
+            torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-6)
+
+
 def count_collectives():
-    from mindspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+    from mindspeed.ops.cross_entropy import cross_entropy as split_cross_entropy
 
     numbers = []
     real = dist.all_reduce
@@ -92,7 +156,7 @@ def count_collectives():
     dist.all_reduce = counted
     logits, target, grad = case()
     shard = logits.chunk(2, -1)[dist.get_rank()].clone().requires_grad_()
-    vocab_parallel_cross_entropy(shard, target, dist.group.WORLD).backward(grad)
+    split_cross_entropy(shard, target, dist.group.WORLD).backward(grad)
     return numbers
 
 

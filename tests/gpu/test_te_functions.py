@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mindspeed.compat.fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
+from mindspeed.ops.cross_entropy import cross_entropy
 from mindspeed.ops.rms_norm import rms_norm
 from mindspeed.ops.swiglu import swiglu
-from mindspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from mindspeed.te.pytorch.attention.core import Documents, Softmax, attend_batch, attend_documents
 from mindspeed.te.pytorch.attention.masks import MaskRule
 from mindspeed.te.pytorch.attention.rope import apply_rotary_pos_emb
@@ -90,7 +90,7 @@ def test_rows(dtype, rtol):
     target = torch.randint(0, 99, (6, 4))
     target[0, 0] = -100
     compare(
-        lambda x: vocab_parallel_cross_entropy(x, target.to(x.device), smoothing=0.1),
+        lambda x: cross_entropy(x, target.to(x.device), smoothing=0.1),
         [draw(6, 4, 99)],
         dtype,
         rtol,

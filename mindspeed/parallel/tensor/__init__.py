@@ -7,7 +7,6 @@ from mindspeed.parallel.tensor.collectives import (
     group_size,
     reduce_scatter,
 )
-from mindspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, linear
 from mindspeed.parallel.tensor.mappings import (
     copy_to_ranks,
@@ -29,5 +28,4 @@ __all__ = [
     "reduce_partial",
     "reduce_scatter",
     "reduce_scatter_sequence",
-    "vocab_parallel_cross_entropy",
 ]

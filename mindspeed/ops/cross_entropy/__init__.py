@@ -1,0 +1,12 @@
+"""Cross entropy of logits whose vocabulary may be split over a process group."""
+
+from mindspeed.ops.dispatch import Impl, Op
+
+_ROOM = "mindspeed.ops.cross_entropy"
+
+cross_entropy = Op(
+    "cross_entropy",
+    reference=f"{_ROOM}.reference:cross_entropy",
+    impls=(Impl("triton", f"{_ROOM}.triton_impl:cross_entropy", device="cuda", needs=("triton",)),),
+    check=f"{_ROOM}.reference:check",
+)
