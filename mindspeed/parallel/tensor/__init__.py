@@ -7,6 +7,7 @@ from mindspeed.parallel.tensor.collectives import (
     group_size,
     reduce_scatter,
 )
+from mindspeed.parallel.tensor.grouped_linear import grouped_linear
 from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, linear
 from mindspeed.parallel.tensor.mappings import (
     copy_to_ranks,
@@ -24,6 +25,7 @@ __all__ = [
     "gather_sequence",
     "group_rank",
     "group_size",
+    "grouped_linear",
     "linear",
     "reduce_partial",
     "reduce_scatter",

@@ -75,13 +75,7 @@ class _WeightGradient:
         weight.grad = product if weight.grad is None else weight.grad + product
 
     def _accumulate(self, x: Tensor, grad: Tensor) -> None:
-        main_grad = getattr(self.weight, "main_grad", None)
-        if main_grad is None:
-            raise RuntimeError(
-                "gradient accumulation fusion adds to weight.main_grad and this weight has none: "
-                "wrap the model in Megatron's DistributedDataParallel "
-                "or set gradient_accumulation_fusion=False"
-            )
+        main_grad = main_grad_of(self.weight)
         if main_grad.dtype == torch.promote_types(x.dtype, torch.float32):
             matmul_add_fp32(all_gather(x, self.gather_group), grad, main_grad)
         else:
@@ -149,3 +143,15 @@ def linear(
 def dummy_gradient(like: Tensor, zero: bool) -> Tensor:
     """Return a gradient whose value nobody reads, or zeros where Megatron does read it."""
     return torch.zeros_like(like) if zero else torch.empty_like(like)
+
+
+def main_grad_of(weight: Tensor) -> Tensor:
+    """Return the buffer that Megatron sums this weight's gradients in."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise RuntimeError(
+            "gradient accumulation fusion adds to weight.main_grad and this weight has none: "
+            "wrap the model in Megatron's DistributedDataParallel "
+            "or set gradient_accumulation_fusion=False"
+        )
+    return main_grad

@@ -126,9 +126,12 @@ class TransformerEngineBaseModule(nn.Module):
         """Compute the weight gradients that delay_wgrad_compute kept back in the last backward."""
         if self._deferred is None:
             return
-        self._deferred.run(len(self.weight_names))
+        self._deferred.run(self._products_per_forward())
         for hook in self._after_deferred:
             hook()
+
+    def _products_per_forward(self) -> int:
+        return len(self.weight_names)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Add what Megatron's data parallelism does once a delayed gradient is there."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.parallel.tensor import linear
+from mindspeed.parallel.tensor import grouped_linear
 from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activation_dtype
 
 
@@ -44,38 +44,55 @@ class GroupedLinear(TransformerEngineBaseModule):
             self._add_weight(f"weight{index}", (self.out_features, self.in_features), init_method)
             if bias:
                 self._add_bias(f"bias{index}", self.out_features)
+        self._lay_together()
         self.reset_parameters(defer_init=self._on_meta())
 
     def forward(
         self, x: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, list[Tensor] | None]:
         """Return y for x (rows, in), whose consecutive groups have m_splits rows."""
-        rows = [int(count) for count in m_splits]
-        if len(rows) != self.num_gemms or sum(rows) != x.shape[0]:
-            raise ValueError(
-                f"m_splits={rows} must give {self.num_gemms} counts that add up to the "
-                f"{x.shape[0]} rows of the input"
-            )
+        ends = self._ends(x, m_splits)
         x = x.to(activation_dtype(x, self.weight0))
-        pieces = [self._product(index, piece) for index, piece in enumerate(x.split(rows))]
-        out = torch.cat(pieces)
-        if not self.return_bias:
-            return out
-        if not self.use_bias:
-            return out, None
-        return out, [self._bias(index).to(out.dtype) for index in range(self.num_gemms)]
-
-    def _product(self, index: int, x: Tensor) -> Tensor:
-        return linear(
+        out = grouped_linear(
             x,
-            getattr(self, f"weight{index}"),
-            self._bias(index) if self.use_bias and not self.return_bias else None,
+            self._parts("weight"),
+            ends,
+            bias=torch.stack(self._parts("bias"))
+            if self.use_bias and not self.return_bias
+            else None,
             fused=self.fuse_wgrad_accumulation,
             deferred=self._deferred,
         )
+        if not self.return_bias:
+            return out
+        return out, [bias.to(out.dtype) for bias in self._parts("bias")] if self.use_bias else None
 
-    def _bias(self, index: int) -> Tensor:
-        return getattr(self, f"bias{index}")
+    def _ends(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
+        """Return the end of each group on the device; counts that are there stay there."""
+        on_device = isinstance(m_splits, Tensor) and m_splits.device == x.device
+        if not on_device or x.device.type == "cpu":
+            rows = [int(count) for count in m_splits]
+            if len(rows) != self.num_gemms or sum(rows) != x.shape[0]:
+                raise ValueError(
+                    f"m_splits={rows} must give {self.num_gemms} counts that add up to the "
+                    f"{x.shape[0]} rows of the input"
+                )
+        counts = torch.as_tensor(m_splits).to(x.device, non_blocking=True)
+        return counts.cumsum(0, dtype=torch.int32)
+
+    def _lay_together(self) -> None:
+        """Put all weights side by side, so that the grouped product needs no copy of them."""
+        if self._on_meta():
+            return
+        block = self.weight0.data.new_empty(self.num_gemms, *self.weight0.shape)
+        for weight, place in zip(self._parts("weight"), block, strict=True):
+            weight.data = place
+
+    def _parts(self, name: str) -> list[Tensor]:
+        return [getattr(self, f"{name}{index}") for index in range(self.num_gemms)]
+
+    def _products_per_forward(self) -> int:
+        return 1
 
     def extra_repr(self) -> str:
         """Show sizes."""

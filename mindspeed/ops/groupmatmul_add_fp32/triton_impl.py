@@ -1,0 +1,126 @@
+"""Weight gradients of grouped products as one Triton kernel.
+
+One program makes one tile of one group's product, over all rows of the group, and adds it to the
+float32 result once: no atomics, no temporary. torch's grouped product writes bfloat16 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mindspeed.ops.groupmatmul_add_fp32 import reference
+
+# 128 x 256 float32 sums fill half the registers of 8 warps; 64 rows in 3 stages, 147 KiB of shared
+# memory. Smaller tiles where the matrix is smaller.
+_TILE_K, _TILE_N, _ROWS, _STAGES = 128, 256, 64, 3
+
+
+def groupmatmul_add_fp32(
+    x: Tensor, dy: Tensor, group_list: Tensor | Sequence[int], out: Tensor | Sequence[Tensor]
+) -> None:
+    """Add x_g^T @ dy_g to out for each group of rows."""
+    if x.dtype == torch.float64:
+        reference.groupmatmul_add_fp32(x, dy, group_list, out)
+        return
+    ends = torch.as_tensor(group_list).to(x.device, torch.int32, non_blocking=True)
+    totals = reference.pieces(x, dy, out)
+    step = _even_step(totals)
+    if step is not None:
+        _launch(x, dy, ends, totals[0], step)
+        return
+    shape = (len(totals), x.shape[1], dy.shape[1])
+    together = torch.zeros(shape, dtype=torch.float32, device=x.device)
+    _launch(x, dy, ends, together[0], together.stride(0))
+    torch._foreach_add_(list(totals), list(together.unbind()))
+
+
+def _even_step(totals: Sequence[Tensor]) -> int | None:
+    """Return the distance between neighbours, which may be negative, or None if it varies.
+
+    Megatron lays the gradients of a bucket side by side, the last parameter first.
+    """
+    if any(total.stride() != (total.shape[1], 1) for total in totals):
+        return None
+    places = [total.data_ptr() for total in totals]
+    if len(places) == 1:
+        return 0
+    step = places[1] - places[0]
+    is_even = all(b - a == step for a, b in zip(places, places[1:], strict=False))
+    return step // totals[0].itemsize if is_even else None
+
+
+def _launch(x: Tensor, dy: Tensor, ends: Tensor, first: Tensor, step: int) -> None:
+    x, dy = (t if t.stride(1) == 1 else t.contiguous() for t in (x, dy))
+    width, height = dy.shape[1], x.shape[1]
+    if not (len(ends) and width and height):
+        return
+    small = max(width, height) <= 64
+    tile_k, tile_n = (64, 64) if small else (_TILE_K, _TILE_N)
+    if x.dtype == torch.float32:  # no matrix unit takes exact float32: keep the sums in registers
+        tile_k, tile_n = 64, 64
+    grid = (triton.cdiv(height, tile_k) * triton.cdiv(width, tile_n), len(ends))
+    _add_outer[grid](
+        x,
+        dy,
+        ends,
+        first,
+        height,
+        width,
+        x.stride(0),
+        dy.stride(0),
+        step,
+        TILE_K=tile_k,
+        TILE_N=tile_n,
+        ROWS=_ROWS if x.itemsize == 2 else 32,
+        num_warps=8 if tile_n == _TILE_N else 4,
+        num_stages=_STAGES,
+    )
+
+
+@triton.jit
+def _add_outer(
+    x,
+    dy,
+    ends,
+    out,
+    height,
+    width,
+    stride_x,
+    stride_dy,
+    step,
+    TILE_K: tl.constexpr,
+    TILE_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    group = tl.program_id(1)
+    tiles_n = tl.cdiv(width, TILE_N)
+    ks = tl.program_id(0) // tiles_n * TILE_K + tl.arange(0, TILE_K)
+    ns = tl.program_id(0) % tiles_n * TILE_N + tl.arange(0, TILE_N)
+    end = tl.load(ends + group)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    if end <= start:
+        return
+
+    rows = start.to(tl.int64) + tl.arange(0, ROWS)
+    in_k = ks < height
+    in_n = ns < width
+    x_tile = x + rows[:, None] * stride_x + ks[None, :]
+    dy_tile = dy + rows[:, None] * stride_dy + ns[None, :]
+    total = tl.zeros((TILE_K, TILE_N), dtype=tl.float32)
+    for done in range(0, end - start, ROWS):
+        left = (tl.arange(0, ROWS) < end - start - done)[:, None]
+        a = tl.load(x_tile, mask=left & in_k[None, :], other=0.0)
+        b = tl.load(dy_tile, mask=left & in_n[None, :], other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+        x_tile += ROWS * stride_x
+        dy_tile += ROWS * stride_dy
+
+    place = out + group.to(tl.int64) * step + ks[:, None].to(tl.int64) * width + ns[None, :]
+    inside = in_k[:, None] & in_n[None, :]
+    total += tl.load(place, mask=inside, other=0.0)
+    tl.store(place, total, mask=inside)

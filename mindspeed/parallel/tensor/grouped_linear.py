@@ -1,0 +1,145 @@
+"""y_g = x_g W_g^T for consecutive groups of rows, with dW delivered as `linear` delivers it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from mindspeed.ops.gmm import gmm
+from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32
+from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, main_grad_of
+
+_ONES = 8  # rows of ones that sum a group; fewer would not be aligned for every implementation
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightGradients:
+    """How the gradients of all weights are computed and where they go."""
+
+    weights: tuple[Tensor, ...]
+    fused: bool
+    deferred: DeferredGradients | None
+
+    def take(self, x: Tensor, grad: Tensor, ends: Tensor) -> Sequence[Tensor | None]:
+        """Return what autograd gets for each weight: dW, a placeholder, or nothing yet."""
+        if self.deferred is not None:
+            self.deferred.put(functools.partial(self._run_later, x, grad, ends))
+        elif not self.fused:
+            return self._products(x, grad, ends)
+        else:
+            self._accumulate(x, grad, ends)
+        return [self._placeholder(weight) if self.fused else None for weight in self.weights]
+
+    def _run_later(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
+        if self.fused:
+            self._accumulate(x, grad, ends)
+            return
+        for weight, product in zip(self.weights, self._products(x, grad, ends), strict=True):
+            weight.grad = product if weight.grad is None else weight.grad + product
+
+    def _accumulate(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
+        totals = [main_grad_of(weight) for weight in self.weights]
+        if totals[0].dtype == torch.promote_types(x.dtype, torch.float32):
+            groupmatmul_add_fp32(grad, x, ends, totals)
+            return
+        for total, product in zip(totals, self._products(x, grad, ends), strict=True):
+            total.add_(product)
+
+    def _products(self, x: Tensor, grad: Tensor, ends: Tensor) -> Sequence[Tensor]:
+        products = gmm(grad.t(), x, group_list=ends, group_type=2)
+        return (
+            products.view(len(self.weights), *self.weights[0].shape)
+            .to(self.weights[0].dtype)
+            .unbind()
+        )
+
+    def _placeholder(self, weight: Tensor) -> Tensor | None:
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        return dummy_gradient(weight, zero=getattr(weight, "zero_out_wgrad", False))
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ends: Tensor,
+        bias: Tensor | None,
+        plan: _WeightGradients,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        ctx.plan = plan
+        matrices = together(weights).to(x.dtype).transpose(1, 2)
+        bias = None if bias is None else bias.to(x.dtype)
+        out: Tensor = gmm(x, matrices, bias=bias, group_list=ends)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends, *weights = ctx.saved_tensors
+        needs_x, _, needs_bias, _, *needs_weight = ctx.needs_input_grad
+        grad_x = grad_bias = None
+        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if needs_x:
+            grad_x = gmm(grad, together(weights).to(grad.dtype), group_list=ends)
+        if needs_bias:
+            sums = gmm(grad.new_ones(_ONES, len(grad)), grad, group_list=ends, group_type=2)
+            grad_bias = sums[::_ONES]
+        if any(needs_weight):
+            taken = ctx.plan.take(x, grad, ends)
+            grad_weights = [
+                one if it else None for one, it in zip(taken, needs_weight, strict=True)
+            ]
+        return grad_x, None, grad_bias, None, *grad_weights
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    ends: Tensor,
+    *,
+    bias: Tensor | None = None,
+    fused: bool = False,
+    deferred: DeferredGradients | None = None,
+) -> Tensor:
+    """Multiply each group of rows by its own weight.
+
+    Args:
+        x: (M, in)
+        weights: one (out, in) a group.
+        ends: (E,) the row behind the last of each group, on the device of x.
+        bias: (E, out)
+        fused: add each dW to `weight.main_grad` and show autograd a placeholder.
+        deferred: queue that takes the computation of all dW instead of doing it in backward.
+    """
+    plan = _WeightGradients(tuple(weights), fused, deferred)
+    return _GroupedLinear.apply(x, ends, bias, plan, *weights)
+
+
+def together(weights: Sequence[Tensor]) -> Tensor:
+    """Return all matrices as one tensor (E, ...): a view where they lie evenly in one storage."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first.unsqueeze(0)
+    step = weights[1].storage_offset() - first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    is_even = step >= first.numel() and all(
+        weight.is_contiguous()
+        and weight.untyped_storage().data_ptr() == storage
+        and weight.storage_offset() == first.storage_offset() + index * step
+        for index, weight in enumerate(weights)
+    )
+    if not is_even:
+        return torch.stack(list(weights))
+    return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
