@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed.tune.flop_meter import HARDWARE, MODEL, FlopMeter
 from mindspeed_llm.training.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,12 @@ class TrainingLog:
         file: Path | None = None,
         tensorboard: str | None = None,
         flops_per_step: float | None = None,
+        meter: FlopMeter | None = None,
         world: int = 1,
     ) -> None:
         self._every, self._total, self._batch = every, total, batch
         self._is_writer, self._world, self._flops = is_writer, world, flops_per_step
+        self._meter = meter
         self._file = file if is_writer else None
         self._board = _board(tensorboard) if tensorboard and is_writer else None
         self._interval = Interval(time.perf_counter())
@@ -101,6 +104,8 @@ class TrainingLog:
         if self._flops is not None:
             speed = self._flops * interval.steps / seconds / self._world / 1e12
             numbers["throughput per GPU (TFLOP/s/GPU)"] = speed
+        if self._meter is not None:
+            numbers |= self._meter.rates(seconds / interval.steps)
         numbers |= {"learning rate": rate, "global batch size": self._batch}
         numbers |= {name: total / interval.finite for name, total in losses.items()}
         return numbers | {
@@ -130,6 +135,8 @@ FORMATS = {
     "consumed samples": "{:12d}",
     "elapsed time per iteration (ms)": "{:.1f}",
     "throughput per GPU (TFLOP/s/GPU)": "{:.1f}",
+    MODEL: "{:.4g}",
+    HARDWARE: "{:.4g}",
     "learning rate": "{:.6E}",
     "global batch size": "{:5d}",
     "loss scale": "{:.1f}",

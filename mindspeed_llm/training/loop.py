@@ -4,12 +4,14 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.commit import write_file
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.data.stream import MicroBatches, SampleStream
@@ -52,6 +54,7 @@ class Loop:
         )
         self._schedule = make_schedule(options, self.steps)
         self._stepper = Stepper(training.wrapped, training.optimizer, forward_step, options, layout)
+        self._meter = FlopMeter() if options.op_cal_tflops else None
         self._log = self._make_log()
         self._bar = StepBar(self.steps, is_writer=layout.rank == 0)
 
@@ -103,7 +106,8 @@ class Loop:
         seed_everything(self._setup.options.seed, iteration)
         rate = self._schedule.apply(self._training.optimizer, progress.iteration)
         batches = self._batches(self._train, progress.consumed_samples)
-        result = self._stepper.train(batches, self._sizes, stop)
+        with self._meter.step() if self._meter else nullcontext():
+            result = self._stepper.train(batches, self._sizes, stop)
         consumed = progress.consumed_samples + self._setup.layout.global_batch
         self._log.add(iteration, consumed, rate, result)
         self._bar.add(iteration, result)
@@ -168,6 +172,7 @@ class Loop:
             file=Path(file) if file else None,
             tensorboard=options.tensorboard_dir,
             flops_per_step=self._flops() if options.log_throughput else None,
+            meter=self._meter,
             world=layout.world,
         )
 

@@ -16,6 +16,7 @@ BELOW = {
     "mindspeed/te": ("ops", "parallel", "optim", "compat", "device"),
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
+    "mindspeed/tune": ("device",),
     "mindspeed/doctor": ("config", "device", "launch", "compat"),
 }
 FLOORS = {"mindspeed": 1, "mindspeed_llm": 2, "mindspeed_mm": 3}

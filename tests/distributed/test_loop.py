@@ -61,6 +61,18 @@ def test_evaluation_is_that_of_transformers_on_the_held_out_share(
     assert board.Scalars("validation lm loss")[0].step == 2
 
 
+def test_counted_throughput_is_in_every_line(inputs: tuple[str, str], tmp_path: Path) -> None:
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    values = settings(
+        *inputs, tmp_path, train_iters=2, op_cal_tflops=True, recompute_num_layers=1, **recompute
+    )
+    run_ranks(_train_only, 1, values)
+    for line in _lines(values):
+        model = line["model throughput per GPU (TFLOP/s/GPU)"]
+        # A layer's forward, backward (twice that) and forward again; the output layer without.
+        assert model < line["hardware throughput per GPU (TFLOP/s/GPU)"] < model * 4 / 3
+
+
 def _train_only(values: dict[str, Any]) -> None:
     from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
     from mindspeed_llm.training.options import TrainOptions
