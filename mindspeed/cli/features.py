@@ -1,4 +1,4 @@
-"""`mindspeed features`: every feature with its level, flags, needs and conflicts."""
+"""`mindspeed features`: every feature with its flags and needs, every operator and what runs it."""
 
 import argparse
 import itertools
@@ -9,10 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mindspeed import device
 from mindspeed.config import ConfigError, Spelling
 from mindspeed.features.base import Context, Level
 from mindspeed.features.registry import registry
 from mindspeed.features.selection import Choice, select
+from mindspeed.ops.dispatch import Op, known_ops
 
 WIDTH = 100
 
@@ -38,19 +40,27 @@ def run(args: argparse.Namespace) -> int:
     known = registry()
     try:
         choices = select(known, known.options_class(), Context(Spelling.FLAG))
-    except RuntimeError as error:  # MINDSPEED_DEVICE names what cannot be used here
+        here = device.current().name
+        operators = [_operator(op, here) for op in known_ops().values()]
+    # MINDSPEED_DEVICE or MINDSPEED_OPS names what cannot be used here
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(str(error)) from None
     listed = [choice for choice in choices if choice.feature.level <= args.level]
     listed.sort(key=lambda choice: (choice.feature.group, choice.feature.level))
     if args.json:
-        print(json.dumps([_as_dict(choice) for choice in listed], indent=2))
+        features = [_as_dict(choice) for choice in listed]
+        print(json.dumps({"features": features, "ops": operators}, indent=2))
         return 0
     console = Console(width=WIDTH, highlight=False)
     with console.capture() as text:  # rich turns a reader that leaves into exit code 1
         console.print(_table(listed))
+        console.print(_operator_table(operators, here))
     print(text.get())
     print("here: on without a flag; - is decided by Megatron's arguments.")
     print("What each does: docs/features/<feature>.md")
+    print(
+        "MINDSPEED_OPS=op=implementation,... forces another; how fast each is: docs/performance.md"
+    )
     return 0
 
 
@@ -80,6 +90,25 @@ def _facts(choice: Choice) -> Iterator[str]:
         yield f"not with {', '.join(feature.conflicts)}"
     if not choice.on and not feature.flags:
         yield choice.why
+
+
+def _operator_table(operators: list[dict[str, str]], device_name: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(f"\noperator on {device_name}", no_wrap=True, width=35)
+    table.add_column("\nruns", width=10)
+    table.add_column("\nwhy not a faster one", width=47)
+    for operator in operators:
+        table.add_row(*operator.values())
+    return table
+
+
+def _operator(op: Op, device_name: str) -> dict[str, str]:
+    choice = op.choice(device_name)
+    why = "; ".join(choice.obstacles)
+    if not why and not any(impl.device == device_name for impl in op.impls):
+        others = [f"{impl.name} is for {impl.device}" for impl in op.impls]
+        why = ", ".join(others) or "it is torch on every device"
+    return {"name": op.name, "implementation": choice.name, "why": why}
 
 
 def _as_dict(choice: Choice) -> dict[str, object]:

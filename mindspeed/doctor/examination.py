@@ -17,6 +17,8 @@ def examine() -> list[Check]:
         checks += [hardware.check_process_group(chosen)]
     if ready(checks):
         checks += [software.check_adaptor()]
+    if ready([torch]):
+        checks += [software.check_operators(chosen.name if chosen else "cpu")]
     checks += [software.check_transformer_engine()]
     checks += [hardware.check_shared_memory(), software.check_compiler()]
     return [*checks, *software.check_optional(chosen.name if chosen else "cpu")]

@@ -95,6 +95,20 @@ def check_transformer_engine() -> Check:
     return ok(name, "ours (mindspeed.te); the real one is not installed")
 
 
+def check_operators(device: str) -> Check:
+    """Count the operators that run a kernel of the device."""
+    from mindspeed.ops.dispatch import REFERENCE, known_ops
+
+    name = "operators"
+    choices = [op.choice(device) for op in known_ops().values()]
+    missing = sorted({obstacle for choice in choices for obstacle in choice.obstacles})
+    fast = sum(choice.name != REFERENCE for choice in choices)
+    detail = f"{fast} of {len(choices)} run a kernel of {device}, the others plain torch"
+    if missing:
+        return warn(name, f"{detail} ({missing[0]})", "mindspeed features lists them")
+    return ok(name, f"{detail}: mindspeed features lists them")
+
+
 def check_compiler() -> Check:
     """Look for the compiler that builds Megatron's dataset helpers."""
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)

@@ -17,7 +17,7 @@ BELOW = {
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
     "mindspeed/tune": ("device",),
-    "mindspeed/doctor": ("config", "device", "launch", "compat"),
+    "mindspeed/doctor": ("config", "device", "launch", "compat", "ops"),
 }
 FLOORS = {"mindspeed": 1, "mindspeed_llm": 2, "mindspeed_mm": 3}
 

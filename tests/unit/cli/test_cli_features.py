@@ -6,6 +6,7 @@ import pytest
 
 from mindspeed.cli.main import main
 from mindspeed.features.registry import registry
+from mindspeed.ops.dispatch import Impl, known_ops
 
 KEYS = [
     "name",
@@ -29,7 +30,8 @@ def on_cpu(monkeypatch):
 
 def listed(capsys, *words):
     assert main(["features", "--json", *words]) == 0
-    return {feature["name"]: feature for feature in json.loads(capsys.readouterr().out)}
+    found = json.loads(capsys.readouterr().out)
+    return {feature["name"]: feature for feature in found["features"]}
 
 
 def test_json_has_every_feature_with_the_same_keys(capsys):
@@ -74,6 +76,38 @@ def test_table_fits_and_names_everything(capsys):
         assert all(flag in words for flag in feature.flags)
     for group in {feature.group for feature in registry()}:
         assert f"\n{group}" in text
+
+
+def operators(capsys):
+    assert main(["features", "--json"]) == 0
+    return {op["name"]: op for op in json.loads(capsys.readouterr().out)["ops"]}
+
+
+def test_every_operator_tells_what_runs_it_here(capsys):
+    found = operators(capsys)
+    assert found.keys() == known_ops().keys() >= {"rms_norm", "swiglu"}
+    assert {op["implementation"] for op in found.values()} == {"reference"}
+    assert "npu is for npu" in found["rms_norm"]["why"]
+    assert main(["features"]) == 0
+    assert set(found) < set(capsys.readouterr().out.split())
+
+
+def test_a_missing_package_is_why_a_kernel_is_passed_over(capsys, monkeypatch):
+    impl = Impl("kernel", "nowhere:kernel", device="cpu", needs=("no_such_package",))
+    monkeypatch.setattr(known_ops()["rms_norm"], "impls", (impl,))
+    assert operators(capsys)["rms_norm"] == {
+        "name": "rms_norm",
+        "implementation": "reference",
+        "why": "kernel: the package no_such_package is not installed",
+    }
+
+
+def test_a_forced_implementation_is_told_or_refused(capsys, monkeypatch):
+    monkeypatch.setenv("MINDSPEED_OPS", "swiglu=reference")
+    assert operators(capsys)["swiglu"]["implementation"] == "reference"
+    monkeypatch.setenv("MINDSPEED_OPS", "swiglu=npu")
+    assert main(["features"]) == 2
+    assert "MINDSPEED_OPS=swiglu=npu cannot run: it runs on npu" in capsys.readouterr().err
 
 
 def test_unusable_device_is_one_line(capsys, monkeypatch):

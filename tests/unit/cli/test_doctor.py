@@ -45,6 +45,7 @@ def test_this_machine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0 and json.loads(out)["ready"] is True, out
     for name in ("python", "torch", "megatron-core", "chosen device", "process group", "adaptor"):
         assert found[name]["status"] == "ok", found[name]
+    assert "run a kernel of" in found["operators"]["detail"]
     # The installer's records are an independent account of the same facts.
     for name in ("torch", "megatron-core", "debugpy"):
         installed = importlib.metadata.version(name)
