@@ -44,6 +44,11 @@ class OpCalTflops(Feature):
                 f"{ROOM}:{wrap}",
                 why="nothing else tells an operator computed again from one of the backward",
             )
+        yield Patch.wrap(
+            "mindspeed.ops.groupmatmul_add_fp32.triton_impl:_launch",
+            "mindspeed.tune.flop_counter:wrap_grouped_kernel",
+            why="a Triton kernel that multiplies is no operator of torch",
+        )
         # Only Megatron-LM's own training package has a loop, and its parser ran by now.
         if "megatron.training.arguments" in sys.modules:
             yield Patch.wrap(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from mindspeed.tune.flop_formulas import FORMULAS
 
@@ -39,6 +39,13 @@ class FlopCounter(TorchDispatchMode):
         """What was counted so far."""
         return Flops(self._model, self._model + self._again)
 
+    def add(self, count: float) -> None:
+        """Count operations, as recomputed where they are."""
+        if _recomputing.get():
+            self._again += count
+        else:
+            self._model += count
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -46,17 +53,27 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         formula = FORMULAS.get(_name(func))
         if formula is not None:
-            count = formula(_by_name(func, args, kwargs))
-            if _recomputing.get():
-                self._again += count
-            else:
-                self._model += count
+            self.add(formula(_by_name(func, args, kwargs)))
         elif isinstance(func, torch._ops.OpOverload):
             with self:  # an operator that is only a composition of others
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         return func(*args, **kwargs)
+
+
+def wrap_grouped_kernel(original: Callable[..., None]) -> Callable[..., None]:
+    """Count a kernel that adds the products of grouped rows; torch does not see its products."""
+
+    @functools.wraps(original)
+    def launch(x: torch.Tensor, dy: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        # Modes follow autograd to its own threads; a variable of this one would not.
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, FlopCounter):
+                mode.add(2 * x.numel() * dy.shape[-1])
+        original(x, dy, *args, **kwargs)
+
+    return launch
 
 
 def marks_recompute(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -116,6 +116,8 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten::_scaled_dot_product_{name}_backward": twice(attention) for name in _SDPA},
     **{f"aten::_{name}_forward": packed_attention for name in _PACKED},
     **{f"aten::_{name}_backward": twice(packed_attention) for name in _PACKED},
+    "mindspeed::grouped_rows": product("x", "weight"),
+    "mindspeed::grouped_outer": product("x", "y"),
     "npu::npu_fusion_attention": npu_attention,
     "npu::npu_fusion_attention_v2": npu_attention,
     "npu::npu_fusion_attention_grad": twice(npu_attention),

@@ -8,7 +8,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from mindspeed.tune.flop_counter import FlopCounter, Flops, marks_recompute
+from mindspeed.ops import npu_gmm, npu_groupmatmul_add_fp32
+from mindspeed.tune.flop_counter import (
+    FlopCounter,
+    Flops,
+    marks_recompute,
+    wrap_grouped_kernel,
+)
 from mindspeed.tune.flop_formulas import FORMULAS, grouped_product, npu_attention, packed_attention
 
 aten = torch.ops.aten
@@ -112,6 +118,25 @@ def test_grouped_products_count_every_row_once(left, right):
         ((3, 4, 5), (5, 9)): 2 * 4 * 5 * 9,
     }[left, right]
     assert grouped_product({"self": random(*left), "mat2": random(*right)}) == expected
+
+
+def test_grouped_products_of_ours():
+    x, weight = random(12, 5, requires_grad=True), random(3, 5, 7, requires_grad=True)
+    ends = torch.tensor([4, 4, 12])
+    flops = counted(lambda: npu_gmm(x, weight, group_list=ends).sum().backward())
+    assert flops.model == 3 * 2 * 12 * 5 * 7
+    out = torch.zeros(3, 5, 7)
+    flops = counted(npu_groupmatmul_add_fp32, x.detach(), random(12, 7), ends, out)
+    assert flops.model == 2 * 12 * 5 * 7
+
+
+def test_a_kernel_that_torch_does_not_see_is_counted_by_its_launch():
+    launched = []
+    launch = wrap_grouped_kernel(lambda *args: launched.append(args))
+    x, dy = random(12, 5), random(12, 7)
+    assert counted(launch, x, dy, None).model == 2 * 12 * 5 * 7
+    launch(x, dy, None)  # outside a counter it only runs
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize(
