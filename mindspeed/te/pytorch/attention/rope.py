@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed.ops.rotary_position_embedding import rotate_qk, rotate_qkv
+
 
 def apply_rotary_pos_emb(
     t: Tensor,
@@ -34,18 +36,17 @@ def apply_rotary_pos_emb(
     if tensor_format == "thd":
         if cu_seqlens is None:
             raise ValueError("tensor_format=thd needs cu_seqlens")
-        angles = freqs[_packed_positions(t, cu_seqlens, cp_size, cp_rank, start_positions)]
-        return _rotate(t, angles.flatten(1, -2), interleaved)
+        positions = _packed_positions(t, cu_seqlens, cp_size, cp_rank, start_positions)
+        return rotate_qk(t.unsqueeze(1), None, freqs, positions, interleaved)[0].squeeze(1)
     if tensor_format not in ("sbhd", "bshd"):
         raise ValueError(f"tensor_format={tensor_format} is not known: use sbhd, bshd or thd")
-    length = t.shape[0 if tensor_format == "sbhd" else 1]
-    angles = freqs[:length]
-    if start_positions is not None:
-        positions = torch.arange(length, device=t.device).unsqueeze(1) + start_positions
-        angles = freqs[positions, 0]
     if tensor_format == "bshd":
-        angles = angles.transpose(0, 1)
-    return _rotate(t, angles, interleaved)
+        t = t.transpose(0, 1)
+    positions = None
+    if start_positions is not None:
+        positions = torch.arange(t.shape[0], device=t.device).unsqueeze(1) + start_positions
+    out = rotate_qk(t, None, freqs, positions, interleaved)[0]
+    return out.transpose(0, 1) if tensor_format == "bshd" else out
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -57,27 +58,12 @@ def apply_fused_qkv_rotary_pos_emb(
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split (S, B, groups, queries | key | value) and rotate queries and keys; heads come third."""
+    if q_freqs is k_freqs:
+        return rotate_qkv(qkv, q_freqs, qkv_split_arg_list, interleaved)
     query, key, value = torch.split(qkv, qkv_split_arg_list, dim=3)
     query = query.reshape(*query.shape[:2], -1, key.shape[-1])
     query = apply_rotary_pos_emb(query, q_freqs, interleaved=interleaved)
     return query, apply_rotary_pos_emb(key, k_freqs, interleaved=interleaved), value
-
-
-def _rotate(t: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    turned, kept = t.split([angles.shape[-1], t.shape[-1] - angles.shape[-1]], dim=-1)
-    wide = turned.to(torch.promote_types(t.dtype, torch.float32))
-    angles = angles.to(wide.dtype)
-    turned = wide * torch.cos(angles) + _quarter_turn(wide, interleaved) * torch.sin(angles)
-    turned = turned.to(t.dtype)
-    return torch.cat([turned, kept], dim=-1) if kept.shape[-1] else turned
-
-
-def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    if interleaved:
-        pairs = x.unflatten(-1, (-1, 2))
-        return torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
 
 
 def _packed_positions(
