@@ -112,4 +112,5 @@ def _error(got, want):
 
 
 def _same_bits(a, b):
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))  # a scalar has no view
+    return torch.equal(a, b)

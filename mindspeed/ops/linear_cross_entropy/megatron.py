@@ -1,0 +1,126 @@
+"""GPTModel's output layer and loss in one operator.
+
+GPTModel calls its output layer and, right after, its loss. While labels are given, the layer hands
+over what the loss needs in place of the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mindspeed.ops.linear_cross_entropy import linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class PendingLogits:
+    """The logits of a layer, not computed: its input and its weight."""
+
+    layer: nn.Module
+    hidden: Tensor
+    weight: Tensor
+
+    def loss(self, labels: Tensor, memory: int) -> Tensor:
+        """Return the loss (b, s) of labels (b, s)."""
+        from megatron.core import tensor_parallel
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        if self.layer.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(self.hidden)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(self.hidden)
+        adds_in_place = self.layer.gradient_accumulation_fusion and self.weight.requires_grad
+        losses = linear_cross_entropy(
+            hidden,
+            self.weight,
+            labels.transpose(0, 1).contiguous(),
+            get_tensor_model_parallel_group(),
+            fused=adds_in_place and hasattr(self.weight, "main_grad"),
+            memory=memory,
+        )
+        return losses.transpose(0, 1).contiguous()
+
+
+def wrap_gpt_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Postpone the logits while labels are given and nothing but the loss wants them."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        labels = signature.bind(self, *args, **kwargs).arguments.get("labels")
+        if labels is None or not _is_served(self):
+            return original(self, *args, **kwargs)
+        with _postponed(self.output_layer):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+def wrap_compute_language_model_loss(
+    original: Callable[..., Tensor], memory: int
+) -> Callable[..., Tensor]:
+    """Compute the loss of postponed logits by the operator."""
+
+    @functools.wraps(original)
+    def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
+        if isinstance(logits, PendingLogits):
+            return logits.loss(labels, memory)
+        return original(self, labels, logits)
+
+    return compute_language_model_loss
+
+
+def _is_served(model: Any) -> bool:
+    """Whether the output layer is a plain product, and the logits go into the loss as they are."""
+    from megatron.core.config_logger import has_config_logger_enabled
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    layer, config = getattr(model, "output_layer", None), model.config
+    if (
+        not model.post_process
+        or type(layer) is not ColumnParallelLinear
+        or "forward" in vars(layer)
+    ):
+        return False
+    weight = (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else layer.weight
+    )
+    return not (
+        layer.bias is not None
+        or layer.gather_output
+        or config.defer_embedding_wgrad_compute
+        or config.cpu_offloading
+        or getattr(config, "mtp_num_layers", None)
+        or getattr(config, "use_mup", False)
+        or has_config_logger_enabled(config)
+        or hasattr(weight, "__fsdp_param__")
+        or weight.dtype != config.params_dtype
+    )
+
+
+@contextmanager
+def _postponed(layer: Any) -> Iterator[None]:
+    def forward(
+        input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Any, None]:
+        if runtime_gather_output:
+            logits: tuple[Any, None] = type(layer).forward(
+                layer, input_, weight, runtime_gather_output
+            )
+            return logits
+        return PendingLogits(layer, input_, layer.weight if weight is None else weight), None
+
+    # On the instance, so that the layer's hooks (Megatron gathers weights in one) still run.
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward

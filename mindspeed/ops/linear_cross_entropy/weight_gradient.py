@@ -1,0 +1,25 @@
+"""The gradient of the output weight, where Megatron collects it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+
+
+def add_to_main_grad(main_grad: Tensor, rows: Tensor, grad: Tensor) -> None:
+    """Add grad (T, V)^T @ rows (T, H) to main_grad (V, H)."""
+    if main_grad.dtype == torch.promote_types(rows.dtype, torch.float32):
+        matmul_add_fp32(rows, grad, main_grad)
+    else:
+        main_grad.add_(grad.t() @ rows)
+
+
+def placeholder(weight: Tensor) -> Tensor | None:
+    """Return what autograd gets instead: Megatron's hooks run only where there is a gradient."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    is_read = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if is_read else torch.empty_like(weight)

@@ -1,0 +1,75 @@
+"""Output layer and loss in one at real shapes against float64, next to what eager torch does."""
+
+import pytest
+import torch
+
+from mindspeed import device
+from mindspeed.ops.linear_cross_entropy import linear_cross_entropy
+
+pytestmark = pytest.mark.gpu
+T, H, V = 512, 1536, 151936
+WHOLE, HALF = T * V * 2, T * V
+
+
+def formula(hidden, weight, labels):
+    logits = torch.nn.functional.linear(hidden, weight)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return torch.nn.functional.cross_entropy(logits.to(wide), labels, reduction="none")
+
+
+def inputs(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    where = device.current().torch_device
+    hidden = torch.randn(T, H, device=where).to(dtype)
+    weight = (torch.randn(V, H, device=where) * 2 * H**-0.5).to(dtype)
+    labels = torch.randint(0, V, (T,), device=where)
+    labels[3] = -100
+    return hidden, weight, labels, torch.rand(T, device=where)
+
+
+def run(function, hidden, weight, labels, grad):
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    loss = function(*leaves, labels)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, grad.to(loss.dtype))]
+
+
+@pytest.mark.parametrize("memory", [WHOLE, HALF])
+def test_error_is_no_worse_than_eagers(memory):
+    hidden, weight, labels, grad = inputs()
+
+    def ours(*args):
+        return linear_cross_entropy(*args, memory=memory)
+
+    exact = run(formula, hidden.double(), weight.double(), labels, grad)
+    eager, first, second = (run(f, hidden, weight, labels, grad) for f in (formula, ours, ours))
+    for truth, plain, got, again in zip(exact, eager, first, second):
+        assert torch.equal(got, again)
+        error, allowed = ((t.double() - truth).norm() / truth.norm() for t in (got, plain))
+        assert error <= allowed * 1.05
+
+
+def test_main_grad_is_not_rounded():
+    hidden, weight, labels, grad = inputs()
+    leaf = weight.clone().requires_grad_()
+    leaf.main_grad = torch.zeros(V, H, device=weight.device)
+    linear_cross_entropy(hidden, leaf, labels, fused=True, memory=HALF).backward(grad)
+    _, _, truth = run(formula, hidden.double(), weight.double(), labels, grad)
+    _, _, eager = run(formula, hidden, weight, labels, grad)
+    error, allowed = ((t.double() - truth).norm() for t in (leaf.main_grad, eager))
+    assert error <= allowed
+
+
+@pytest.mark.parametrize("memory", [WHOLE, HALF])
+def test_peak_memory(memory):
+    current = device.current()
+    hidden, weight, labels, grad = inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    weight.main_grad = torch.zeros(V, H, device=weight.device)
+    for _ in range(2):  # the first run loads kernels and their workspaces
+        hidden.grad = None
+        before = current.memory_allocated()
+        current.reset_peak_memory()
+        linear_cross_entropy(hidden, weight, labels, fused=True, memory=memory).backward(grad)
+        extra = current.max_memory_allocated() - before
+    # The logits that are kept, and the gradient of hidden in float32 and in bfloat16.
+    assert extra <= memory + hidden.nbytes * 3 + 64 * 1024
