@@ -24,6 +24,12 @@ class CheckpointWriter(Feature):
             "mindspeed.compat.checkpoint_writer:wrap_write_item",
             why="newer torch asks for an argument that has no default",
         )
+        yield Patch.wrap(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:"
+            "FileSystemWriterAsync.finish",
+            "mindspeed.compat.checkpoint_writer:wrap_finish",
+            why="torch 2.11 drops the shapes that megatron-core 0.12 adds to the metadata",
+        )
         if not hasattr(numpy, "product"):
             yield Patch.add(
                 "numpy:product",

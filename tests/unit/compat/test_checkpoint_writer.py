@@ -1,13 +1,16 @@
-"""The argument that torch's writer gained is filled in, and only where it is missing."""
+"""What newer torch wants of the writer is filled in, and what it drops is kept."""
 
+import dataclasses
 import io
+import pickle
 
 import pytest
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import Metadata
 
-from mindspeed.compat.checkpoint_writer import wrap_write_item
+from mindspeed.compat.checkpoint_writer import wrap_finish, wrap_write_item
 
 
 def write(transforms, stream, data, write_item, storage_key, serialization_format):
@@ -45,3 +48,24 @@ def test_bytes_are_those_of_torch():
     )
     wrap_write_item(filesystem._write_item)(transforms, files[1], torch.arange(4), item, "key")
     assert files[0].getvalue() == files[1].getvalue() != b""
+
+
+def finish_a_copy(writer, metadata, results):
+    copy = dataclasses.replace(metadata, planner_data="seen")
+    copy.storage_data = results
+    return pickle.dumps(copy)
+
+
+def finish_in_place(writer, metadata, results):
+    metadata.planner_data, metadata.storage_data = "seen", results
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize("finish", [finish_a_copy, finish_in_place])
+def test_what_megatron_adds_to_the_metadata_is_written(finish):
+    metadata = Metadata({})
+    metadata.mcore_data = {"weight": {"shape": (2, 3)}}
+    read = pickle.loads(wrap_finish(finish)(None, metadata, "results"))
+    assert type(read) is type(metadata) is Metadata
+    assert read.mcore_data == {"weight": {"shape": (2, 3)}}
+    assert (read.planner_data, read.storage_data) == ("seen", "results")
