@@ -1,0 +1,154 @@
+"""Weight gradients and grouped products on the GPU against float64, next to what eager does."""
+
+import pytest
+import torch
+
+from mindspeed import device
+from mindspeed.ops.gmm import gmm, gmm_v2
+from mindspeed.ops.gmm.reference import LOOP
+from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32
+from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+
+pytestmark = pytest.mark.gpu
+# Empty groups first, between and last, one of a single row, one that ends amid a tile.
+COUNTS = [0, 300, 0, 0, 1, 129, 640, 0]
+
+
+def drawn(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device=device.current().torch_device).to(dtype)
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def groups():
+    counts = torch.tensor(COUNTS, device=device.current().torch_device)
+    return counts, counts.cumsum(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(4096, 1536, 8960), (77, 130, 51)], ids=str)
+def test_weight_gradient_is_not_rounded(shape, dtype):
+    torch.manual_seed(0)
+    rows, wide_in, wide_out = shape
+    x, dy = drawn(rows, wide_in, dtype=dtype), drawn(rows, wide_out, dtype=dtype)
+    start = drawn(wide_out, wide_in, dtype=torch.float32)
+    exact = start.double() + dy.double().t() @ x.double()
+    sums = [start.clone() for _ in range(2)]
+    for total in sums:
+        matmul_add_fp32(x, dy, total)
+    assert torch.equal(*sums)
+    assert error(sums[0], exact) <= 1e-6 * (1 if dtype != torch.float32 else 3)
+
+
+def test_weight_gradient_needs_no_temporary():
+    current = device.current()
+    x, dy = drawn(1024, 4096), drawn(1024, 4096)
+    total = torch.zeros(4096, 4096, device=x.device)
+    matmul_add_fp32(x, dy, total)  # the library's workspace is there after this
+    before = current.memory_allocated()
+    current.reset_peak_memory()
+    matmul_add_fp32(x, dy, total)
+    assert current.max_memory_allocated() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("widths", [(256, 512), (1024, 384), (100, 36)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_products_are_no_worse_than_eagers(widths, dtype, transposed):
+    torch.manual_seed(1)
+    counts, ends = groups()
+    wide_in, wide_out = widths
+    x, dy = drawn(sum(COUNTS), wide_in, dtype=dtype), drawn(sum(COUNTS), wide_out, dtype=dtype)
+    weight = drawn(len(COUNTS), wide_in, wide_out, dtype=dtype)
+    if transposed:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def run(x, weight, form):
+        x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
+        out = form(x, weight)
+        return [out.detach(), *torch.autograd.grad(out, [x, weight], dy.to(out.dtype))]
+
+    def loop(x, weight):
+        pieces = [part @ matrix for part, matrix in zip(x.split(COUNTS), weight)]
+        return torch.cat(pieces)
+
+    exact = run(x.double(), weight.double(), loop)
+    eager = run(x, weight, loop)
+    first, second = (run(x, weight, lambda x, w: gmm(x, w, group_list=ends)) for _ in range(2))
+    sizes = run(x, weight, lambda x, w: gmm_v2(x, w, group_list=counts))
+    for truth, plain, got, again, same in zip(exact, eager, first, second, sizes):
+        assert torch.equal(got, again) and torch.equal(got, same)
+        assert error(got, truth) <= error(plain, truth) * 1.05 + 1e-7
+    for group, count in enumerate(COUNTS):
+        if count == 0:
+            assert not first[2][group].any(), f"the gradient of empty group {group} is not zero"
+
+
+def test_groups_of_the_summed_dimension_and_bias():
+    _, ends = groups()
+    x, y = drawn(sum(COUNTS), 64), drawn(sum(COUNTS), 128)
+    got = gmm(x.t(), y, group_list=ends, group_type=2).view(len(COUNTS), 64, 128)
+    exact = LOOP.outer(x.double(), y.double(), ends)
+    assert error(got, exact) <= 4e-3
+    weight, bias = drawn(len(COUNTS), 64, 128), drawn(len(COUNTS), 128).requires_grad_()
+    out = gmm(x, weight, bias=bias, group_list=ends)
+    plain = gmm(x, weight, group_list=ends)
+    rows = torch.cat([one.expand(n, -1) for one, n in zip(bias, COUNTS)])
+    assert torch.equal(out, plain + rows)
+    out.backward(y)
+    sums = torch.stack([part.double().sum(0) for part in y.split(COUNTS)])
+    assert error(bias.grad, sums) <= 4e-3
+
+
+def test_counts_are_not_waited_for():
+    # A captured graph admits no synchronisation, and replays with the counts it then finds.
+    counts, _ = groups()
+    x, weight = drawn(sum(COUNTS), 64), drawn(len(COUNTS), 64, 128)
+    gmm_v2(x, weight, group_list=counts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gmm_v2(x, weight, group_list=counts)
+    counts.copy_(counts.flip(0))
+    graph.replay()
+    expected = torch.cat([p @ w for p, w in zip(x.split(COUNTS[::-1]), weight)])
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("widths", [(256, 512), (1024, 384), (100, 36)], ids=str)
+@pytest.mark.parametrize("place", ["together", "reversed", "apart"])
+def test_grouped_weight_gradients_are_not_rounded(widths, dtype, place):
+    torch.manual_seed(2)
+    _, ends = groups()
+    x, dy = (drawn(sum(COUNTS), wide, dtype=dtype) for wide in widths)
+    start = drawn(len(COUNTS), *widths, dtype=torch.float32)
+    exact = start.double() + LOOP.outer(x.double(), dy.double(), ends)
+    results = []
+    for _ in range(2):
+        total = start.clone()
+        out = total
+        if place == "reversed":
+            block = total.flip(0).contiguous()
+            out = [block[len(COUNTS) - 1 - i] for i in range(len(COUNTS))]
+        elif place == "apart":
+            out = [one.clone() for one in total]
+        groupmatmul_add_fp32(x, dy, ends, out)
+        results.append(torch.stack(list(out)))
+    assert torch.equal(*results)
+    assert error(results[0], exact) <= 1e-6 * (1 if dtype != torch.float32 else 3)
+    assert torch.equal(results[0][0], start[0])
+
+
+def test_grouped_weight_gradients_need_no_temporary():
+    current = device.current()
+    _, ends = groups()
+    ends = ends.int()
+    x, dy = drawn(sum(COUNTS), 1024), drawn(sum(COUNTS), 1024)
+    total = torch.zeros(len(COUNTS), 1024, 1024, device=x.device)
+    groupmatmul_add_fp32(x, dy, ends, total)
+    before = current.memory_allocated()
+    current.reset_peak_memory()
+    groupmatmul_add_fp32(x, dy, ends, total)
+    assert current.max_memory_allocated() == before
