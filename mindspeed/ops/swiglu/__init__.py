@@ -13,3 +13,11 @@ swiglu = Op(
     ),
     check=f"{_ROOM}.reference:check",
 )
+
+swiglu_gradient = Op(
+    "swiglu_gradient",
+    reference=f"{_ROOM}.reference:swiglu_gradient",
+    impls=(
+        Impl("triton", f"{_ROOM}.triton_impl:swiglu_gradient", device="cuda", needs=("triton",)),
+    ),
+)

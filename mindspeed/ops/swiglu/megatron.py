@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed.ops.swiglu import swiglu
+from mindspeed.ops.swiglu.origin import remember
 
 
 def wrap_bias_swiglu_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -20,7 +21,8 @@ def wrap_bias_swiglu_impl(original: Callable[..., Tensor]) -> Callable[..., Tens
     ) -> Tensor:
         if fp8_input_store or any(args) or any(kwargs.values()):
             return original(input, bias, fp8_input_store, *args, **kwargs)
-        return swiglu(input, bias=bias)
+        y = swiglu(input, bias=bias)
+        return remember(y, input) if bias is None else y
 
     return bias_swiglu_impl
 

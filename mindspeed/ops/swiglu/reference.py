@@ -44,17 +44,31 @@ class _SwiGLU(torch.autograd.Function):
         x, bias, weights = ctx.saved_tensors
         gate, up = _halves(x, ctx.dim, bias)
         grad = grad.to(gate.dtype)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
         grad_bias = grad_weights = None
         if weights is not None:
-            grad_weights = (grad * silu * up).sum(-1, keepdim=True).to(weights.dtype)
+            y = torch.nn.functional.silu(gate) * up
+            grad_weights = (grad * y).sum(-1, keepdim=True).to(weights.dtype)
             grad = grad * weights
-        grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        grad_x = torch.cat([grad_gate, grad * silu], dim=ctx.dim)
+        grad_x, _ = _gradient(grad, gate, up, ctx.dim)
         if bias is not None:
             grad_bias = grad_x.reshape(-1, x.shape[-1]).sum(0).to(bias.dtype)
         return grad_x.to(x.dtype), None, grad_bias, grad_weights
+
+
+@torch.no_grad()
+def swiglu_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x (..., 2F) for `grad` (..., F), and once more swiglu(x)."""
+    gate, up = _halves(x, -1, None)
+    grad_x, silu = _gradient(grad.to(gate.dtype), gate, up, -1)
+    return grad_x.to(x.dtype), (silu * up).to(x.dtype)
+
+
+def _gradient(grad: Tensor, gate: Tensor, up: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the gradient of both halves, and silu(gate)."""
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat([grad_gate, grad * silu], dim=dim), silu
 
 
 def _halves(x: Tensor, dim: int, bias: Tensor | None) -> tuple[Tensor, ...]:

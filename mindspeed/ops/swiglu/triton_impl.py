@@ -27,6 +27,16 @@ def swiglu(
     return _SwiGLU.apply(x.contiguous(), dim % x.dim(), bias, weights)
 
 
+def swiglu_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x and once more swiglu(x), in one reading of x."""
+    if x.dtype == torch.float64:
+        return reference.swiglu_gradient(grad, x)
+    x = x.contiguous()
+    grad_x, y = torch.empty_like(x), x.new_empty(grad.shape)
+    _launch_backward(grad, x, -1, grad_x=grad_x, y=y)
+    return grad_x, y
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -50,28 +60,51 @@ class _SwiGLU(torch.autograd.Function):
         x, bias, weights = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         grad_weights = None if weights is None else weights.new_empty(weights.shape)
-        rows, half = _rows(x, ctx.dim)
-        # The gradient of a row's weight is a sum over the row, so one program walks it all.
-        blocks = triton.cdiv(half, BLOCK)
-        steps = 1 if weights is None else blocks
-        if x.numel():
-            _backward[(rows * blocks // steps,)](
-                grad.contiguous(),
-                x,
-                _contiguous(bias),
-                _contiguous(weights),
-                grad_x,
-                grad_weights,
-                half,
-                blocks // steps,
-                STEPS=steps,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
+        _launch_backward(
+            grad,
+            x,
+            ctx.dim,
+            bias=_contiguous(bias),
+            weights=_contiguous(weights),
+            grad_x=grad_x,
+            grad_weights=grad_weights,
+        )
         grad_bias = None
         if bias is not None:
             grad_bias = grad_x.reshape(-1, x.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
         return grad_x, None, grad_bias, grad_weights
+
+
+def _launch_backward(
+    grad: Tensor,
+    x: Tensor,
+    dim: int,
+    *,
+    grad_x: Tensor,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    grad_weights: Tensor | None = None,
+    y: Tensor | None = None,
+) -> None:
+    rows, half = _rows(x, dim % x.dim())
+    blocks = triton.cdiv(half, BLOCK)
+    # The gradient of a row's weight is a sum over the row, so one program walks it all.
+    steps = 1 if weights is None else blocks
+    if x.numel():
+        _backward[(rows * blocks // steps,)](
+            grad.contiguous(),
+            x,
+            bias,
+            weights,
+            grad_x,
+            grad_weights,
+            y,
+            half,
+            blocks // steps,
+            STEPS=steps,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 def _rows(x: Tensor, dim: int) -> tuple[int, int]:
@@ -116,6 +149,7 @@ def _backward(
     weights,
     grad_x,
     grad_weights,
+    y,
     half,
     blocks,
     STEPS: tl.constexpr,
@@ -139,5 +173,8 @@ def _backward(
         place = grad_x + base + columns
         tl.store(place, grad_gate.to(grad_x.dtype.element_ty), mask=mask)
         tl.store(place + half, (g * silu).to(grad_x.dtype.element_ty), mask=mask)
+        if y is not None:
+            value = (silu * up).to(y.dtype.element_ty)
+            tl.store(y + row * half + columns, value, mask=mask)
     if weights is not None:
         tl.store(grad_weights + row, tl.sum(total).to(grad_weights.dtype.element_ty))

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+from mindspeed.ops.swiglu import swiglu_gradient
+from mindspeed.ops.swiglu.origin import origin
 from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
 
 
@@ -118,6 +120,26 @@ class _Linear(Function):
         return grad_x, grad_weight, grad_bias, None
 
 
+class _LinearOfSwiGLU(Function):
+    """The product with swiglu(packed), which backward computes again instead of keeping it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, activated: Tensor, weight: Tensor, plan: _WeightGradient
+    ) -> Tensor:
+        ctx.save_for_backward(packed, weight)
+        ctx.plan = plan
+        return F.linear(activated, weight.to(activated.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed, weight = ctx.saved_tensors
+        grad_packed, activated = swiglu_gradient(grad @ weight.to(grad.dtype), packed)
+        grad_weight = ctx.plan.take(activated, grad) if ctx.needs_input_grad[2] else None
+        return grad_packed, None, grad_weight, None
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -130,14 +152,19 @@ def linear(
     """Multiply by one weight shard.
 
     Args:
-        x: (..., in); with `gather_group`, this rank's part along dim 0.
+        x: (..., in); with `gather_group`, this rank's part along dim 0. An x that remembers to be
+            a SwiGLU output is not kept for backward.
         weight: (out, in), cast to x's type for the product.
         bias: (out,)
         gather_group: ranks that hold the other parts of the sequence.
         fused: add dW to `weight.main_grad` and show autograd a placeholder.
         deferred: queue that takes the computation of dW instead of doing it in backward.
     """
-    return _Linear.apply(x, weight, bias, _WeightGradient(weight, gather_group, fused, deferred))
+    plan = _WeightGradient(weight, gather_group, fused, deferred)
+    packed = origin(x)
+    if packed is not None and packed.requires_grad and bias is None and gather_group is None:
+        return _LinearOfSwiGLU.apply(packed, x.detach(), weight, plan)
+    return _Linear.apply(x, weight, bias, plan)
 
 
 def dummy_gradient(like: Tensor, zero: bool) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mindspeed.ops import npu_swiglu
-from mindspeed.ops.swiglu import swiglu
+from mindspeed.ops.swiglu import swiglu, swiglu_gradient
 
 
 def reference(x, dim=-1, bias=None, weights=None):
@@ -118,3 +118,19 @@ def test_only_the_inputs_are_saved(implementation):
 def test_illegal_input_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         swiglu(**arguments)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton_impl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_and_output_in_one(implementation, dtype):
+    module = importlib.import_module(f"mindspeed.ops.swiglu.{implementation}")
+    torch.manual_seed(2)
+    x = torch.randn(3, 5, 46).to(dtype).requires_grad_()
+    grad = torch.randn(5, 3, 23).to(dtype).transpose(0, 1)
+    grad_x, y = module.swiglu_gradient(grad, x.detach())
+    exact = x.detach().double().requires_grad_()
+    reference(exact).backward(grad.double())
+    rtol = torch.finfo(dtype).eps
+    torch.testing.assert_close(grad_x.double(), exact.grad, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(y.double(), reference(x.detach()), rtol=4 * rtol, atol=1e-6)
+    assert swiglu_gradient(grad, x.detach())[0].dtype == y.dtype == dtype
