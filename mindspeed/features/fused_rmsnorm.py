@@ -17,12 +17,13 @@ class FusedRmsnorm(Feature):
     group = "Affinity"
     level = Level.AFFINITY
     enabled_by = "use_fused_rmsnorm"
+    default_devices = ("cuda",)
 
     class Options(config.Options):
         """The switch."""
 
-        use_fused_rmsnorm: bool = False
-        """Use the fused RMSNorm operator where a local layer spec normalises."""
+        use_fused_rmsnorm: bool | None = None
+        """Use the fused RMSNorm operator where a local layer spec normalises. Default: on CUDA."""
 
     def check(self, options: Any, context: Context) -> None:
         """The model must be normalised by RMSNorm."""

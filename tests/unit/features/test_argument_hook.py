@@ -128,8 +128,8 @@ def results(request, tmp_path_factory):
 def test_a_script_without_our_flags_parses_as_before(results):
     args = results["plain"]["args"]
     assert (args["num_layers"], args["script_flag"], args["seed"]) == (2, 7, 1234)
-    assert (args["use_fused_rmsnorm"], args["optimization_level"]) == (False, 2)
-    assert args["use_fused_swiglu"] is None  # the device decides
+    assert args["optimization_level"] == 2
+    assert args["use_fused_rmsnorm"] is args["use_fused_swiglu"] is None  # the device decides
     assert "fused_swiglu" not in results["plain"]["on"]
 
 

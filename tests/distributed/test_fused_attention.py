@@ -1,0 +1,123 @@
+"""Flash attention and fused rotary embedding give Megatron's own numbers in a whole model."""
+
+import pytest
+import torch
+
+import mindspeed
+from tests.ranks import run_ranks
+
+
+def build(spec, **options):
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.destroy_model_parallel()
+    ranks = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    tensor_parallel.model_parallel_cuda_manual_seed(5)
+    torch.manual_seed(5)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=ranks,
+        **options,
+    )
+    qk_norm = {"qk_layernorm": options.pop("qk_layernorm", False)}
+    local, te = get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+    layer = local(**qk_norm) if spec == "local" else te(**qk_norm)
+    return GPTModel(
+        config, layer, vocab_size=32, max_sequence_length=8, position_embedding_type="rope"
+    )
+
+
+def step(model):
+    tokens = torch.arange(16).reshape(2, 8) % 32
+    mask = torch.ones(1, 1, 8, 8).triu(1).bool()
+    loss = model(tokens, torch.arange(8).expand(2, -1), mask, labels=tokens.roll(1, -1)).mean()
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def scores_held(model):
+    """Count the S x S matrices that autograd keeps."""
+    held = []
+    keep = lambda t: held.append(t.shape) or t  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        step(model)
+    return sum(shape[-2:] == (8, 8) for shape in held)
+
+
+def compare(spec, options):
+    plain = build(spec, **options)
+    expected = step(plain)
+    mindspeed.enable(use_flash_attn=True, use_fused_rotary_pos_emb=True)
+    assert {"flash_attention", "fused_rotary"} <= set(mindspeed.report().on)
+    fused = build(spec, **options)
+    fused.load_state_dict(plain.state_dict())
+    for found, wanted in zip(step(fused), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
+    assert not getattr(fused.config, "fused_single_qkv_rope", False)
+    if spec == "local":
+        with_flash = scores_held(fused)
+        mindspeed.enable()
+        assert with_flash == 0 < scores_held(plain)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("local", {}),
+        ("local", {"qk_layernorm": True}),
+        ("local", {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}),
+        ("te", {}),
+        ("te", {"qk_layernorm": True}),
+    ],
+    ids=str,
+)
+def test_model(spec, options):
+    run_ranks(compare, 1, spec, options)
+
+
+def test_tensor_parallel():
+    run_ranks(compare, 2, "te", {})
+
+
+def packed_ways(spec):
+    """Count how often the packed tensor is turned in one piece, and the heads one by one."""
+    from megatron.core.transformer import attention
+
+    mindspeed.enable(use_fused_rotary_pos_emb=True)
+    model = build(spec)
+    counts = {"packed": 0, "apart": 0}
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    whole, apart = "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"
+    if hasattr(attention, whole):
+        setattr(attention, whole, counted("packed", getattr(attention, whole)))
+    setattr(attention, apart, counted("apart", getattr(attention, apart)))
+    step(model)
+    model.config.rotary_interleaved = True
+    step(model)
+    return counts, hasattr(model.config, "fused_single_qkv_rope")
+
+
+@pytest.mark.parametrize("spec", ["local", "te"])
+def test_the_packed_tensor_is_turned_where_megatron_can(spec):
+    ((counts, can),) = run_ranks(packed_ways, 1, spec)
+    assert counts == ({"packed": 2, "apart": 4} if can else {"packed": 0, "apart": 8})
