@@ -53,6 +53,7 @@ class Bench:
         self.seconds = seconds
         self.without = without
         self.ceilings = clock.ceilings()
+        self.run = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.rows = []
         self.failures = []
 
@@ -159,6 +160,7 @@ class Bench:
     def _surroundings(self):
         copy, product = self.ceilings
         return {
+            "run": self.run,
             "copy_tb_s": f"{copy / 1e12:.3f}",
             "gemm_tflop_s": f"{product / 1e12:.1f}",
             "triton": _version("triton"),

@@ -19,9 +19,8 @@ def test_every_entry_races_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "ops.csv").open() as file:
         rows = list(csv.DictReader(file))
-    entries = {path.stem for path in (BENCHMARKS / "ops").glob("*.py")}
-    assert len(entries) >= 1
-    assert {row["op"] for row in rows if row["peer"] == "ours"} >= entries
+    ours = {row["op"] for row in rows if row["peer"] == "ours"}
+    assert len(ours) >= len(list((BENCHMARKS / "ops").glob("*.py"))) > 5
     for row in rows:
         assert float(row["p20_us"]) <= float(row["gpu_us"]) <= float(row["p80_us"])
     assert (tmp_path / "ops.png").stat().st_size > 1000

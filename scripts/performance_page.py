@@ -1,0 +1,147 @@
+"""Write the tables of docs/performance.md from benchmarks/results/*.csv.
+
+    python scripts/performance_page.py
+
+What stands between `<!-- table: NAME -->` and `<!-- end -->` is made from NAME.csv; the text around
+it is written by hand.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+CONTEXT = ("device", "torch", "triton", "liger", "megatron_core", "commit")
+PEER_ORDER = ("ours", "eager", "compile", "liger")
+
+Row = dict[str, str]
+
+
+def render(page: str, results: Path = RESULTS) -> str:
+    """Return the page with every table made anew."""
+    return TABLE.sub(lambda match: match[1] + _table(results, match[2]) + match[3], page)
+
+
+def _table(results: Path, name: str) -> str:
+    path = results / f"{name}.csv"
+    if not path.is_file():
+        return f"\nNot measured yet: `benchmarks/results/{name}.csv` is not there.\n\n"
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return "\n" + "\n".join(TABLES.get(name, plain)(rows)) + "\n\n"
+
+
+def plain(rows: list[Row]) -> Iterator[str]:
+    """Show the last run of any other question, column by column."""
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    columns = [column for column in rows[0] if column not in CONTEXT]
+    yield from markdown(columns, [[row[column] for column in columns] for row in rows])
+    yield from ["", _measured_on(rows)]
+
+
+def ops(rows: list[Row]) -> Iterator[str]:
+    """Show one table an operator, the last race of each shape and pass."""
+    races: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row["device"] == "cpu":
+            continue
+        race = races.setdefault((row["op"], row["shape"], row["dtype"], row["pass"]), [])
+        if race and race[0]["run"] != row["run"]:  # a later run replaces an earlier one
+            race.clear()
+        race.append(row)
+    yield _measured_on([row for race in races.values() for row in race])
+    for name in dict.fromkeys(key[0] for key in races):
+        yield from ["", f"### {name}", ""]
+        yield from _operator([race for key, race in races.items() if key[0] == name])
+
+
+def _operator(races: list[list[Row]]) -> Iterator[str]:
+    peers = dict.fromkeys(row["peer"] for race in races for row in race)
+    ordered = sorted(peers, key=lambda peer: (PEER_ORDER + tuple(peers)).index(peer))
+    head = ["shape", "pass", *ordered, "floor", "floor / ours", "best other / ours"]
+    lines = []
+    for race in races:
+        by_peer = {row["peer"]: row for row in race}
+        ours, first = by_peer.get("ours"), race[0]
+        cells = [_time(by_peer.get(peer)) for peer in ordered]
+        shares = [ours["floor_over_time"], ours["best_other_over_time"]] if ours else ["", ""]
+        lines.append([first["shape"], first["pass"], *cells, _micro(first["floor_us"]), *shares])
+    yield from markdown(head, lines)
+    memory = _memory(races)
+    if memory:
+        yield from ["", memory]
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return f"{_micro(row['gpu_us'])} ({row['launches']})"
+
+
+def _memory(races: list[list[Row]]) -> str:
+    """Tell the peak memory of the largest shape."""
+    whole = [race for race in races if race[0]["pass"] == "full"] or races
+    race = max(whole, key=lambda race: float(race[0]["floor_us"]))
+    peaks = ", ".join(f"{row['peer']} {row['peak_mib']}" for row in race if row["peak_mib"])
+    return f"Peak MiB at {race[0]['shape']}, {race[0]['pass']}: {peaks}." if peaks else ""
+
+
+def train_step(rows: list[Row]) -> Iterator[str]:
+    """Show the last race of each model, the fastest first."""
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    head = ["stack", "micro-batch", "tokens/s", "slowest - fastest", "model TFLOP/s", "peak GiB"]
+    head += ["least time / time", "loss"]
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        group = [row for row in rows if row["shape"] == shape]
+        group.sort(key=lambda row: (row["micro_batch"], -float(row["tokens_per_s"])))
+        yield from [f"### {shape}", ""]
+        lines = [
+            [
+                row["peer"],
+                row["micro_batch"],
+                f"{int(row['tokens_per_s']):,}",
+                f"{int(row['slowest']):,} - {int(row['fastest']):,}",
+                row["model_tflops"],
+                row["peak_gib"],
+                row["roofline_ratio"],
+                row["loss"],
+            ]
+            for row in group
+        ]
+        yield from markdown(head, lines)
+        yield from ["", _measured_on(group), ""]
+
+
+def markdown(head: list[str], lines: Iterable[list[str]]) -> Iterator[str]:
+    """Write a table."""
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * len(head)
+    for line in lines:
+        yield "| " + " | ".join(line) + " |"
+
+
+def _measured_on(rows: list[Row]) -> str:
+    found = {
+        column: ", ".join(dict.fromkeys(row[column] for row in rows if row.get(column)))
+        for column in CONTEXT
+    }
+    words = [f"{column.replace('_', '-')} {value}" for column, value in found.items() if value]
+    return f"Measured on: {'; '.join(words).removeprefix('device ')}."
+
+
+def _micro(text: str) -> str:
+    """Shorten microseconds to three digits that count."""
+    value = float(text)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {"ops": ops, "train_step": train_step}
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text()))
