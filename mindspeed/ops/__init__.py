@@ -1,5 +1,8 @@
 """Operators: one contract each, several implementations, chosen by device."""
 
+from mindspeed.ops.apply_fused_ema_adamw import (
+    apply_fused_ema_adamw as npu_apply_fused_ema_adamw,
+)
 from mindspeed.ops.gmm import gmm as npu_gmm
 from mindspeed.ops.gmm import gmm_v2 as npu_gmm_v2
 from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32 as npu_groupmatmul_add_fp32
@@ -15,6 +18,7 @@ from mindspeed.ops.rotary_position_embedding import (
 from mindspeed.ops.swiglu import swiglu as npu_swiglu
 
 __all__ = [
+    "npu_apply_fused_ema_adamw",
     "npu_fused_moe_token_permute",
     "npu_fused_moe_token_unpermute",
     "npu_gmm",

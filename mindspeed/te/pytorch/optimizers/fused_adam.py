@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.optim.adam import AdamHyper, adam_step
+from mindspeed.ops.adamw import adamw
+from mindspeed.ops.adamw.reference import AdamHyper
 from mindspeed.optim.low_precision import (
     FLOAT8_STORAGE,
     STATE_DTYPES,
@@ -147,18 +148,17 @@ class FusedAdam(torch.optim.Optimizer):
             for param in active:
                 if not self.state[param]:
                     self.initialize_state(param)
-            plain = [param for param in active if self._is_plain(param)]
-            self._update(plain, group)
+            hyper = self._hyper(group)
+            direct = [param for param in active if self._is_direct(param)]
+            self._update(direct, hyper)
             # One at a time: the float32 copies of the whole group would cost what the dtypes save.
             for param in active:
-                if not self._is_plain(param):
-                    self._update([param], group)
+                if not self._is_direct(param):
+                    self._update_encoded(param, hyper)
         return loss
 
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        weights = [self._work(param, MASTER) for param in params]
-        exp_avgs, exp_avg_sqs = ([self._work(param, name) for param in params] for name in MOMENTS)
-        hyper = AdamHyper(
+    def _hyper(self, group: dict[str, Any]) -> AdamHyper:
+        return AdamHyper(
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
@@ -167,16 +167,31 @@ class FusedAdam(torch.optim.Optimizer):
             decoupled=self.adam_w_mode,
             bias_correction=group["bias_correction"],
         )
-        grads = [self._grad(param).float() for param in params]
-        adam_step(weights, grads, exp_avgs, exp_avg_sqs, hyper)
-        for param, weight, moments in zip(params, weights, zip(exp_avgs, exp_avg_sqs)):
-            for name, moment in zip(MOMENTS, moments):
-                if moment is not self.state[param][name]:
-                    self._store(param, name, moment)
-            if self.master_weights and weight is not self.state[param][MASTER]:
-                self._store(param, MASTER, weight)
-            if self.master_weights or param.dtype != torch.float32:
-                self._write_param(param, weight)
+
+    def _update(self, params: list[Tensor], hyper: AdamHyper) -> None:
+        """Update parameters whose state is float32, in place, in one pass over all of them."""
+        if not params:
+            return
+        states = [self.state[param] for param in params]
+        plain = [param.detach() for param in params]
+        adamw(
+            [state[MASTER] for state in states] if self.master_weights else plain,
+            [self._grad(param) for param in params],
+            *([state[name] for state in states] for name in MOMENTS),
+            hyper,
+            copies=plain if self.master_weights else (),
+        )
+
+    def _update_encoded(self, param: Tensor, hyper: AdamHyper) -> None:
+        """Update one parameter in float32, and store its state as it was."""
+        weight, *moments = (self._work(param, name) for name in (MASTER, *MOMENTS))
+        adamw([weight], [self._grad(param)], *([moment] for moment in moments), hyper)
+        for name, moment in zip(MOMENTS, moments):
+            if moment is not self.state[param][name]:
+                self._store(param, name, moment)
+        if self.master_weights and weight is not self.state[param][MASTER]:
+            self._store(param, MASTER, weight)
+        self._write_param(param, weight)
 
     def _work(self, param: Tensor, name: str) -> Tensor:
         # float32 tensors come back themselves, so that the update happens in place.
@@ -200,13 +215,12 @@ class FusedAdam(torch.optim.Optimizer):
     def _has_remainder(self, param: Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
 
-    def _is_plain(self, param: Tensor) -> bool:
-        stored = (self.state[param][name].dtype for name in MOMENTS)
-        return (
-            not self.master_weights
-            and param.dtype == torch.float32
-            and all(dtype == torch.float32 for dtype in stored)
-        )
+    def _is_direct(self, param: Tensor) -> bool:
+        """Whether weights and moments are float32, to be updated where they are."""
+        state = self.state[param]
+        weight = state[MASTER] if self.master_weights else param
+        kept = (weight, *(state[name] for name in MOMENTS))
+        return all(tensor.dtype == torch.float32 for tensor in kept)
 
     def _grad(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad

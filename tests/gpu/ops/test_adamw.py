@@ -1,0 +1,58 @@
+"""The AdamW kernel on many tensors against float64, next to torch's fused AdamW."""
+
+import pytest
+import torch
+
+from mindspeed import device
+from mindspeed.ops.adamw import adamw, reference
+from mindspeed.ops.adamw.reference import AdamHyper
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(1536, 1536), (1000003,), (7,), (), (0,), (5, 8960)]
+
+
+def hyper(step):
+    return AdamHyper(
+        lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step, ema_decay=0.9
+    )
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    where = device.current().torch_device
+
+    def draw(shape):
+        return torch.randn(shape, generator=generator).to(where, dtype)
+
+    params = [draw(shape) for shape in SHAPES]
+    zeros = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    return params, zeros, [p.clone() for p in params], [[draw(s) for s in SHAPES] for _ in "123"]
+
+
+def train(function, dtype=torch.float32, copy_type=torch.bfloat16):
+    params, moments, averages, grads = inputs(dtype)
+    copies = [torch.full_like(p, torch.nan, dtype=copy_type) for p in params]
+    for step, given in enumerate(grads, 1):
+        function(params, given, *moments, hyper(step), averages=averages, copies=copies)
+    return params, *moments, averages, copies
+
+
+def test_equals_float64():
+    exact = train(reference.adamw, torch.float64)
+    first, second = train(adamw), train(adamw)
+    for truth, got, again in zip(exact[:4], first, second):
+        for wanted, one, other in zip(truth, got, again):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(one.double(), wanted, rtol=2e-6, atol=1e-6)
+    for copy, param in zip(first[4], first[0]):
+        assert torch.equal(copy, param.bfloat16())
+
+
+def test_no_memory_but_the_table():
+    current = device.current()
+    params, moments, averages, grads = inputs()
+    adamw(params, grads[0], *moments, hyper(1), averages=averages)
+    before = current.memory_allocated()
+    current.reset_peak_memory()
+    adamw(params, grads[0], *moments, hyper(2), averages=averages)
+    assert current.max_memory_allocated() == before

@@ -1,0 +1,145 @@
+import pytest
+import torch
+
+from mindspeed.ops import npu_apply_fused_ema_adamw
+from mindspeed.ops.adamw import adamw, reference
+from mindspeed.ops.adamw.reference import AdamHyper
+
+
+def reference_step(p, g, m, v, hyper):
+    """Adam written out for one tensor, as in the paper."""
+    beta1, beta2 = hyper.betas
+    if not hyper.decoupled:
+        g = g + hyper.weight_decay * p
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    correct = hyper.bias_correction
+    m_hat = m / (1 - beta1**hyper.step) if correct else m
+    v_hat = v / (1 - beta2**hyper.step) if correct else v
+    update = m_hat / (v_hat.sqrt() + hyper.eps)
+    if hyper.decoupled:
+        update = update + hyper.weight_decay * p
+    return p - hyper.lr * update, m, v
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_matches_the_formula(decoupled, bias_correction, weight_decay):
+    torch.manual_seed(0)
+    shapes = [(3, 4), (5,), ()]
+    params = [torch.randn(s, dtype=torch.float64) for s in shapes]
+    moments = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+    want = [(p.clone(), m.clone(), v.clone()) for p, m, v in zip(params, *moments)]
+    for step in range(1, 6):
+        hyper = AdamHyper(
+            lr=0.05,
+            betas=(0.8, 0.95),
+            eps=1e-3,
+            weight_decay=weight_decay,
+            step=step,
+            decoupled=decoupled,
+            bias_correction=bias_correction,
+        )
+        grads = [torch.randn_like(p) for p in params]
+        want = [reference_step(p, g, m, v, hyper) for (p, m, v), g in zip(want, grads)]
+        given = [g.clone() for g in grads]
+        adamw(params, grads, *moments, hyper)
+        assert all(torch.equal(a, b) for a, b in zip(grads, given))
+    for got, expected in zip(zip(params, *moments), want):
+        torch.testing.assert_close(list(got), list(expected), rtol=1e-13, atol=1e-14)
+
+
+def test_no_parameters():
+    reference.adamw([], [], [], [], AdamHyper(lr=1, betas=(0, 0), eps=1, weight_decay=0, step=1))
+
+
+SHAPES = [(33, 7), (5,), (0,), (), (9000,), (3, 4100)]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("copy_type", [None, torch.float16])
+@pytest.mark.parametrize("grad_type", [torch.float32, torch.bfloat16])
+def test_kernel_equals_float64(grad_type, copy_type, averaged, decoupled):
+    from mindspeed.ops.adamw import triton_impl
+
+    torch.manual_seed(0)
+    # One tensor starts four bytes off the alignment of the others, one is not contiguous.
+    params = [torch.randn(s) for s in SHAPES] + [torch.randn(9)[1:], torch.randn(6, 4).t()]
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    averages = [p.clone() for p in params] if averaged else ()
+    copies = [torch.full_like(p, torch.nan, dtype=copy_type) for p in params] if copy_type else ()
+    exact = [[t.double() for t in tensors] for tensors in (params, *moments, averages)]
+    for step in range(1, 4):
+        hyper = AdamHyper(
+            lr=0.01,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.1,
+            step=step,
+            decoupled=decoupled,
+            ema_decay=0.9,
+        )
+        grads = [torch.randn(p.shape).to(grad_type) for p in params]
+        triton_impl.adamw(params, grads, *moments, hyper, averages=averages, copies=copies)
+        wide = [g.double() for g in grads]
+        reference.adamw(exact[0], wide, *exact[1:3], hyper, averages=exact[3])
+    for got, want in zip((params, *moments, averages), exact):
+        for one, wanted in zip(got, want):
+            torch.testing.assert_close(one.double(), wanted, rtol=1e-6, atol=1e-6)
+    for copy, param in zip(copies, params):
+        assert torch.equal(copy, param.to(copy_type))
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_ema_call_of_the_documents(mode):
+    torch.manual_seed(0)
+    var, m, v = torch.randn(4, 3), torch.rand(4, 3), torch.rand(4, 3)
+    grad, s = torch.randn(4, 3), torch.randn(4, 3)
+    hyper = AdamHyper(
+        lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, step=7, decoupled=mode == 1
+    )
+    wide = [t.double() for t in (var, grad, m, v)]
+    want = reference_step(*wide, hyper)
+    want_average = 0.75 * s.double() + 0.25 * want[0]
+    step = torch.tensor([7])
+    given = npu_apply_fused_ema_adamw(
+        grad, var, m, v, s, step, 0.1, 0.75, 0.8, 0.9, 1e-3, mode, True, 0.2
+    )
+    for got, place, wanted in zip(given, (var, m, v, s), (*want, want_average)):
+        assert got is place
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-7)
+
+
+HYPER = {"lr": 1.0, "betas": (0.9, 0.9), "eps": 1.0, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "hyper", "message"),
+    [
+        ({"grads": []}, {}, "1 params and 0 grads"),
+        ({"grads": [torch.ones(3)]}, {}, "grads of the same shapes"),
+        ({"exp_avgs": [torch.ones(2).half()]}, {}, "exp_avgs of the type of the params"),
+        ({"averages": [torch.ones(2)] * 2}, {}, "1 params and 2 averages"),
+        ({}, {"step": 0}, "steps from 1, got 0"),
+        ({}, {"ema_decay": 1.5}, "from 0 to 1, got 1.5"),
+    ],
+)
+def test_illegal_input_is_refused(changes, hyper, message):
+    lists = {name: [torch.ones(2)] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
+    with pytest.raises(ValueError, match=message):
+        adamw(**(lists | changes), hyper=AdamHyper(**(HYPER | {"step": 1} | hyper)))
+
+
+@pytest.mark.parametrize(
+    ("step", "mode", "message"),
+    [
+        (torch.tensor([1, 2]), 1, "one whole number, got 2"),
+        (torch.tensor([1.0]), 1, "one whole number, got 1 of torch.float32"),
+        (torch.tensor([1]), 2, r"mode must be 0 \(L2\) or 1 \(AdamW\), got 2"),
+    ],
+)
+def test_illegal_ema_call_is_refused(step, mode, message):
+    with pytest.raises(ValueError, match=message):
+        npu_apply_fused_ema_adamw(*(torch.ones(2) for _ in range(5)), step, mode=mode)
