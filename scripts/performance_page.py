@@ -31,7 +31,7 @@ def render(page: str, results: Path = RESULTS) -> str:
 def _table(results: Path, name: str) -> str:
     path = results / f"{name}.csv"
     if not path.is_file():
-        return f"\nNot measured yet: `benchmarks/results/{name}.csv` is not there.\n\n"
+        return f"\nNot measured yet: benchmarks/results has no {name}.csv.\n\n"
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return "\n" + "\n".join(TABLES.get(name, plain)(rows)) + "\n\n"
