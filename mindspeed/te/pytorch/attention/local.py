@@ -12,6 +12,8 @@ from torch import Tensor
 from mindspeed.te.pytorch.attention.core import Softmax, attend_batch
 from mindspeed.te.pytorch.attention.masks import MaskRule
 
+_REST = ("attn_mask_type", "attention_bias", "packed_seq_params")
+
 
 def wrap_dot_product_attention_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Compute `DotProductAttention.forward` without a matrix of scores.
@@ -27,14 +29,14 @@ def wrap_dot_product_attention_forward(original: Callable[..., Tensor]) -> Calla
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        has_sink = getattr(self, "softmax_offset", None) is not None
-        if has_sink or attention_bias is not None or packed_seq_params is not None:
-            rest = (attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-            return original(self, query, key, value, *rest)
+        rest = dict(zip(_REST, args)) | kwargs
+        # The mask type of a call is not read by Megatron either.
+        asks_more = any(rest.get(name) is not None for name in _REST[1:])
+        if asks_more or getattr(self, "softmax_offset", None) is not None:
+            return original(self, query, key, value, attention_mask, *args, **kwargs)
         rule = _rule(self, query.shape[0], key.shape[0], attention_mask)
         dropout = self.attention_dropout.p if self.training else 0.0
         # Megatron divides the scores by the layer number, and multiplies again in float32.

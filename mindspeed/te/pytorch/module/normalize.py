@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed.ops.layer_norm import layer_norm as plain_layer_norm
 from mindspeed.ops.rms_norm import rms_norm as plain_rms_norm
 
 
@@ -19,17 +19,26 @@ def layer_norm(
     dtype: torch.dtype,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * gamma + bias, rounded once, to `dtype`."""
-    if zero_centered or not x.dtype == weight.dtype == dtype:
-        # torch keeps sums in float32 but wants all of one type, and 1 + gamma needs the digits.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x, weight, bias = x.to(wide), weight.to(wide) + int(zero_centered), bias.to(wide)
-    return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+    x = _wide_enough(x, dtype)
+    weight = _gamma(weight, x, zero_centered)
+    return plain_layer_norm(x, weight, bias, eps).to(dtype)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool, dtype: torch.dtype
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * gamma, in `dtype`."""
-    if zero_centered:
-        weight = weight.to(torch.promote_types(x.dtype, torch.float32)) + 1
-    return plain_rms_norm(x, weight, eps).to(dtype)
+    """x / sqrt(mean(x^2) + eps) * gamma, rounded once, to `dtype`."""
+    x = _wide_enough(x, dtype)
+    return plain_rms_norm(x, _gamma(weight, x, zero_centered), eps).to(dtype)
+
+
+def _wide_enough(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # The operators answer in the type of x: it must not be the narrower one.
+    return x.to(torch.promote_types(x.dtype, dtype))
+
+
+def _gamma(weight: Tensor, x: Tensor, zero_centered: bool) -> Tensor:
+    if not zero_centered:
+        return weight
+    # 1 + gamma needs the digits.
+    return weight.to(torch.promote_types(x.dtype, torch.float32)) + 1
