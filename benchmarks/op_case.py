@@ -50,6 +50,8 @@ class Case:
     reference_dtype: torch.dtype = torch.float64
     gate_inputs: Callable[[torch.device], tuple[Any, ...]] | None = None
     """Smaller inputs for the check of correctness, where a float64 reference would not fit."""
+    must_repeat: bool = True
+    """Whether two runs of ours must have equal bits; a library's kernel may not promise that."""
 
     @property
     def allowed_error(self) -> float:
