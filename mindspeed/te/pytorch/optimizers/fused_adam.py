@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -172,26 +172,34 @@ class FusedAdam(torch.optim.Optimizer):
         """Update parameters whose state is float32, in place, in one pass over all of them."""
         if not params:
             return
-        states = [self.state[param] for param in params]
         plain = [param.detach() for param in params]
-        adamw(
-            [state[MASTER] for state in states] if self.master_weights else plain,
-            [self._grad(param) for param in params],
-            *([state[name] for state in states] for name in MOMENTS),
-            hyper,
-            copies=plain if self.master_weights else (),
-        )
+        weights = [self.state[param][MASTER] for param in params] if self.master_weights else plain
+        moments = [[self.state[param][name] for param in params] for name in MOMENTS]
+        copies = plain if self.master_weights else ()
+        self._apply(params, weights, moments, hyper, copies)
 
     def _update_encoded(self, param: Tensor, hyper: AdamHyper) -> None:
         """Update one parameter in float32, and store its state as it was."""
         weight, *moments = (self._work(param, name) for name in (MASTER, *MOMENTS))
-        adamw([weight], [self._grad(param)], *([moment] for moment in moments), hyper)
+        self._apply([param], [weight], [[moment] for moment in moments], hyper, ())
         for name, moment in zip(MOMENTS, moments):
             if moment is not self.state[param][name]:
                 self._store(param, name, moment)
         if self.master_weights and weight is not self.state[param][MASTER]:
             self._store(param, MASTER, weight)
         self._write_param(param, weight)
+
+    def _apply(
+        self,
+        params: list[Tensor],
+        weights: list[Tensor],
+        moments: list[list[Tensor]],
+        hyper: AdamHyper,
+        copies: Sequence[Tensor],
+    ) -> None:
+        """Take one step on the float32 weights of some parameters."""
+        grads = [self._grad(param) for param in params]
+        adamw(weights, grads, *moments, hyper, copies=copies)
 
     def _work(self, param: Tensor, name: str) -> Tensor:
         # float32 tensors come back themselves, so that the update happens in place.
