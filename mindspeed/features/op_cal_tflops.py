@@ -9,6 +9,7 @@ from mindspeed.features.base import Feature, Level
 from mindspeed.patching import Patch
 
 ROOM = "mindspeed.tune.megatron"
+COUNTER = "mindspeed.tune.flop_counter"
 RECOMPUTED = {
     "megatron.core.tensor_parallel.random:checkpoint": "wrap_checkpoint",
     "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint": (
@@ -46,8 +47,13 @@ class OpCalTflops(Feature):
             )
         yield Patch.wrap(
             "mindspeed.ops.groupmatmul_add_fp32.triton_impl:_launch",
-            "mindspeed.tune.flop_counter:wrap_grouped_kernel",
+            f"{COUNTER}:wrap_grouped_kernel",
             why="a Triton kernel that multiplies is no operator of torch",
+        )
+        yield Patch.wrap(
+            "mindspeed.ops.linear_cross_entropy.triton_impl:_logits",
+            f"{COUNTER}:marks_recompute",
+            why="logits that were not kept are computed again in its backward",
         )
         # Only Megatron-LM's own training package has a loop, and its parser ran by now.
         if "megatron.training.arguments" in sys.modules:
