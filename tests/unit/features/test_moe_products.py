@@ -69,7 +69,11 @@ def test_permutation_sets_megatrons_field(switched_on):
     def made(**more):
         return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **more)
 
-    experts = {"num_moe_experts": 2, "moe_token_dispatcher_type": "alltoall"}
+    experts = {
+        "num_moe_experts": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+    }
     assert not made(**experts).moe_permute_fusion
     switched_on(FusedMoePermute(), use_fused_moe_token_permute_and_unpermute=True)
     assert made(**experts).moe_permute_fusion
