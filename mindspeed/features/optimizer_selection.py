@@ -56,3 +56,36 @@ class OptimizerSelection(Feature):
             ),
             why="Megatron builds the class it imported; no argument names another",
         )
+        if options.optimizer_selection == "fused_ema_adamw":
+            yield from _checkpoint_patches()
+
+
+def _checkpoint_patches() -> Iterator[Patch]:
+    saving = "mindspeed.te.pytorch.optimizers.ema_checkpoint"
+    optimizers = "megatron.core.optimizer"
+    distributed = f"{optimizers}.distrib_optimizer:DistributedOptimizer"
+    yield Patch.wrap(
+        f"{optimizers}.optimizer:MegatronOptimizer.__init__",
+        f"{saving}:wrap_optimizer_init",
+        why="Megatron creates the two moments itself where it loads a sharded checkpoint",
+    )
+    yield Patch.wrap(
+        f"{distributed}.get_parameter_state_dp_zero",
+        f"{saving}:wrap_get_parameter_state",
+        why="it names the states to save, and an average is not among them",
+    )
+    yield Patch.wrap(
+        f"{distributed}.load_parameter_state_from_dp_zero",
+        f"{saving}:wrap_load_parameter_state",
+        why="it names the states to load, and an average is not among them",
+    )
+    yield Patch.wrap(
+        "megatron.training.checkpointing:save_checkpoint",
+        f"{saving}:wrap_save_checkpoint",
+        why="all ranks must take part in gathering the averaged model",
+    )
+    yield Patch.wrap(
+        "megatron.training.checkpointing:generate_state_dict",
+        f"{saving}:wrap_generate_state_dict",
+        why="the averaged model is a part of model_optim_rng.pt",
+    )
