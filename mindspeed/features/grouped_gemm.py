@@ -23,13 +23,13 @@ class MoeGroupedGemm(Feature):
         return bool(context.argument("moe_grouped_gemm"))
 
 
-class GemmGradientAccumulationFusion(Feature):
+class MoeWeightGradientFusion(Feature):
     """The legacy GroupedMLP's gradients go to main_grad as they are multiplied.
 
     Transformer Engine's grouped experts do that by gradient_accumulation_fusion alone.
     """
 
-    name = "gemm_gradient_accumulation_fusion"
+    name = "moe_weight_gradient_fusion"
     title = "Gradient accumulation fusion of grouped GEMM"
     group = "MoE"
     level = Level.ALGORITHM

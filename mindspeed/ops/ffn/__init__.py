@@ -6,7 +6,11 @@ _ROOM = "mindspeed.ops.ffn"
 
 ffn = Op(
     "ffn",
-    reference=f"{_ROOM}.reference:ffn",  # multiplies by the gmm of the device
-    impls=(Impl("npu", f"{_ROOM}.npu_impl:ffn", device="npu", needs=("torch_npu",)),),
+    reference=f"{_ROOM}.reference:ffn",
+    impls=(
+        # What the reference calls, gmm, is grouped there.
+        Impl("grouped_mm", f"{_ROOM}.reference:ffn", device="cuda"),
+        Impl("npu", f"{_ROOM}.npu_impl:ffn", device="npu", needs=("torch_npu",)),
+    ),
     check=f"{_ROOM}.reference:check",
 )

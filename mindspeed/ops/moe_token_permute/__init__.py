@@ -6,7 +6,11 @@ _ROOM = "mindspeed.ops.moe_token_permute"
 
 moe_token_permute = Op(
     "moe_token_permute",
-    reference=f"{_ROOM}.reference:moe_token_permute",  # moves by the kernels of token_rows
-    impls=(Impl("npu", f"{_ROOM}.npu_impl:moe_token_permute", device="npu", needs=("torch_npu",)),),
+    reference=f"{_ROOM}.reference:moe_token_permute",
+    impls=(
+        # What the reference calls, token_rows, has kernels of its own.
+        Impl("triton", f"{_ROOM}.reference:moe_token_permute", device="cuda", needs=("triton",)),
+        Impl("npu", f"{_ROOM}.npu_impl:moe_token_permute", device="npu", needs=("torch_npu",)),
+    ),
     check=f"{_ROOM}.reference:check",
 )

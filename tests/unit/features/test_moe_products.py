@@ -8,9 +8,9 @@ from mindspeed.config import ConfigError, Spelling
 from mindspeed.features.activation import Activation
 from mindspeed.features.base import Context
 from mindspeed.features.fused_moe_permute import FusedMoePermute
-from mindspeed.features.gradient_accumulation_fusion import GradientAccumulationFusion
-from mindspeed.features.grouped_gemm import GemmGradientAccumulationFusion, MoeGroupedGemm
+from mindspeed.features.grouped_gemm import MoeGroupedGemm, MoeWeightGradientFusion
 from mindspeed.features.registry import Registry
+from mindspeed.features.weight_gradient_fusion import WeightGradientFusion
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_gradients_of_grouped_experts_go_to_main_grad(switched_on):
     assert not plain.grad_added_to_main_grad and torch.equal(plain.main_grad, torch.ones(6, 12))
     torch.testing.assert_close(plain.grad.double().view(3, 6, 4), exact, rtol=2**-8, atol=1e-6)
 
-    switched_on(GemmGradientAccumulationFusion(), gemm_gradient_accumulation_fusion=True)
+    switched_on(MoeWeightGradientFusion(), gemm_gradient_accumulation_fusion=True)
     fused, exact = product_and_parameter()
     assert fused.grad_added_to_main_grad and fused.grad is not None
     torch.testing.assert_close(fused.main_grad.double().view(3, 6, 4), exact + 1)
@@ -55,7 +55,7 @@ def test_gradients_of_grouped_experts_go_to_main_grad(switched_on):
 
 
 def test_a_matrix_without_main_grad_is_left_to_autograd(switched_on):
-    switched_on(GemmGradientAccumulationFusion(), gemm_gradient_accumulation_fusion=True)
+    switched_on(MoeWeightGradientFusion(), gemm_gradient_accumulation_fusion=True)
     from megatron.core.transformer.moe import grouped_gemm_util
 
     weight = torch.randn(2, 3, 4, requires_grad=True)
@@ -87,7 +87,7 @@ def options(feature, **given):
 def test_what_megatron_switches_on():
     off, on = Context(megatron={}), Context(megatron={"moe_grouped_gemm": True})
     assert not MoeGroupedGemm().is_on(None, off) and MoeGroupedGemm().is_on(None, on)
-    fusion = GradientAccumulationFusion()
+    fusion = WeightGradientFusion()
     assert fusion.is_on(None, off)
     assert not fusion.is_on(None, Context(megatron={"gradient_accumulation_fusion": False}))
     permute = FusedMoePermute()
@@ -100,9 +100,9 @@ def test_what_megatron_switches_on():
 @pytest.mark.parametrize(
     "feature, arguments, message",
     [
-        (GemmGradientAccumulationFusion(), {}, "needs --moe-grouped-gemm"),
+        (MoeWeightGradientFusion(), {}, "needs --moe-grouped-gemm"),
         (
-            GemmGradientAccumulationFusion(),
+            MoeWeightGradientFusion(),
             {"moe_grouped_gemm": True, "gradient_accumulation_fusion": False},
             "--no-gradient-accumulation-fusion contradict",
         ),
@@ -124,5 +124,5 @@ def test_what_is_accepted():
     permute = FusedMoePermute()
     padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     permute.check(options(permute), Context(megatron=padded))
-    fusion = GemmGradientAccumulationFusion()
+    fusion = MoeWeightGradientFusion()
     fusion.check(options(fusion), Context(megatron={"moe_grouped_gemm": True}))

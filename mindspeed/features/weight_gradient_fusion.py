@@ -5,10 +5,10 @@ from typing import Any
 from mindspeed.features.base import Context, Feature, Level
 
 
-class GradientAccumulationFusion(Feature):
+class WeightGradientFusion(Feature):
     """Megatron's own switch; the linear layers of every spec reach the operator by themselves."""
 
-    name = "gradient_accumulation_fusion"
+    name = "weight_gradient_fusion"
     title = "Gradient accumulation fusion"
     group = "Affinity"
     level = Level.COMPAT
