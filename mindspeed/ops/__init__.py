@@ -16,6 +16,8 @@ from mindspeed.ops.bmm_reduce_scatter_all_to_all import (
 from mindspeed.ops.dropout_add_norm import dropout_add_layer_norm as npu_dropout_add_layer_norm
 from mindspeed.ops.dropout_add_norm import dropout_add_rms_norm as npu_dropout_add_rms_norm
 from mindspeed.ops.ffn import ffn as npu_ffn
+from mindspeed.ops.fusion_attention import fusion_attention as npu_fusion_attention
+from mindspeed.ops.fusion_attention import fusion_attention as npu_fusion_attention_v2
 from mindspeed.ops.gmm import gmm as npu_gmm
 from mindspeed.ops.gmm import gmm_v2 as npu_gmm_v2
 from mindspeed.ops.grouped_mat_mul_all_reduce import (
@@ -36,6 +38,9 @@ from mindspeed.ops.moe_token_unpermute import moe_token_unpermute as npu_fused_m
 from mindspeed.ops.moe_token_unpermute import moe_token_unpermute as npu_moe_token_unpermute
 from mindspeed.ops.quant_gmm import quant_gmm as npu_quant_gmm
 from mindspeed.ops.quant_gmm import quant_gmm_v2 as npu_quant_gmm_v2
+from mindspeed.ops.ring_attention_update import (
+    ring_attention_update as npu_ring_attention_update,
+)
 from mindspeed.ops.rms_norm import rms_norm as npu_rms_norm
 from mindspeed.ops.rotary_position_embedding import (
     rotary_position_embedding as npu_rotary_position_embedding,
@@ -55,6 +60,8 @@ __all__ = [
     "npu_ffn",
     "npu_fused_moe_token_permute",
     "npu_fused_moe_token_unpermute",
+    "npu_fusion_attention",
+    "npu_fusion_attention_v2",
     "npu_gmm",
     "npu_gmm_v2",
     "npu_grouped_mat_mul_all_reduce",
@@ -66,6 +73,7 @@ __all__ = [
     "npu_moe_token_unpermute",
     "npu_quant_gmm",
     "npu_quant_gmm_v2",
+    "npu_ring_attention_update",
     "npu_rms_norm",
     "npu_rotary_position_embedding",
     "npu_swiglu",

@@ -96,12 +96,28 @@ def flash_attention(
     For tensors that `serves_flash` accepts: (B, S, N, H), or packed (T, N, H) documents, each of
     which sees itself only. The last query of a sequence sits at its last key.
     """
+    return flash_attention_lse(
+        q, k, v, scale=scale, dropout=dropout, window=window, documents=documents
+    )[0]
+
+
+def flash_attention_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    dropout: float,
+    window: tuple[int, int],
+    documents: Documents | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `flash_attention`, and return the log-sum-exp too: (B, N, S), or packed (N, T)."""
     left, right = window
     lengths = (None, None, q.shape[1], k.shape[1])
     if documents is not None:
         lengths = (documents.of_q, documents.of_k, documents.longest_q, documents.longest_k)
     is_causal = left < 0 and right == 0
-    return torch.ops.aten._flash_attention_forward(
+    found = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
@@ -112,4 +128,5 @@ def flash_attention(
         scale=scale,
         window_size_left=left,
         window_size_right=right,
-    )[0]
+    )
+    return found[0], found[1]
