@@ -22,15 +22,31 @@ class CudaClock:
 
     def capture(self, function):
         """Return (what replays `function` as a graph, "graph"), or (itself, "events")."""
+        if self._waits(function):
+            return function, "events"
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=self.stream):
                 function()
-        except RuntimeError:  # it reads a number back, or allocates outside torch
+        except RuntimeError:
             torch.cuda.synchronize()
+            # The generator believes that it is being captured still, and would refuse to draw.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
             return function, "events"
         return graph.replay, "graph"
+
+    def _waits(self, function):
+        """Say whether a call reads a number back; a capture that fails leaves torch in disorder."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            function()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
 
     def gpu_seconds(self, function):
         """Time on the device; the flush before hides the launch of a graph."""

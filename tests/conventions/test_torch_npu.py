@@ -5,6 +5,7 @@ given declares of the functions that are called or were in it before.
 """
 
 import ast
+import importlib
 import inspect
 import re
 import sys
@@ -66,9 +67,18 @@ def test_call_binds_to_the_declaration(place: str, call: ast.Call) -> None:
     known = declared()
     assert name in known, f"{place} calls {name}, which torch_npu.txt does not declare: {__doc__}"
     assert not any(isinstance(argument, ast.Starred) for argument in call.args), place
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    assert None not in keywords, f"{place} passes **keywords, which cannot be checked"
-    known[name].bind(*call.args, **keywords)
+    known[name].bind(*call.args, **dict.fromkeys(_keywords(place, call)))
+
+
+def _keywords(place: str, call: ast.Call) -> Iterator[str]:
+    """Yield the keywords; `**options` are those of the Options that contract.py declares."""
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            yield keyword.arg
+            continue
+        assert ast.unparse(keyword.value) == "options", f"{place}: only **options can be checked"
+        package = Path(place).parent.as_posix().replace("/", ".")
+        yield from importlib.import_module(f"{package}.contract").Options.__annotations__
 
 
 def test_the_check_finds_a_wrong_call() -> None:
