@@ -204,15 +204,15 @@ def main(arguments):
 
 
 def race_entry(bench, name, arguments):
-    """Race the cases of one file and record them at once: a later one may not come back."""
-    before = len(bench.rows)
+    """Race the cases of one file and record each at once: a later one may not come back."""
     with bench.telling(name, OURS):
         entry = importlib.import_module(f"ops.{name}")
         for case in entry.TINY if arguments.tiny else entry.CASES:
+            before = len(bench.rows)
             with bench.telling(case.op, case.shape, OURS):
                 bench.race(case)
-    if len(bench.rows) > before:
-        record("ops", bench.rows[before:], arguments.out)
+            if len(bench.rows) > before:
+                record("ops", bench.rows[before:], arguments.out)
 
 
 def _power():
