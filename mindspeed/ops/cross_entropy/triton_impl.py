@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed.ops.cross_entropy import reference
+from mindspeed.ops.launch import launch
 
 # A tile of LANES x 8: eight bfloat16 are one 16-byte load of one thread, which keeps a maximum and
 # a sum of its own; threads meet once, at the end of the row.
@@ -109,7 +110,9 @@ class Running:
             self._statistics = self._loss.new_empty((4, rows))
         if not rows:
             return
-        _forward[(rows,)](
+        launch(
+            _forward,
+            (rows,),
             logits,
             self._target,
             self._statistics,
@@ -164,7 +167,9 @@ def write_gradient(
     if not rows:
         return
     blocks = triton.cdiv(width, BLOCK)
-    _backward[(rows * blocks,)](
+    launch(
+        _backward,
+        (rows * blocks,),
         logits,
         target,
         lse,

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed.ops.launch import launch
+
 # A tile holds whole rows, about 4096 numbers: 32 a thread forward, where one tile is all a program
 # does, and 16 backward, where weight and sums stay in registers too.
 TILE, FORWARD_NUMBERS, BACKWARD_NUMBERS = 4096, 32, 16
@@ -65,7 +67,9 @@ class _Norm(torch.autograd.Function):
         block, tile_rows = _tile(width)
         if x.numel():
             others = None if residual is None else _rows(residual)
-            _forward[(triton.cdiv(len(rows), tile_rows),)](
+            launch(
+                _forward,
+                (triton.cdiv(len(rows), tile_rows),),
                 rows,
                 others,
                 weight,
@@ -120,7 +124,9 @@ class _Norm(torch.autograd.Function):
         partial = _partial_sums(ctx, programs, width, kept.device, column_scale)
         if kept.numel():
             grads = _rows(grad)
-            _backward[(programs,)](
+            launch(
+                _backward,
+                (programs,),
                 grads,
                 None if grad_z is None else grad_z.contiguous(),
                 rows,
@@ -168,8 +174,16 @@ def _reduced(partial: Tensor, dtype: torch.dtype, has_bias: bool) -> list[Tensor
     count, programs, width = partial.shape
     out = torch.empty((count, width), dtype=dtype, device=partial.device)
     # 32 columns are one 128-byte line, and enough programs for every multiprocessor.
-    _reduce[(triton.cdiv(width, 32), count)](
-        partial, out, programs, width, ROWS=128, BLOCK=32, num_warps=4
+    launch(
+        _reduce,
+        (triton.cdiv(width, 32), count),
+        partial,
+        out,
+        programs,
+        width,
+        ROWS=128,
+        BLOCK=32,
+        num_warps=4,
     )
     sums: list[Tensor | None] = list(out.unbind())
     if not has_bias:

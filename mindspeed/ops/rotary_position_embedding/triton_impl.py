@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mindspeed.ops.launch import launch
 from mindspeed.ops.rotary_position_embedding import reference
 
 # About 4096 numbers in registers at a time, 32 a thread.
@@ -186,7 +187,9 @@ def _launch(table: Table, moves: list[Move], shape: torch.Size, direction: float
     positions = table.positions
     fits = max(1, TILE // triton.next_power_of_2(head))
     tiles = [min(fits, triton.next_power_of_2(move.count)) for move in moves]
-    _rotate[(tokens * batch,)](
+    launch(
+        _rotate,
+        (tokens * batch,),
         *described,
         table.cos,
         table.sin,

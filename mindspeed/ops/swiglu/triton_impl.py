@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed.ops.launch import launch
 from mindspeed.ops.swiglu import reference
 
 # Eight bfloat16 a thread are one 16-byte load; a block of four warps leaves room for many blocks on
@@ -49,8 +50,17 @@ class _SwiGLU(torch.autograd.Function):
         blocks = triton.cdiv(half, BLOCK)
         if y.numel():
             bias, weights = _contiguous(bias), _contiguous(weights)
-            _forward[(rows * blocks,)](
-                x, bias, weights, y, half, blocks, BLOCK=BLOCK, num_warps=WARPS
+            launch(
+                _forward,
+                (rows * blocks,),
+                x,
+                bias,
+                weights,
+                y,
+                half,
+                blocks,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
             )
         return y
 
@@ -91,7 +101,9 @@ def _launch_backward(
     # The gradient of a row's weight is a sum over the row, so one program walks it all.
     steps = 1 if weights is None else blocks
     if x.numel():
-        _backward[(rows * blocks // steps,)](
+        launch(
+            _backward,
+            (rows * blocks // steps,),
             grad.contiguous(),
             x,
             bias,

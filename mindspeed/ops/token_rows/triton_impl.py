@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mindspeed.ops.launch import launch
 from mindspeed.ops.token_rows import reference
 from mindspeed.ops.token_rows.contract import Moves, Places, operators
 
@@ -23,7 +24,9 @@ def spread(tokens: Tensor, places: Places, num_rows: int) -> Tensor:
     rows = tokens.new_empty(num_rows, tokens.shape[1])
     if rows.numel():
         # One program more than tokens fills the rows that no token has.
-        _spread_kernel[(len(tokens) + 1,)](
+        launch(
+            _spread_kernel,
+            (len(tokens) + 1,),
             tokens,
             rows,
             places.rows.contiguous(),
@@ -44,7 +47,9 @@ def gather(rows: Tensor, places: Places, weights: Tensor | None) -> Tensor:
     rows = _dense(rows)
     out = rows.new_empty(places.num_tokens, rows.shape[1])
     if out.numel():
-        _gather_kernel[(len(out),)](
+        launch(
+            _gather_kernel,
+            (len(out),),
             rows,
             out,
             places.rows.contiguous(),
@@ -69,7 +74,9 @@ def gather_backward(
     grad_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
     grad_weights = torch.zeros_like(weights)
     if len(grad) and grad.shape[1]:
-        _gather_backward_kernel[(len(grad) + 1,)](
+        launch(
+            _gather_backward_kernel,
+            (len(grad) + 1,),
             grad,
             rows,
             grad_rows,

@@ -1,0 +1,63 @@
+"""Start a Triton kernel without asking again what was asked at its first start.
+
+Triton looks at every argument, the options and the environment at each start: tens of microseconds,
+which a training step pays hundreds of times. What decides which binary runs is small: types,
+alignment and the numbers themselves. By these the binary is found here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+_ALIGNED, _INT32 = 16, 31
+
+
+class _Binary:
+    """A compiled kernel and the values of its constants, which its launcher wants at the end."""
+
+    def __init__(self, kernel: JITFunction[Any], compiled: Any, constants: dict[str, Any]) -> None:
+        self._run = compiled.run
+        self._fixed = (compiled.function, compiled.packed_metadata)
+        self._constants = [constants[name] for name in kernel.arg_names if name in constants]
+
+    def start(self, grid: tuple[int, ...], stream: int, args: tuple[Any, ...]) -> None:
+        """Queue it on a stream."""
+        x, y, z = (*grid, 1, 1)[:3]
+        self._run(x, y, z, stream, *self._fixed, None, None, None, *args, *self._constants)
+
+
+_binaries: dict[tuple[Any, ...], _Binary] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Run kernel[grid](*args, **constants); the constants are its last parameters, and options."""
+    if torch.compiler.is_compiling() or not isinstance(kernel, JITFunction) or _is_watched():
+        kernel[grid](*args, **constants)
+        return
+    device = driver.active.get_current_device()
+    key = (kernel, device, *constants.items(), *map(_kind, args))
+    binary = _binaries.get(key)
+    if binary is None:
+        _binaries[key] = _Binary(kernel, kernel[grid](*args, **constants), constants)
+    else:
+        binary.start(grid, driver.active.get_current_stream(device), args)
+
+
+def _kind(value: Any) -> Any:
+    """Return what Triton compiles in: types, None, 1, and what multiples of 16 there are."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % _ALIGNED == 0
+    if isinstance(value, int) and value != 1:
+        return value % _ALIGNED == 0, value.bit_length() > _INT32
+    return float if isinstance(value, float) else value
+
+
+def _is_watched() -> bool:
+    """Say whether a profiler wants to hear of every start."""
+    return bool(knobs.runtime.launch_enter_hook.calls)
