@@ -1,4 +1,4 @@
-"""Operations of the GPU's own operators, counted by closed forms; backward runs on another thread."""
+"""Operations of the GPU's own operators equal closed forms; backward runs on another thread."""
 
 import pytest
 import torch
