@@ -1,10 +1,11 @@
 """Tokens to the order of their experts and back: each token once, each of its k rows once."""
 
 import torch
-from op_case import Case, Work, compiled
+from op_case import Case, Work, compiled, optional
 
 from mindspeed.ops.moe_token_permute import moe_token_permute
 from mindspeed.ops.moe_token_unpermute import moe_token_unpermute
+from mindspeed.te.pytorch.permutation import moe_permute_with_probs, moe_unpermute
 
 
 def choose(tokens, choices, experts, device):
@@ -76,6 +77,45 @@ def unpermute_case(tokens, hidden, choices, experts, dtype=torch.bfloat16):
     )
 
 
+def mask_case(tokens, hidden, choices, experts, dtype=torch.bfloat16):
+    """Race the way there and back by a mask, as Megatron's dispatcher goes it."""
+
+    def make_inputs(device):
+        x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+        chosen = choose(tokens, choices, experts, device)
+        mask = torch.zeros(tokens, experts, dtype=torch.bool, device=device)
+        probs = torch.rand(tokens, experts, device=device) * mask.scatter_(1, chosen, True)
+        return x, mask, probs.requires_grad_()
+
+    def weigh(rows, weights):
+        return (rows * weights.unsqueeze(-1)).to(rows.dtype)
+
+    def ours(x, mask, probs):
+        rows, weights, where = moe_permute_with_probs(x, probs, mask, tokens * choices)
+        return moe_unpermute(weigh(rows, weights), where, restore_shape=x.shape)
+
+    there = optional("megatron.core.transformer.moe.moe_utils:permute")
+    back = optional("megatron.core.transformer.moe.moe_utils:unpermute")
+
+    def megatron(x, mask, probs):
+        rows, weights, where = there(x, mask, probs=probs, num_out_tokens=tokens * choices)[:3]
+        return back(weigh(rows, weights), where, x.shape)
+
+    # Rows are written, weighted (read and written) and read; backward reads them once more.
+    token = tokens * hidden * dtype.itemsize
+    forward, backward = Work(bytes=token * (2 + 4 * choices)), Work(bytes=token * (2 + 5 * choices))
+    return Case(
+        op="moe_permute_by_mask",
+        shape=f"{tokens}x{hidden} top {choices} of {experts}",
+        dtype=dtype,
+        make_inputs=make_inputs,
+        peers={"ours": ours, "megatron": there and megatron},
+        reference=lambda x, mask, probs: x * (probs * mask).sum(-1, keepdim=True),
+        work={"fwd": forward, "full": forward + backward},
+    )
+
+
 SHAPES = [(8192, 2048, 8, 64), (8192, 7168, 8, 256), (16384, 2048, 8, 64)]
-CASES = [make(*shape) for shape in SHAPES for make in (permute_case, unpermute_case)]
-TINY = [make(9, 5, 2, 4, torch.float32) for make in (permute_case, unpermute_case)]
+MAKERS = (permute_case, unpermute_case, mask_case)
+CASES = [make(*shape) for shape in SHAPES for make in MAKERS]
+TINY = [make(9, 5, 2, 4, torch.float32) for make in MAKERS]

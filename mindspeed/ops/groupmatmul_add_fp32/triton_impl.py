@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed.ops.groupmatmul_add_fp32 import reference
+from mindspeed.ops.launch import launch
 
 # 128 x 256 float32 sums fill half the registers of 8 warps; 64 rows in 3 stages, 147 KiB of shared
 # memory. Smaller tiles where the matrix is smaller.
@@ -64,7 +65,9 @@ def _launch(x: Tensor, dy: Tensor, ends: Tensor, first: Tensor, step: int) -> No
     if x.dtype == torch.float32:  # no matrix unit takes exact float32: keep the sums in registers
         tile_k, tile_n = 64, 64
     grid = (triton.cdiv(height, tile_k) * triton.cdiv(width, tile_n), len(ends))
-    _add_outer[grid](
+    launch(
+        _add_outer,
+        grid,
         x,
         dy,
         ends,
@@ -77,6 +80,7 @@ def _launch(x: Tensor, dy: Tensor, ends: Tensor, first: Tensor, step: int) -> No
         TILE_K=tile_k,
         TILE_N=tile_n,
         ROWS=_ROWS if x.itemsize == 2 else 32,
+        EVEN=height % tile_k == 0 and width % tile_n == 0,
         num_warps=8 if tile_n == _TILE_N else 4,
         num_stages=_STAGES,
     )
@@ -96,6 +100,7 @@ def _add_outer(
     TILE_K: tl.constexpr,
     TILE_N: tl.constexpr,
     ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     group = tl.program_id(1)
     tiles_n = tl.cdiv(width, TILE_N)
@@ -112,13 +117,21 @@ def _add_outer(
     x_tile = x + rows[:, None] * stride_x + ks[None, :]
     dy_tile = dy + rows[:, None] * stride_dy + ns[None, :]
     total = tl.zeros((TILE_K, TILE_N), dtype=tl.float32)
-    for done in range(0, end - start, ROWS):
-        left = (tl.arange(0, ROWS) < end - start - done)[:, None]
-        a = tl.load(x_tile, mask=left & in_k[None, :], other=0.0)
-        b = tl.load(dy_tile, mask=left & in_n[None, :], other=0.0)
+    # Whole blocks of rows first: where tiles are even too, they are loaded without masks.
+    for _ in range(0, (end - start) // ROWS):
+        if EVEN:
+            a = tl.load(x_tile)
+            b = tl.load(dy_tile)
+        else:
+            a = tl.load(x_tile, mask=in_k[None, :], other=0.0)
+            b = tl.load(dy_tile, mask=in_n[None, :], other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
         x_tile += ROWS * stride_x
         dy_tile += ROWS * stride_dy
+    left = (tl.arange(0, ROWS) < (end - start) % ROWS)[:, None]
+    a = tl.load(x_tile, mask=left & in_k[None, :], other=0.0)
+    b = tl.load(dy_tile, mask=left & in_n[None, :], other=0.0)
+    total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
 
     place = out + group.to(tl.int64) * step + ks[:, None].to(tl.int64) * width + ns[None, :]
     inside = in_k[:, None] & in_n[None, :]

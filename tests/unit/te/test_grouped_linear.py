@@ -57,9 +57,32 @@ def test_return_bias_gives_one_bias_an_expert():
 
 def test_names_and_marks():
     module = GroupedLinear(2, IN, OUT, parallel_mode="row", tp_size=2)
-    names = ["weight0", "bias0", "weight1", "bias1", "_extra_state"]
-    assert list(module.state_dict()) == names
+    names = ["bias1", "weight1", "bias0", "weight0", "_extra_state"]
+    assert list(module.state_dict()) == names  # as Megatron's buffers want them
     assert module.weight1.shape == (OUT, IN // 2) and module.weight1.partition_dim == 1
+
+
+def test_weights_are_one_tensor_without_a_copy():
+    from mindspeed.parallel.tensor.grouped_linear import together
+
+    module = GroupedLinear(3, IN, OUT, bias=False)
+    weights = [module.weight0, module.weight1, module.weight2]
+    block = together(weights)
+    assert block.data_ptr() == module.weight0.data_ptr()
+    assert torch.equal(block, torch.stack([weight.data for weight in weights]))
+    # As Megatron's buffers do: the last parameter first, each at a multiple of 64.
+    buffer, start = torch.zeros(1000), 0
+    for param in reversed(list(module.parameters())):
+        place = buffer[start : start + param.numel()].view(param.shape)
+        param.data = place.copy_(param.data)
+        start += -(-param.numel() // 64) * 64
+    moved = together(weights)
+    assert moved.data_ptr() == buffer.data_ptr() and torch.equal(moved, block)
+    # Anywhere else they are copied.
+    module.weight1.data = module.weight1.data.clone()
+    assert torch.equal(together(weights), block)
+    x = torch.randn(4, IN)
+    torch.testing.assert_close(module(x, [1, 2, 1])[1:3], x[1:3] @ module.weight1.t())
 
 
 @pytest.mark.parametrize("splits", [[2, 2], [1, 1, 1]])

@@ -45,6 +45,8 @@ class GroupedLinear(TransformerEngineBaseModule):
             if bias:
                 self._add_bias(f"bias{index}", self.out_features)
         self._lay_together()
+        # Megatron's buffers take parameters from the last to the first: so they lie in order there.
+        self._parameters = dict(reversed(self._parameters.items()))
         self.reset_parameters(defer_init=self._on_meta())
 
     def forward(
