@@ -48,10 +48,10 @@ def build(peer, shape, batch):
     tokens, labels = drawn[:, :-1].contiguous().cuda(), drawn[:, 1:].contiguous().cuda()
 
     def step():
-        for parameter in model.parameters():
-            parameter.grad = None
         value = loss(tokens, labels)
         value.backward()
+        for parameter in model.parameters():  # the next step, and the other rows, start from none
+            parameter.grad = None
         return value.detach()
 
     return step
