@@ -99,16 +99,16 @@ def check(
         "averages": averages,
         "copies": copies,
     }
+    shapes, wide = [*map(Tensor.size, params)], {param.dtype for param in params}
     for name, tensors in lists.items():
         is_optional = name in ("averages", "copies")
         if len(tensors) != len(params) and not (is_optional and not tensors):
             raise ValueError(f"adamw got {len(params)} params and {len(tensors)} {name}")
-        if any(one.shape != param.shape for one, param in zip(tensors, params)):
+        if tensors and [*map(Tensor.size, tensors)] != shapes:
             raise ValueError(f"adamw needs {name} of the same shapes as the params")
-        wide = {param.dtype for param in params}
         if tensors and name not in ("grads", "copies") and {t.dtype for t in tensors} != wide:
             raise ValueError(f"adamw needs {name} of the type of the params")
-    if len({p.dtype for p in params}) > 1 or any(p.element_size() < 4 for p in params):
+    if wide not in ({torch.float32}, {torch.float64}):
         raise ValueError("adamw updates params of float32, or all of float64")
     if hyper.step < 1:
         raise ValueError(f"adamw counts steps from 1, got {hyper.step}")

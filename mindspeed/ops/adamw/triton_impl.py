@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,7 +22,6 @@ from mindspeed.ops.adamw.reference import AdamHyper, Tensors
 # A program walks PIECE elements, BLOCK at a time: four float32 a thread, a 16-byte load of each
 # tensor. With more a thread a 16-bit copy would want another layout, and pay for the exchange.
 PIECE, BLOCK, WARPS = 8192, 1024, 8
-LISTS = 6
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -37,95 +36,102 @@ def adamw(
     copies: Tensors = (),
 ) -> None:
     """Update params, exp_avgs and exp_avg_sqs in place, and averages and copies where given."""
-    absent = [None] * len(params)
-    rows = zip(params, grads, exp_avgs, exp_avg_sqs, averages or absent, copies or absent)
-    kinds: dict[_Kind, list[_Row]] = defaultdict(list)
-    for row in rows:
-        if _is_served(row):
-            kinds[_kind(row)].append(row)
-        else:
-            _run_plain(row, hyper)
-    for kind, members in kinds.items():
-        _launch(members, hyper, kind)
-
-
-_Row = tuple[Tensor | None, ...]
-_Kind = tuple[torch.dtype, torch.dtype, bool]
-
-
-def _kind(row: _Row) -> _Kind:
-    """Return what the kernel is compiled for: types of gradient and copy, 16-byte alignment."""
-    copy = row[0] if row[5] is None else row[5]
-    is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in row if tensor is not None)
-    return row[1].dtype, copy.dtype, is_aligned
-
-
-def _is_served(row: _Row) -> bool:
-    tensors = [tensor for tensor in row if tensor is not None]
-    is_float32 = all(tensor.dtype == torch.float32 for tensor in (row[0], *row[2:4]))
-    known = all(tensor.dtype in TYPES for tensor in tensors)
-    return is_float32 and known and all(tensor.is_contiguous() for tensor in tensors)
-
-
-def _run_plain(row: _Row, hyper: AdamHyper) -> None:
-    lists = [[] if tensor is None else [tensor] for tensor in row]
-    reference.adamw(*lists[:4], hyper, averages=lists[4], copies=lists[5])
-
-
-def _launch(rows: list[_Row], hyper: AdamHyper, kind: _Kind) -> None:
-    grad_type, copy_type, is_aligned = kind
-    addresses = tuple(0 if t is None else t.data_ptr() for row in rows for t in row)
-    sizes = tuple(row[0].numel() for row in rows)
-    table, owners, starts = _table(addresses, sizes, rows[0][0].device)
-    if not len(owners):
+    lists = (params, grads, exp_avgs, exp_avg_sqs, averages, copies)
+    if _is_uniform(lists):
+        _run_uniform(lists, hyper)
         return
+    kinds: dict[object, list[int]] = defaultdict(list)
+    for index, row in enumerate(zip(*filter(None, lists))):
+        is_contiguous = all(map(Tensor.is_contiguous, row))
+        kinds[(is_contiguous, *(tensor.dtype for tensor in row))].append(index)
+    for members in kinds.values():
+        part = tuple([tensors[i] for i in members] if tensors else () for tensors in lists)
+        if _is_uniform(part):
+            _run_uniform(part, hyper)
+        else:
+            reference.adamw(*part[:4], hyper, averages=part[4], copies=part[5])
+
+
+def _is_uniform(lists: tuple[Tensors, ...]) -> bool:
+    """Whether one kernel serves all tensors: each list of one known type, all contiguous."""
+    types = [{tensor.dtype for tensor in tensors} for tensors in lists]
+    known = all(len(found) <= 1 and found <= TYPES.keys() for found in types)
+    is_float32 = all(found <= {torch.float32} for found in (types[0], *types[2:5]))
+    return known and is_float32 and all(all(map(Tensor.is_contiguous, t)) for t in lists)
+
+
+def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper) -> None:
+    params, grads, *_, averages, copies = lists
+    if not params:
+        return
+    addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
     (beta1, beta2), (correction1, correction2) = hyper.betas, hyper.corrections
     decay = hyper.weight_decay
-    _step[(len(owners),)](
-        table,
-        owners,
-        starts,
-        hyper.lr / correction1,
-        1 / math.sqrt(correction2),
-        hyper.eps,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        1 - hyper.lr * decay if hyper.decoupled else decay,
-        1 - hyper.ema_decay,
-        DECOUPLED=hyper.decoupled,
-        AVERAGES=rows[0][4] is not None,
-        COPIES=rows[0][5] is not None,
-        ALIGNED=is_aligned,
-        GRAD=TYPES[grad_type],
-        COPY=TYPES[copy_type],
-        PIECE=PIECE,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    for table in _tables(addresses, tuple(map(Tensor.numel, params)), params[0].device):
+        _step[(len(table.owners),)](
+            table.lines,
+            table.owners,
+            table.starts,
+            hyper.lr / correction1,
+            1 / math.sqrt(correction2),
+            hyper.eps,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 - hyper.lr * decay if hyper.decoupled else decay,
+            1 - hyper.ema_decay,
+            DECOUPLED=hyper.decoupled,
+            AVERAGES=bool(averages),
+            COPIES=bool(copies),
+            ALIGNED=table.is_aligned,
+            GRAD=TYPES[grads[0].dtype],
+            COPY=TYPES[copies[0].dtype] if copies else tl.float32,
+            PIECE=PIECE,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What the programs of one launch look up."""
+
+    lines: Tensor
+    """For each tensor the addresses of its six forms (0 for none), and its size."""
+    owners: Tensor
+    """For each program its tensor."""
+    starts: Tensor
+    """For each tensor its first program."""
+    is_aligned: bool
 
 
 @functools.lru_cache(maxsize=16)
-def _table(
-    addresses: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the programs look up: per tensor its addresses and size, its first program.
+def _tables(
+    addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: torch.device
+) -> list[_Table]:
+    """Make the tables of the tensors that lie on 16 bytes, and of those that do not.
 
-    Optimizers step on the same tensors again and again, so the table is made once.
+    Optimizers step on the same tensors again and again, so they are made once.
     """
-    lines = [(*addresses[i * LISTS : (i + 1) * LISTS], size) for i, size in enumerate(sizes)]
-    pieces = [triton.cdiv(size, PIECE) for size in sizes]
-    owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(pieces))
-    starts = torch.tensor(_running_sum(pieces), dtype=torch.int32)
-    table = torch.tensor(lines, dtype=torch.int64)
-    return table.to(device), owners.to(device), starts.to(device)
+    absent = (0,) * len(sizes)
+    lines = list(zip(*(column or absent for column in addresses), sizes))
+    parts: dict[bool, list[tuple[int, ...]]] = defaultdict(list)
+    for line in lines:
+        if line[-1]:
+            parts[all(address % 16 == 0 for address in line[:-1])].append(line)
+    return [_table(part, device, is_aligned) for is_aligned, part in parts.items()]
 
 
-def _running_sum(counts: Sequence[int]) -> list[int]:
-    sums = [0]
-    for count in counts[:-1]:
-        sums.append(sums[-1] + count)
-    return sums
+def _table(lines: list[tuple[int, ...]], device: torch.device, is_aligned: bool) -> _Table:
+    pieces = torch.tensor([triton.cdiv(line[-1], PIECE) for line in lines])
+    owners = torch.arange(len(lines)).repeat_interleave(pieces)
+    starts = pieces.cumsum(0) - pieces
+    return _Table(
+        torch.tensor(lines, dtype=torch.int64).to(device),
+        owners.to(device, torch.int32),
+        starts.to(device, torch.int32),
+        is_aligned,
+    )
 
 
 @triton.jit

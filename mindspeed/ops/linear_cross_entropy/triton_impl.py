@@ -48,8 +48,9 @@ def linear_cross_entropy(
 
 def cut(column_bytes: int, vocabulary: int, memory: int) -> Slices:
     """Cut the vocabulary into slices whose logits fit into memory; the first is the widest."""
-    width = max(memory // max(column_bytes, 1) // ALIGNMENT, 1) * ALIGNMENT
-    starts = range(0, vocabulary, width)
+    columns = memory // max(column_bytes, 1)
+    width = vocabulary if columns >= vocabulary else max(columns // ALIGNMENT, 1) * ALIGNMENT
+    starts = range(0, vocabulary, max(width, 1))
     return tuple(slice(start, min(start + width, vocabulary)) for start in starts)
 
 

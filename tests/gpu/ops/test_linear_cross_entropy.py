@@ -71,5 +71,7 @@ def test_peak_memory(memory):
         current.reset_peak_memory()
         linear_cross_entropy(hidden, weight, labels, fused=True, memory=memory).backward(grad)
         extra = current.max_memory_allocated() - before
-    # The logits that are kept, and the gradient of hidden in float32 and in bfloat16.
-    assert extra <= memory + hidden.nbytes * 3 + 64 * 1024
+    # The logits that are kept, the gradient of hidden (where it is a sum, in float32 first), and
+    # what cuBLAS takes for sums that it splits.
+    gradient = hidden.nbytes * (1 if memory == WHOLE else 3)
+    assert extra <= memory + gradient + 2**20

@@ -92,6 +92,18 @@ def test_no_more_logits_than_memory_are_kept(memory):
     assert sum(t.nbytes for t in saved) == inputs + S * B * 4 + S * B * width * 4
 
 
+@pytest.mark.parametrize(
+    ("memory", "widths"),
+    [(130_000, [1300]), (129_900, [1280, 20]), (60_000, [512, 512, 276]), (1, [256] * 5 + [20])],
+)
+def test_slices(memory, widths):
+    from mindspeed.ops.linear_cross_entropy.triton_impl import cut
+
+    slices = cut(100, 1300, memory)
+    assert [part.stop - part.start for part in slices] == widths
+    assert slices[0].start == 0 and slices[-1].stop == 1300
+
+
 def test_a_second_backward_is_refused():
     from mindspeed.ops.linear_cross_entropy import triton_impl
 

@@ -152,9 +152,10 @@ class FusedAdam(torch.optim.Optimizer):
             direct = [param for param in active if self._is_direct(param)]
             self._update(direct, hyper)
             # One at a time: the float32 copies of the whole group would cost what the dtypes save.
-            for param in active:
-                if not self._is_direct(param):
-                    self._update_encoded(param, hyper)
+            if len(direct) < len(active):
+                for param in active:
+                    if not self._is_direct(param):
+                        self._update_encoded(param, hyper)
         return loss
 
     def _hyper(self, group: dict[str, Any]) -> AdamHyper:
@@ -172,11 +173,10 @@ class FusedAdam(torch.optim.Optimizer):
         """Update parameters whose state is float32, in place, in one pass over all of them."""
         if not params:
             return
-        plain = [param.detach() for param in params]
-        weights = [self.state[param][MASTER] for param in params] if self.master_weights else plain
-        moments = [[self.state[param][name] for param in params] for name in MOMENTS]
-        copies = plain if self.master_weights else ()
-        self._apply(params, weights, moments, hyper, copies)
+        states = [self.state[param] for param in params]
+        weights = [state[MASTER] for state in states] if self.master_weights else params
+        moments = [[state[name] for state in states] for name in MOMENTS]
+        self._apply(params, weights, moments, hyper, params if self.master_weights else ())
 
     def _update_encoded(self, param: Tensor, hyper: AdamHyper) -> None:
         """Update one parameter in float32, and store its state as it was."""
@@ -227,8 +227,8 @@ class FusedAdam(torch.optim.Optimizer):
         """Whether weights and moments are float32, to be updated where they are."""
         state = self.state[param]
         weight = state[MASTER] if self.master_weights else param
-        kept = (weight, *(state[name] for name in MOMENTS))
-        return all(tensor.dtype == torch.float32 for tensor in kept)
+        moments = state["exp_avg"].dtype, state["exp_avg_sq"].dtype
+        return weight.dtype is torch.float32 and moments == (torch.float32, torch.float32)
 
     def _grad(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
