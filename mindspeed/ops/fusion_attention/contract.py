@@ -55,11 +55,14 @@ class Options:
     kv_start_idx: Sequence[int] | None = None
 
 
+NAMES = frozenset(field.name for field in fields(Options))
+
+
 def check(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **options: Any
 ) -> None:
     """Raise ValueError for what no implementation computes."""
-    unknown = options.keys() - {field.name for field in fields(Options)}
+    unknown = [name for name in options if name not in NAMES]
     if unknown:
         raise TypeError(f"fusion_attention does not know {', '.join(sorted(unknown))}")
     if input_layout not in LAYOUTS:
