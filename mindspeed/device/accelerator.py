@@ -41,6 +41,10 @@ class Accelerator(Device):
         generator: torch.Generator = self.module.default_generators[self.index()]
         return generator
 
+    def memory_total(self) -> int:
+        """Return the bytes of the current device."""
+        return int(self.module.get_device_properties(self.index()).total_memory)
+
     def memory_allocated(self) -> int:
         """Return the bytes that tensors occupy."""
         return int(self.module.memory_allocated())

@@ -70,6 +70,10 @@ class Device(abc.ABC):
         self.default_generator().set_state(state)
 
     @abc.abstractmethod
+    def memory_total(self) -> int:
+        """Return the bytes that the current device has."""
+
+    @abc.abstractmethod
     def memory_allocated(self) -> int:
         """Return the bytes in use now."""
 

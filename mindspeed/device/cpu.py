@@ -61,6 +61,10 @@ class Cpu(Device):
         """Return torch's own default generator."""
         return torch.default_generator
 
+    def memory_total(self) -> int:
+        """Return the bytes of this machine, which its ranks share."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
     def memory_allocated(self) -> int:
         """Return the resident set of this process."""
         return _status("VmRSS") or _peak_of_process()

@@ -27,11 +27,13 @@ class LinearCrossEntropy(Feature):
 
         linear_cross_entropy: bool | None = None
         """Compute a GPT's output layer and loss in one, without all logits. Default: on CUDA."""
-        linear_cross_entropy_gib: Annotated[float, Field(gt=0)] = 1.8
-        """GiB of logits to keep for backward; the rest is computed again there."""
+        linear_cross_entropy_gib: Annotated[float | None, Field(gt=0)] = None
+        """GiB of logits to keep for backward; the rest is computed again there. Default: a
+        sixteenth of the device's memory."""
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Postpone the logits in the model's forward, and meet them again in its loss."""
+        gib = options.linear_cross_entropy_gib
         yield Patch.wrap(
             "megatron.core.models.gpt.gpt_model:GPTModel.forward",
             f"{_OPERATOR}:wrap_gpt_forward",
@@ -42,7 +44,7 @@ class LinearCrossEntropy(Feature):
             "LanguageModule.compute_language_model_loss",
             bind(
                 f"{_OPERATOR}:wrap_compute_language_model_loss",
-                int(options.linear_cross_entropy_gib * 2**30),
+                None if gib is None else int(gib * 2**30),
             ),
             why="this is where the logits are used and nowhere else",
         )

@@ -36,19 +36,22 @@ def test_same_training(layout, adds_in_place):
 
 def train(layout, adds_in_place):
     import mindspeed
+    from mindspeed import device
     from mindspeed.ops.linear_cross_entropy import megatron
     from tests.gpt.training import Training
 
-    calls = []
+    calls, total = [], device.current().memory_total()
     operator = megatron.linear_cross_entropy
 
     def counted(*args, fused, **kwargs):
         assert fused == adds_in_place
+        assert kwargs["memory"] == (3 * 2**29 if adds_in_place else total // 16)
         calls.append(1)
         return operator(*args, fused=fused, **kwargs)
 
     megatron.linear_cross_entropy = counted
-    mindspeed.enable(linear_cross_entropy=True)
+    gib = {"linear_cross_entropy_gib": 1.5} if adds_in_place else {}
+    mindspeed.enable(linear_cross_entropy=True, **gib)
     training = Training(layout)
     for chunk in training.chunks:
         if chunk.post_process:

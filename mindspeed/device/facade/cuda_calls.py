@@ -66,14 +66,13 @@ def _devices(cpu: Cpu) -> dict[str, object]:
         cpu.set_index(index or 0)
 
     def get_device_properties(device: Any = None) -> SimpleNamespace:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         cores = os.cpu_count() or 1
         major, minor = _CAPABILITY
         return SimpleNamespace(
             name="cpu",
             major=major,
             minor=minor,
-            total_memory=memory,
+            total_memory=cpu.memory_total(),
             multi_processor_count=cores,
         )
 

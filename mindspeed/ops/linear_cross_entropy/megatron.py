@@ -15,7 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mindspeed import device
 from mindspeed.ops.linear_cross_entropy import linear_cross_entropy
+
+# Of the device's memory, for logits that backward need not compute again.
+SHARE = 16
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,14 @@ def wrap_gpt_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def wrap_compute_language_model_loss(
-    original: Callable[..., Tensor], memory: int
+    original: Callable[..., Tensor], memory: int | None
 ) -> Callable[..., Tensor]:
-    """Compute the loss of postponed logits by the operator."""
+    """Compute the loss of postponed logits by the operator, keeping `memory` bytes of them."""
 
     @functools.wraps(original)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, PendingLogits):
-            return logits.loss(labels, memory)
+            return logits.loss(labels, memory or device.current().memory_total() // SHARE)
         return original(self, labels, logits)
 
     return compute_language_model_loss

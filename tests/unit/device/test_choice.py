@@ -61,3 +61,9 @@ def test_memory_is_the_resident_set_and_its_peak_can_be_reset():
     cpu.reset_peak_memory()
     if sys.platform == "linux":
         assert cpu.max_memory_allocated() < high - 0.9 * size
+
+
+def test_the_cpu_has_more_memory_than_this_process_took(monkeypatch):
+    monkeypatch.setenv("MINDSPEED_DEVICE", "cpu")
+    cpu = device.current()
+    assert cpu.memory_total() > cpu.max_memory_allocated() > 0
