@@ -45,7 +45,7 @@ def _even_step(totals: Sequence[Tensor]) -> int | None:
 
     Megatron lays the gradients of a bucket side by side, the last parameter first.
     """
-    if any(total.stride() != (total.shape[1], 1) for total in totals):
+    if not all(total.is_contiguous() for total in totals):
         return None
     places = [total.data_ptr() for total in totals]
     if len(places) == 1:

@@ -35,7 +35,7 @@ class _WeightGradients:
             return self._products(x, grad, ends)
         else:
             self._accumulate(x, grad, ends)
-        return [self._placeholder(weight) if self.fused else None for weight in self.weights]
+        return self._placeholders() if self.fused else [None] * len(self.weights)
 
     def _run_later(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
         if self.fused:
@@ -60,11 +60,14 @@ class _WeightGradients:
             .unbind()
         )
 
-    def _placeholder(self, weight: Tensor) -> Tensor | None:
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        return dummy_gradient(weight, zero=getattr(weight, "zero_out_wgrad", False))
+    def _placeholders(self) -> Sequence[Tensor | None]:
+        first = self.weights[0]
+        if not hasattr(first, "grad_added_to_main_grad"):
+            return [None] * len(self.weights)
+        for weight in self.weights:
+            weight.grad_added_to_main_grad = True
+        like = first.expand(len(self.weights), *first.shape)
+        return dummy_gradient(like, zero=getattr(first, "zero_out_wgrad", False)).unbind()
 
 
 class _GroupedLinear(Function):
@@ -129,16 +132,17 @@ def grouped_linear(
 
 def together(weights: Sequence[Tensor]) -> Tensor:
     """Return all matrices as one tensor (E, ...): a view where they lie evenly in one storage."""
-    first = weights[0]
+    first, last = weights[0], weights[-1]
     if len(weights) == 1:
         return first.unsqueeze(0)
-    step = weights[1].storage_offset() - first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
-    is_even = step >= first.numel() and all(
-        weight.is_contiguous()
-        and weight.untyped_storage().data_ptr() == storage
-        and weight.storage_offset() == first.storage_offset() + index * step
-        for index, weight in enumerate(weights)
+    places = [weight.data_ptr() for weight in weights]
+    step = (places[1] - places[0]) // first.itemsize
+    is_even = (
+        step >= first.numel()
+        and places == list(range(places[0], places[-1] + 1, step * first.itemsize))
+        and all(weight.is_contiguous() for weight in weights)
+        # What lies between two parts of a storage is a part of it.
+        and first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     )
     if not is_even:
         return torch.stack(list(weights))

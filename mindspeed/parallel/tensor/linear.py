@@ -169,7 +169,8 @@ def linear(
 
 def dummy_gradient(like: Tensor, zero: bool) -> Tensor:
     """Return a gradient whose value nobody reads, or zeros where Megatron does read it."""
-    return torch.zeros_like(like) if zero else torch.empty_like(like)
+    make = torch.zeros_like if zero else torch.empty_like
+    return make(like, memory_format=torch.contiguous_format)
 
 
 def main_grad_of(weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from mindspeed.ops.gmm import gmm, gmm_v2
 from mindspeed.ops.gmm.reference import LOOP
 from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32
 from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+from mindspeed.te.pytorch import GroupedLinear
 
 pytestmark = pytest.mark.gpu
 # Empty groups first, between and last, one of a single row, one that ends amid a tile.
@@ -152,3 +153,38 @@ def test_grouped_weight_gradients_need_no_temporary():
     current.reset_peak_memory()
     groupmatmul_add_fp32(x, dy, ends, total)
     assert current.max_memory_allocated() == before
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_module_of_experts_equals_a_loop(fused):
+    torch.manual_seed(3)
+    where = device.current().torch_device
+    module = GroupedLinear(
+        len(COUNTS),
+        256,
+        384,
+        bias=False,
+        params_dtype=torch.bfloat16,
+        device=where,
+        fuse_wgrad_accumulation=fused,
+    )
+    weights = [getattr(module, f"weight{index}") for index in range(len(COUNTS))]
+    buffer = torch.ones(len(COUNTS), 384, 256, device=where)
+    for weight, total in zip(weights, buffer.flip(0)):
+        weight.main_grad = total
+    x, dy = drawn(sum(COUNTS), 256).requires_grad_(), drawn(sum(COUNTS), 384)
+    out = module(x, COUNTS)
+    out.backward(dy)
+    parts = zip(x.detach().split(COUNTS), dy.split(COUNTS), weights)
+    for index, (rows, grads, weight) in enumerate(parts):
+        exact = grads.double().t() @ rows.double()
+        if fused:
+            torch.testing.assert_close(weight.main_grad.double(), exact + 1, rtol=1e-4, atol=1e-4)
+        elif COUNTS[index]:
+            assert error(weight.grad, exact) <= 4e-3
+        else:
+            assert not weight.grad.any()
+    expected = torch.cat([p.double() @ w.double().t() for p, w in zip(x.split(COUNTS), weights)])
+    assert error(out, expected) <= 4e-3
+    backward = torch.cat([g.double() @ w.double() for g, w in zip(dy.split(COUNTS), weights)])
+    assert error(x.grad, backward) <= 4e-3

@@ -6,6 +6,8 @@ import torch
 from mindspeed import device
 from mindspeed.ops.moe_token_permute import moe_token_permute
 from mindspeed.ops.moe_token_unpermute import moe_token_unpermute
+from mindspeed.ops.routing_rows import reference as routing
+from mindspeed.ops.routing_rows import routing_rows
 from mindspeed.ops.token_rows import gather_rows, reference, spread_rows
 from mindspeed.te.pytorch.permutation import moe_permute_with_probs, moe_unpermute
 
@@ -98,3 +100,17 @@ def test_kernels_equal_the_reference_bit_for_bit_where_nothing_is_summed():
     rows, places = moe_token_permute(x, chosen)
     plain = reference.spread_rows(x, places.view(chosen.shape), chosen.numel())
     assert torch.equal(rows, plain)
+
+
+@pytest.mark.parametrize("shape", [(4096, 64), (333, 10), (1, 1), (70, 300)], ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.6, 1.2, None])
+def test_numbers_of_rows_equal_the_reference(shape, share):
+    torch.manual_seed(1)
+    mask = torch.rand(shape, device=device.current().torch_device) < 0.2
+    rows = None if share is None else int(mask.sum().item() * share)
+    got, want = (run(mask, rows) for run in (routing_rows, routing.routing_rows))
+    count = want.starts[-1]
+    assert torch.equal(got.starts, want.starts)
+    assert torch.equal(got.pair_of_row, want.pair_of_row)
+    assert torch.equal(got.rows[:count], want.rows[:count])
+    assert torch.equal(got.pairs, want.pairs)
