@@ -21,5 +21,8 @@ def placeholder(weight: Tensor) -> Tensor | None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    is_read = getattr(weight, "zero_out_wgrad", False)
-    return torch.zeros_like(weight) if is_read else torch.empty_like(weight)
+    if getattr(weight, "zero_out_wgrad", False):
+        # A tied weight: the embedding's gradient is added to this one at the end of backward. One
+        # zero, seen everywhere, takes no memory until then.
+        return weight.new_zeros(()).expand_as(weight)
+    return torch.empty_like(weight)
