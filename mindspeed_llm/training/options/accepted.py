@@ -16,10 +16,6 @@ class AcceptedOptions(Options):
     """Accepted for existing scripts: Hugging Face's tokenizers are the ones there are."""
     tokenizer_not_use_fast: bool = False
     """Accepted for existing scripts: fast and slow tokenizers give the same ids."""
-    use_flash_attn: bool = False
-    """Accepted for existing scripts: attention never builds the s x s matrix of a whole batch."""
-    use_fused_rotary_pos_emb: bool = False
-    """Accepted for existing scripts: the result is the same."""
     no_masked_softmax_fusion: bool = False
     """Accepted for existing scripts: there is no such kernel to switch off."""
     no_load_rng: bool = False
