@@ -55,21 +55,23 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         x, residual, weight, bias, row_scale, column_scale, seed = inputs
-        rows, width = _rows(x), x.shape[-1]
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        z = None
+        width, device = x.shape[-1], x.device
+        count = x.numel() // max(width, 1)
+        y = torch.empty(x.shape, dtype=x.dtype, device=device)
+        z = mask = None
         if plan.sum_dtype is not None:
-            z = torch.empty(x.shape, dtype=plan.sum_dtype, device=x.device)
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device) if plan.wants_mask else None
-        statistics = torch.empty(
-            (1 if plan.is_rms else 2, len(rows)), dtype=torch.float32, device=x.device
-        )
-        block, tile_rows = _tile(width)
-        if x.numel():
-            others = None if residual is None else _rows(residual)
+            z = torch.empty(x.shape, dtype=plan.sum_dtype, device=device)
+        if plan.wants_mask:
+            mask = torch.empty(x.shape, dtype=torch.bool, device=device)
+        numbers = count if plan.is_rms else 2 * count
+        statistics = torch.empty(numbers, dtype=torch.float32, device=device)
+        tile = _tile(width)
+        if count:
+            rows, stride = _rows(x)
+            others, other_stride = (None, 0) if residual is None else _rows(residual)
             launch(
                 _forward,
-                (triton.cdiv(len(rows), tile_rows),),
+                (-(-count // tile.rows),),
                 rows,
                 others,
                 weight,
@@ -81,16 +83,16 @@ class _Norm(torch.autograd.Function):
                 z,
                 mask,
                 statistics,
-                len(rows),
+                count,
                 width,
-                rows.stride(0),
-                0 if others is None else others.stride(0),
+                stride,
+                other_stride,
                 plan.epsilon,
                 plan.drop,
                 IS_RMS=plan.is_rms,
-                ROWS=tile_rows,
-                BLOCK=block,
-                num_warps=_warps(block * tile_rows, FORWARD_NUMBERS),
+                ROWS=tile.rows,
+                BLOCK=tile.block,
+                num_warps=tile.forward_warps,
             )
         ctx.plan = plan
         ctx.types = (x.dtype, None if residual is None else residual.dtype)
@@ -110,20 +112,21 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         kept, weight, row_scale, column_scale, seed, x, statistics = ctx.saved_tensors
         grad = torch.zeros_like(kept) if grad is None else grad
-        rows, width = _rows(kept), kept.shape[-1]
+        width, device = kept.shape[-1], kept.device
+        count = kept.numel() // max(width, 1)
         x_dtype, residual_dtype = ctx.types
-        grad_x = torch.empty(kept.shape, dtype=x_dtype, device=kept.device)
+        grad_x = torch.empty(kept.shape, dtype=x_dtype, device=device)
         is_mixed = seed is not None or x is not None or residual_dtype not in (None, x_dtype)
         grad_residual = None
         if residual_dtype is not None and is_mixed:
-            grad_residual = torch.empty(kept.shape, dtype=residual_dtype, device=kept.device)
+            grad_residual = torch.empty(kept.shape, dtype=residual_dtype, device=device)
         grad_rows = None if row_scale is None else torch.empty_like(row_scale)
-        block, tile_rows = _tile(width)
-        warps = _warps(block * tile_rows, BACKWARD_NUMBERS)
-        programs = min(triton.cdiv(len(rows), tile_rows), _programs(kept.device, warps))
-        partial = _partial_sums(ctx, programs, width, kept.device, column_scale)
-        if kept.numel():
-            grads = _rows(grad)
+        tile = _tile(width)
+        programs = min(-(-count // tile.rows), _programs(device, tile.backward_warps))
+        partial = _partial_sums(ctx, programs, width, device, column_scale)
+        if count:
+            rows, stride = _rows(kept)
+            grads, grad_stride = _rows(grad)
             launch(
                 _backward,
                 (programs,),
@@ -140,17 +143,18 @@ class _Norm(torch.autograd.Function):
                 grad_residual,
                 grad_rows,
                 partial,
-                len(rows),
+                count,
                 width,
-                rows.stride(0),
-                grads.stride(0),
+                stride,
+                grad_stride,
                 ctx.plan.drop,
                 IS_RMS=ctx.plan.is_rms,
                 HAS_BIAS=ctx.has_bias,
-                ROWS=tile_rows,
-                BLOCK=block,
-                STAGES=_stages(block * tile_rows, kept, grad, grad_z, x),
-                num_warps=warps,
+                ROWS=tile.rows,
+                BLOCK=tile.block,
+                STAGES=_stages(tile.rows * tile.block, kept, grad, grad_z, x),
+                num_warps=tile.backward_warps,
+                **_registers(tile.backward_warps),
             )
         if residual_dtype is not None and not is_mixed:
             grad_residual = grad_x
@@ -173,17 +177,18 @@ def _reduced(partial: Tensor, dtype: torch.dtype, has_bias: bool) -> list[Tensor
     """Add up the programs' sums: of weight, bias and column scale, None for those not there."""
     count, programs, width = partial.shape
     out = torch.empty((count, width), dtype=dtype, device=partial.device)
-    # 32 columns are one 128-byte line, and enough programs for every multiprocessor.
+    # All partial sums of 16 columns at once: one trip to memory, and a program a multiprocessor.
+    rows = min(512, triton.next_power_of_2(max(programs, 1)))
     launch(
         _reduce,
-        (triton.cdiv(width, 32), count),
+        (-(-width // 16), count),
         partial,
         out,
         programs,
         width,
-        ROWS=128,
-        BLOCK=32,
-        num_warps=4,
+        ROWS=rows,
+        BLOCK=16,
+        num_warps=8 if rows == 512 else 4,
     )
     sums: list[Tensor | None] = list(out.unbind())
     if not has_bias:
@@ -191,41 +196,62 @@ def _reduced(partial: Tensor, dtype: torch.dtype, has_bias: bool) -> list[Tensor
     return sums if len(sums) == 3 else [*sums, None]
 
 
-def _rows(x: Tensor) -> Tensor:
-    """View x as rows one stride apart; a copy only where its memory does not allow it."""
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return x as rows, and how far apart they lie; a copy only where memory does not allow it."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
     rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:
     return None if scale is None else scale.reshape(-1)
 
 
-def _tile(width: int) -> tuple[int, int]:
+class Tile(NamedTuple):
+    """What a program reads at a time: some whole rows, padded to a power of two."""
+
+    block: int
+    rows: int
+    forward_warps: int
+    backward_warps: int
+
+
+@functools.cache
+def _tile(width: int) -> Tile:
     block = max(16, triton.next_power_of_2(width))
-    return block, max(1, TILE // block)
+    rows = max(1, TILE // block)
+    warps = (
+        min(32, max(4, rows * block // (32 * numbers)))
+        for numbers in (FORWARD_NUMBERS, BACKWARD_NUMBERS)
+    )
+    return Tile(block, rows, *warps)
 
 
-def _warps(numbers: int, a_thread: int) -> int:
-    return min(32, max(4, numbers // (32 * a_thread)))
-
-
+@functools.cache
 def _programs(device: torch.device, warps: int) -> int:
-    """Give each multiprocessor sixteen warps: the registers of backward leave room for those."""
-    return _multiprocessors(device) * max(1, 16 // warps)
+    """Give each multiprocessor sixteen warps: the registers of backward leave room for those.
+
+    A power of two, so that the usual numbers of rows divide evenly.
+    """
+    if device.type != "cuda":
+        return 1  # Triton's interpreter
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    most = count * max(1, 16 // warps)
+    return 1 << (most.bit_length() - 1)
+
+
+def _registers(warps: int) -> dict[str, int]:
+    """Hold a program to its share of the registers, so that sixteen warps do fit."""
+    is_free = warps > 16 or torch.compiler.is_compiling()  # which does not know the option
+    return {} if is_free else {"maxnreg": 128}
 
 
 def _stages(numbers: int, *loaded: Tensor | None) -> int:
     """Have the next two tiles on their way while one is reduced, where shared memory holds them."""
     tile = numbers * sum(0 if tensor is None else tensor.element_size() for tensor in loaded)
     return 3 if 2 * tile <= 96 * 1024 else 1
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

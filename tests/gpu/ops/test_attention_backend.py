@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from mindspeed.ops.fusion_attention import sdpa
 
@@ -46,7 +44,7 @@ def test_long_causal_attention_runs_on_cudnn(groups, size):
 @pytest.mark.parametrize("groups", [8, 2])
 @pytest.mark.parametrize("length", [64, 640])
 @pytest.mark.parametrize("window", [None, (100, 0), (30, 20)])
-def test_matches_float64_no_worse_than_the_math_backend(window, length, groups):
+def test_matches_float64_no_worse_than_unfused_attention(window, length, groups):
     torch.manual_seed(0)
     inputs = draw(2, length, 8, 64), draw(2, length, groups, 64), draw(2, length, groups, 64)
     place = torch.arange(length, device="cuda")
@@ -69,13 +67,14 @@ def test_matches_float64_no_worse_than_the_math_backend(window, length, groups):
             1, 2
         )
 
-    def eager(q, k, v):
-        with sdpa_kernel(SDPBackend.MATH):
-            return scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    def eager(q, k, v):  # as Megatron's own: scores and weights are bfloat16 in memory
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * 0.125
+        return scores.float().masked_fill(~visible, -1e4).softmax(-1).bfloat16() @ v
 
     want = run(lambda *a: exact(*a, visible), *(x.double() for x in inputs))
     for got, plain, true in zip(run(ours, *inputs), run(eager, *inputs), want):
-        assert error(got, true) < max(1.5 * error(plain, true), 1e-3)
+        assert error(got, true) <= 1.05 * error(plain, true)
 
 
 def test_packed_documents_in_one_launch():
@@ -107,7 +106,8 @@ def test_memory_grows_with_the_sequence_not_its_square(window):
         flat = (x.transpose(1, 2) for x in (q, k, v))
         out = sdpa.flash_attention(*flat, scale=0.125, dropout=0.0, window=window)
     out.sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 40 * q.nbytes < length**2
+    # One byte a score would be 32 times q.
+    assert torch.cuda.max_memory_allocated() - before < 16 * q.nbytes
 
 
 def test_output_of_megatrons_layout_is_not_copied():

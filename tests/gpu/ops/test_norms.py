@@ -121,8 +121,7 @@ def test_peak_memory_is_what_the_formula_says():
     assert kept == out.nbytes + 4 * 8192
     torch.autograd.grad(out, (x, gamma), grad)
     # The gradient of x, and a partial sum of the gradient of gamma from each program.
-    programs = 2 * torch.cuda.get_device_properties(0).multi_processor_count
-    partial = programs * 4096 * 4
+    partial = 256 * 4096 * 4
     assert torch.cuda.max_memory_allocated() - before <= kept + x.nbytes + partial + 2**20
 
 
