@@ -8,7 +8,7 @@ gmm = Op(
     "gmm",
     reference=f"{_ROOM}.reference:gmm",
     impls=(
-        Impl("grouped_mm", f"{_ROOM}.cuda_impl:gmm", device="cuda"),
+        Impl("grouped_mm", f"{_ROOM}.cuda_impl:gmm", device="cuda", needs=("triton",)),
         Impl("npu", f"{_ROOM}.npu_impl:gmm", device="npu", needs=("torch_npu",)),
     ),
     check=f"{_ROOM}.contract:check",
@@ -18,7 +18,7 @@ gmm_v2 = Op(
     "gmm",
     reference=f"{_ROOM}.reference:gmm_v2",
     impls=(
-        Impl("grouped_mm", f"{_ROOM}.cuda_impl:gmm_v2", device="cuda"),
+        Impl("grouped_mm", f"{_ROOM}.cuda_impl:gmm_v2", device="cuda", needs=("triton",)),
         Impl("npu", f"{_ROOM}.npu_impl:gmm_v2", device="npu", needs=("torch_npu",)),
     ),
     check=f"{_ROOM}.contract:check",

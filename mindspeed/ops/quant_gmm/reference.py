@@ -26,71 +26,66 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
 }
 
 
-def quant_gmm(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    *,
-    offset: Tensor | None = None,
-    per_token_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    group_list: Tensor | Sequence[int] | None = None,
-    output_dtype: torch.dtype | None = None,
-    act_type: int = 0,
-) -> Tensor:
-    """Multiply int8 groups; group_list holds the end of each group.
+def operators(
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Make quant_gmm, whose group_list holds ends, and quant_gmm_v2, whose group_list holds sizes.
 
-    Args:
-        x: (M, K) int8
-        weight: (E, K, N) int8
-        scale: (E, N) or (E, 1); float32, bfloat16, or for an int8 result int64 whose low half has
-            the bits of a float32.
-        offset: like scale, for an int8 result.
-        per_token_scale: (M,) float32
-        bias: (E, N) int32
-        output_dtype: float16, bfloat16 or int8; by default bfloat16 for a bfloat16 scale, int8 for
-            an int64 one and float16 otherwise.
-        act_type: 0 none, 1 relu, 2 gelu (tanh), 4 fast gelu, 5 silu.
+    `multiply` takes x (M, K), weight (E, K, N) and ends, and returns exact sums (M, N).
     """
-    ends = Grouping(group_list, True, 0, None).ends(x.device)
-    total = _scaled(x, weight, scale, bias, ends)
-    return _finish(
-        total, ends, offset, per_token_scale, act_type, _result_type(scale, output_dtype)
-    )
+
+    def make(is_cumulative: bool) -> Callable[..., Tensor]:
+        def run(
+            x: Tensor,
+            weight: Tensor,
+            scale: Tensor,
+            *,
+            offset: Tensor | None = None,
+            per_token_scale: Tensor | None = None,
+            bias: Tensor | None = None,
+            group_list: Tensor | Sequence[int] | None = None,
+            output_dtype: torch.dtype | None = None,
+            act_type: int = 0,
+        ) -> Tensor:
+            """Multiply int8 groups.
+
+            Args:
+                x: (M, K) int8
+                weight: (E, K, N) int8
+                scale: (E, N) or (E, 1); float32, bfloat16, or for an int8 result int64 whose low
+                    half has the bits of a float32.
+                offset: like scale, for an int8 result.
+                per_token_scale: (M,) float32
+                bias: (E, N) int32
+                group_list: the end of each group; in quant_gmm_v2 its size.
+                output_dtype: float16, bfloat16 or int8; by default bfloat16 for a bfloat16 scale,
+                    int8 for an int64 one and float16 otherwise.
+                act_type: 0 none, 1 relu, 2 gelu (tanh), 4 fast gelu, 5 silu.
+            """
+            ends = Grouping(group_list, is_cumulative, 0, None).ends(x.device)
+            total = multiply(x, weight, ends).double()
+            if bias is not None:
+                total += _of_rows(bias, ends, len(x))
+            if scale.dtype == torch.int64:
+                total *= _of_rows(scale.to(torch.int32).view(torch.float32), ends, len(x))
+            else:
+                total *= _of_rows(scale, ends, len(x))
+            dtype = _result_type(scale, output_dtype)
+            return _finish(total, ends, offset, per_token_scale, act_type, dtype)
+
+        return run
+
+    return make(True), make(False)
 
 
-def quant_gmm_v2(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    *,
-    offset: Tensor | None = None,
-    per_token_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    group_list: Tensor | Sequence[int] | None = None,
-    output_dtype: torch.dtype | None = None,
-    act_type: int = 0,
-) -> Tensor:
-    """Multiply int8 groups; group_list holds the size of each group."""
-    ends = Grouping(group_list, False, 0, None).ends(x.device)
-    total = _scaled(x, weight, scale, bias, ends)
-    return _finish(
-        total, ends, offset, per_token_scale, act_type, _result_type(scale, output_dtype)
-    )
+def exact_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply int8 groups exactly: float64 whole numbers."""
+    return LOOP.rows(x.double(), weight.double(), ends)
 
 
 def exact_product(x: Tensor, y: Tensor) -> Tensor:
     """Multiply int8 matrices exactly: float64 whole numbers."""
     return x.double() @ y.double()
-
-
-def _scaled(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    total = LOOP.rows(x.double(), weight.double(), ends)
-    if bias is not None:
-        total += _of_rows(bias, ends, len(x))
-    if scale.dtype == torch.int64:
-        scale = scale.to(torch.int32).view(torch.float32)
-    return total * _of_rows(scale, ends, len(x))
 
 
 def _finish(
@@ -140,3 +135,6 @@ def check(x: Tensor, weight: Tensor, scale: Tensor, **options: Any) -> None:
         raise ValueError(f"output_dtype={dtype}: use float16, bfloat16 or int8")
     if dtype == torch.int8 and (act_type or options.get("per_token_scale") is not None):
         raise ValueError("quant_gmm with an int8 result takes no act_type and no per_token_scale")
+
+
+quant_gmm, quant_gmm_v2 = operators(exact_rows)

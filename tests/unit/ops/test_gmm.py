@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from mindspeed.ops.gmm import gmm, gmm_v2
+from mindspeed.ops.gmm import gmm, gmm_v2, triton_impl
 from mindspeed.ops.gmm.cuda_impl import _dense, _fits
+from mindspeed.ops.gmm.reference import LOOP
 
 COUNTS = [3, 0, 1, 4]
 ENDS = [3, 3, 4, 8]
@@ -118,6 +119,31 @@ def test_nothing_else_is_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         gmm(x, weight, group_list=ends)
     assert {t.data_ptr() for t in saved} == {x.data_ptr(), weight.data_ptr(), ends.data_ptr()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("strided", [True, False])
+def test_the_kernel_equals_the_loop(dtype, strided, monkeypatch):
+    for name in ("_TILE_M", "_TILE_N", "_TILE_K"):
+        monkeypatch.setattr(triton_impl, name, 16)
+    torch.manual_seed(2)
+    ends = torch.tensor([0, 20, 20, 21, 54, 54], dtype=torch.int32)
+    x, weight = torch.randn(54, 40).to(dtype), torch.randn(6, 40, 19).to(dtype)
+    if strided:
+        x = torch.randn(40, 108).to(dtype).t()[::2]
+        weight = torch.randn(6, 19, 80).to(dtype).transpose(1, 2)[:, ::2]
+    y = torch.randn(54, 19).to(dtype)
+    wide = [t.double() for t in (x, weight, y)]
+    tolerance = (
+        {"rtol": 2e-3, "atol": 2e-2} if dtype == torch.float16 else {"rtol": 1e-5, "atol": 1e-4}
+    )
+    exact = LOOP.rows(wide[0], wide[1], ends)
+    torch.testing.assert_close(triton_impl.rows(x, weight, ends).double(), exact, **tolerance)
+    exact = LOOP.outer(wide[0], wide[2], ends)
+    got = triton_impl.outer(x, y, ends)
+    assert got.dtype == dtype and not got[0].any() and not got[5].any()
+    torch.testing.assert_close(got.double(), exact, **tolerance)
+    assert triton_impl.rows(x[:0], weight, ends * 0).shape == (0, 19)
 
 
 def test_empty_input():

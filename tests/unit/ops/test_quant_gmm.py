@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mindspeed.ops.quant_gmm import quant_gmm, quant_gmm_v2
+from mindspeed.ops.quant_gmm import quant_gmm, quant_gmm_v2, triton_impl
 from mindspeed.ops.weight_quant_gmm import weight_quant_gmm
 
 COUNTS, ENDS = [3, 0, 2], [3, 3, 5]
@@ -50,6 +50,17 @@ def test_scaled_and_activated(scale_type, act_type):
     assert torch.equal(
         got, quant_gmm_v2(x, weight, scale, group_list=torch.tensor(COUNTS), **options)
     )
+
+
+def test_the_kernel_gives_the_same_bits():
+    x, weight, bias = case()
+    scale = torch.rand(E, N) * 1e-4
+    for kernel, plain, groups in (
+        (triton_impl.quant_gmm, quant_gmm, ENDS),
+        (triton_impl.quant_gmm_v2, quant_gmm_v2, COUNTS),
+    ):
+        got, want = (f(x, weight, scale, bias=bias, group_list=groups) for f in (kernel, plain))
+        assert torch.equal(got, want) and want.any()
 
 
 def test_back_to_int8():

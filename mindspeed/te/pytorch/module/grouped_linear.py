@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -71,16 +72,16 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def _ends(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
         """Return the end of each group on the device; counts that are there stay there."""
-        on_device = isinstance(m_splits, Tensor) and m_splits.device == x.device
-        if not on_device or x.device.type == "cpu":
-            rows = [int(count) for count in m_splits]
-            if len(rows) != self.num_gemms or sum(rows) != x.shape[0]:
-                raise ValueError(
-                    f"m_splits={rows} must give {self.num_gemms} counts that add up to the "
-                    f"{x.shape[0]} rows of the input"
-                )
-        counts = torch.as_tensor(m_splits).to(x.device, non_blocking=True)
-        return counts.cumsum(0, dtype=torch.int32)
+        if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu":
+            return m_splits.cumsum(0, dtype=torch.int32)
+        rows = [int(count) for count in m_splits]
+        if len(rows) != self.num_gemms or sum(rows) != x.shape[0]:
+            raise ValueError(
+                f"m_splits={rows} must give {self.num_gemms} counts that add up to the "
+                f"{x.shape[0]} rows of the input"
+            )
+        ends = torch.tensor(list(accumulate(rows)), dtype=torch.int32)
+        return ends.to(x.device, non_blocking=True)
 
     def _lay_together(self) -> None:
         """Put all weights side by side, so that the grouped product needs no copy of them."""
