@@ -1,17 +1,20 @@
 """Row-parallel product, all-reduce, residual and RMSNorm in one call."""
 
-from mindspeed.ops.dispatch import Op
+from mindspeed.ops.dispatch import Impl, Op
 
-_ROOM = "mindspeed.ops.mm_all_reduce_add_rms_norm"
+_NAME = "mm_all_reduce_add_rms_norm"
+_ROOM = f"mindspeed.ops.{_NAME}"
 
 mm_all_reduce_add_rms_norm = Op(
-    "mm_all_reduce_add_rms_norm",
-    reference=f"{_ROOM}.reference:mm_all_reduce_add_rms_norm",
+    _NAME,
+    reference=f"{_ROOM}.reference:{_NAME}",
+    impls=(Impl("npu", f"{_ROOM}.npu_impl:{_NAME}", device="npu", needs=("torch_npu",)),),
     check=f"{_ROOM}.reference:check",
 )
 
 mm_all_reduce_add_rms_norm_ = Op(
-    "mm_all_reduce_add_rms_norm",
-    reference=f"{_ROOM}.reference:mm_all_reduce_add_rms_norm_",
+    _NAME,
+    reference=f"{_ROOM}.reference:{_NAME}_",
+    impls=(Impl("npu", f"{_ROOM}.npu_impl:{_NAME}_", device="npu", needs=("torch_npu",)),),
     check=f"{_ROOM}.reference:check",
 )

@@ -1,0 +1,72 @@
+"""Row-parallel product with residual and norm on Ascend, as torch-npu 2.13.0 declares the product:
+
+npu_mm_all_reduce_base(Tensor x1, Tensor x2, str hcom, *, str reduce_op='sum', Tensor? bias=None,
+Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, Tensor? x3=None,
+Tensor? dequant_scale=None, ..., int antiquant_group_size=0, int comm_turn=0, ...) -> Tensor
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_npu
+from torch import Tensor
+
+from mindspeed.ops.collectives import Group, group_of
+from mindspeed.ops.rms_norm import rms_norm
+
+
+def mm_all_reduce_add_rms_norm(
+    x1: Tensor,
+    x2: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    hcom: Group,
+    reduce_op: str = "sum",
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum and its norm."""
+    return mm_all_reduce_add_rms_norm_(x1, x2, residual.clone(), gamma, hcom, reduce_op, **options)
+
+
+def mm_all_reduce_add_rms_norm_(
+    x1: Tensor,
+    x2: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
+    hcom: Group,
+    reduce_op: str = "sum",
+    *,
+    epsilon: float = 1e-6,
+    bias: Tensor | None = None,
+    antiquant_scale: Tensor | None = None,
+    antiquant_offset: Tensor | None = None,
+    dequant_scale: Tensor | None = None,
+    antiquant_group_size: int = 0,
+    comm_turn: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Add to residual in place, and return it and its norm."""
+    product = torch_npu.npu_mm_all_reduce_base(
+        x1,
+        x2,
+        _name(hcom),
+        reduce_op=reduce_op,
+        bias=bias,
+        antiquant_scale=antiquant_scale,
+        antiquant_offset=antiquant_offset,
+        dequant_scale=dequant_scale,
+        antiquant_group_size=antiquant_group_size,
+        comm_turn=comm_turn,
+    )
+    residual += product.view(residual.shape)
+    return residual, rms_norm(residual, gamma, epsilon)
+
+
+def _name(hcom: Group) -> str:
+    """Return the name that the device's library gave the ranks, which callers may pass as it is."""
+    if isinstance(hcom, str):
+        return hcom
+    backend = group_of(hcom)._get_backend(torch.device("npu"))
+    return str(backend.get_hccl_comm_name(dist.get_rank()))
