@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.gpt.layout import FFN, GLOBAL_BATCH, HIDDEN, SEQUENCE, VOCABULARY, Layout
+from tests.gpt.layout import FFN, GLOBAL_BATCH, HEADS, HIDDEN, SEQUENCE, VOCABULARY, Layout
 from tests.gpt.runs import in_ranks
+from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
     from tests.gpt.training import Training
@@ -68,6 +69,52 @@ def test_ranks_share_the_work_of_one(layout: Layout) -> None:
     # Every rank tells the mean, counted in thousands.
     for counted in in_ranks(layout, _count):
         assert [2 * count for count in counted] == pytest.approx(expected, abs=2000)
+
+
+def test_latent_attention_is_counted_by_its_own_sizes() -> None:
+    """Keys of 8 + 4 numbers, values of 6: on a cpu torch multiplies all pairs of such sizes."""
+    tokens, heads, hidden, ffn = 2 * SEQUENCE, HEADS, HIDDEN, FFN
+    queries = hidden * 16 + 16 * heads * (8 + 4)
+    keys_and_values = hidden * (24 + 4) + 24 * heads * (8 + 6)
+    layer = queries + keys_and_values + heads * 6 * hidden + 2 * hidden * ffn
+    attention = SEQUENCE * heads * (8 + 4 + 6)
+    expected = 3 * 2 * tokens * (2 * (layer + attention) + hidden * VOCABULARY)
+    assert run_ranks(_count_latent, 1) == [expected]
+
+
+def _count_latent() -> float:
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from mindspeed.tune.flop_counter import FlopCounter
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = MLATransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        q_lora_rank=16,
+        kv_lora_rank=24,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=6,
+        rope_type="rope",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=True)
+    model = GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    tokens = torch.randint(VOCABULARY, (2, SEQUENCE))
+    positions = torch.arange(SEQUENCE).expand(2, -1)
+    with FlopCounter() as counter:
+        model(tokens, positions, None, labels=tokens).mean().backward()
+    return counter.flops.model
 
 
 def _count(training: "Training") -> tuple[float, float]:
