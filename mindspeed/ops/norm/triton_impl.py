@@ -190,6 +190,8 @@ def _reduced(partial: Tensor, dtype: torch.dtype, has_bias: bool) -> list[Tensor
         BLOCK=16,
         num_warps=8 if rows == 512 else 4,
     )
+    if count == 1:
+        return [out.view(width), None, None]
     sums: list[Tensor | None] = list(out.unbind())
     if not has_bias:
         sums.insert(1, None)
