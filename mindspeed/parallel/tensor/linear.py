@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mindspeed.ops.column_sum import column_sum
 from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
 from mindspeed.ops.swiglu import swiglu_gradient
 from mindspeed.ops.swiglu.origin import origin
@@ -116,7 +117,7 @@ class _Linear(Function):
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.plan.take(x, grad)
         if ctx.needs_input_grad[2]:
-            grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+            grad_bias = column_sum(grad.flatten(0, -2), ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None
 
 
