@@ -131,7 +131,8 @@ def _turned(table: Table, tensors: Sequence[Tensor], forth: bool) -> tuple[Tenso
 
 
 def _table(freqs: Tensor, positions: Tensor | None, interleaved: bool) -> Table:
-    if torch.compiler.is_compiling():
+    # A tensor of inference mode does not tell whether it was changed.
+    if torch.compiler.is_compiling() or freqs.is_inference():
         return Table(*_cos_sin(freqs), positions, interleaved)
     known, version = _tables.get(freqs, (None, -1))
     if known is None or version != freqs._version:

@@ -167,3 +167,10 @@ def test_no_tokens():
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.randn(4, 2, 3, 8), torch.randn(4, 1, 1, 8))
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        q, freqs = torch.randn(5, 2, 6, 8), torch.randn(5, 1, 1, 8)
+        got = triton_impl.rotate_qk(q, None, freqs)[0]
+        compare([got], [by_angles(q, freqs, False)], torch.float32)

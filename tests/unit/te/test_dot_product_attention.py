@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mindspeed.te.pytorch import DotProductAttention
+from mindspeed.te.pytorch.attention.core import Documents
 
 S, B, N, H = 7, 2, 4, 8
 
@@ -377,3 +378,16 @@ def test_a_call_without_causality_sees_all_keys_of_a_causal_module():
 )
 def test_the_window_in_force_is_told_as_it_was_given(given, told):
     assert DotProductAttention(2, 4, attn_mask_type="causal", window_size=given).window_size == told
+
+
+def test_cumulative_lengths_are_read_once_and_again_when_they_change():
+    bounds = torch.tensor([0, 4, S])
+    first = Documents.of(bounds, None)
+    assert (first.starts, first.lengths) == ([0, 4], [4, S - 4])
+    assert Documents.of(bounds, None).lengths == first.lengths
+    bounds[1] = 2
+    assert Documents.of(bounds, None).lengths == [2, S - 2]
+    assert first.fill(S) and not first.fill(S + 1)
+    assert not Documents.of(bounds, bounds + torch.tensor([0, 1, 1])).fill(S + 1)
+    with torch.inference_mode():
+        assert Documents.of(torch.tensor([0, 3]), None).lengths == [3]

@@ -11,9 +11,13 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.ops.fusion_attention import sdpa
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
+
+# Every layer of a step is given the same cumulative lengths: the host waits for them once.
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -30,22 +34,34 @@ class Documents:
 
     starts: list[int]
     lengths: list[int]
+    given: Tensor
+    """The cumulative lengths they were read from."""
 
     @classmethod
     def of(cls, bounds: Tensor, padded_bounds: Tensor | None) -> Documents:
         """Read cumulative lengths; with padding between documents, the padded ones say where."""
-        places = bounds if padded_bounds is None else padded_bounds
-        return cls(places.tolist()[:-1], [end - start for start, end in pairwise(bounds.tolist())])
+        places = _on_host(bounds if padded_bounds is None else padded_bounds)
+        lengths = [end - start for start, end in pairwise(_on_host(bounds))]
+        return cls(places[:-1], lengths, bounds)
 
-    @property
-    def bounds(self) -> list[int] | None:
-        """The cumulative lengths, or None where there is padding between documents."""
-        bounds = [0, *accumulate(self.lengths)]
-        return bounds if self.starts == bounds[:-1] else None
+    def fill(self, tokens: int) -> bool:
+        """Say whether they fill so many tokens, without padding between or behind them."""
+        ends = [0, *accumulate(self.lengths)]
+        return ends == [*self.starts, tokens]
 
     def slices(self) -> list[slice]:
         """Return each document's place."""
         return [slice(start, start + n) for start, n in zip(self.starts, self.lengths)]
+
+
+def _on_host(bounds: Tensor) -> list[int]:
+    if bounds.is_inference():  # which does not tell whether it was changed
+        return bounds.tolist()
+    version, values = _read.get(bounds, (None, []))
+    if version != bounds._version:
+        values = bounds.tolist()
+        _read[bounds] = bounds._version, values
+    return values
 
 
 def attend(
@@ -140,7 +156,7 @@ def _is_one_launch(
 ) -> bool:
     # cuDNN takes whole documents and is the faster one where they are long.
     is_short = sum(of_q.lengths) < len(of_q.lengths) * sdpa.CUDNN_TOKENS * 2
-    is_dense = all(d.bounds and d.bounds[-1] == len(x) for d, x in ((of_q, q), (of_k, k)))
+    is_dense = of_q.fill(len(q)) and of_k.fill(len(k))
     same = of_q.lengths == of_k.lengths or "bottom_right" in rule.kind or rule.window == (-1, -1)
     return is_dense and same and min(of_k.lengths) > 0 and is_short and sdpa.serves_flash(q, k, v)
 
@@ -155,10 +171,7 @@ def _attend_packed(
     of_q: Documents,
     of_k: Documents,
 ) -> Tensor:
-    on_device = (
-        torch.tensor(documents.bounds, dtype=torch.int32, device=q.device)
-        for documents in (of_q, of_k)
-    )
+    on_device = (documents.given.to(q.device, torch.int32) for documents in (of_q, of_k))
     documents = sdpa.Documents(*on_device, max(of_q.lengths), max(of_k.lengths))
     options = {"scale": softmax.scale, "dropout": softmax.dropout, "window": rule.window}
     return sdpa.flash_attention(q, k, v, documents=documents, **options).flatten(1)
