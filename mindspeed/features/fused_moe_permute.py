@@ -32,7 +32,9 @@ class FusedMoePermute(Feature):
         return super().is_on(options, context) or bool(context.argument("moe_permute_fusion"))
 
     def check(self, options: Any, context: Context) -> None:
-        """The dispatcher must be one that permutes, and capacities need padding."""
+        """The document's rules for its flag; Megatron looks after its own."""
+        if not options.use_fused_moe_token_permute_and_unpermute:
+            return
         word = context.spelling.name_of("use_fused_moe_token_permute_and_unpermute")
         dispatcher = context.argument("moe_token_dispatcher_type", "alltoall")
         if dispatcher not in SERVED:

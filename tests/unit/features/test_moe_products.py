@@ -123,6 +123,8 @@ def test_what_is_refused(feature, arguments, message):
 def test_what_is_accepted():
     permute = FusedMoePermute()
     padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    permute.check(options(permute), Context(megatron=padded))
+    asked = options(permute, use_fused_moe_token_permute_and_unpermute=True)
+    permute.check(asked, Context(megatron=padded))
+    permute.check(options(permute), Context(megatron={"moe_token_dispatcher_type": "allgather"}))
     fusion = MoeWeightGradientFusion()
     fusion.check(options(fusion), Context(megatron={"moe_grouped_gemm": True}))
