@@ -22,6 +22,7 @@ CUDNN_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+_CUDNN_ORDER = [int(backend) for backend in (*CUDNN_FIRST, SDPBackend.OVERRIDEABLE)]
 CUDNN_TOKENS, CUDNN_HEADS = 512, (64, 128)
 HALF = (torch.bfloat16, torch.float16)
 FLASH_HEAD = 256
@@ -45,10 +46,19 @@ def attention(
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
     }
-    if mask is None and prefers_cudnn(q, k, v):
+    if mask is not None or not prefers_cudnn(q, k, v):
+        return scaled_dot_product_attention(q, k, v, **options)
+    if torch.compiler.is_compiling():
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
             return scaled_dot_product_attention(q, k, v, **options)
-    return scaled_dot_product_attention(q, k, v, **options)
+    # What sdpa_kernel does, without its thirty microseconds, and without switching on again what
+    # the caller has switched off.
+    order = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order(_CUDNN_ORDER)
+    try:
+        return scaled_dot_product_attention(q, k, v, **options)
+    finally:
+        torch._C._set_sdp_priority_order(order)
 
 
 def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
