@@ -16,9 +16,8 @@ from torch import Tensor
 from mindspeed.ops.groupmatmul_add_fp32 import reference
 from mindspeed.ops.launch import launch
 
-# 128 x 256 float32 sums fill half the registers of 8 warps; 64 rows in 3 stages, 147 KiB of shared
-# memory. Smaller tiles where the matrix is smaller.
-_TILE_K, _TILE_N, _ROWS, _STAGES = 128, 256, 64, 3
+_ROWS, _STAGES = 64, 3
+_LONG = 1024
 
 
 def groupmatmul_add_fp32(
@@ -60,10 +59,7 @@ def _launch(x: Tensor, dy: Tensor, ends: Tensor, first: Tensor, step: int) -> No
     width, height = dy.shape[1], x.shape[1]
     if not (len(ends) and width and height):
         return
-    small = max(width, height) <= 64
-    tile_k, tile_n = (64, 64) if small else (_TILE_K, _TILE_N)
-    if x.dtype == torch.float32:  # no matrix unit takes exact float32: keep the sums in registers
-        tile_k, tile_n = 64, 64
+    tile_k, tile_n = _tile(x.dtype, max(height, width), len(x) // len(ends))
     grid = (triton.cdiv(height, tile_k) * triton.cdiv(width, tile_n), len(ends))
     launch(
         _add_outer,
@@ -81,9 +77,19 @@ def _launch(x: Tensor, dy: Tensor, ends: Tensor, first: Tensor, step: int) -> No
         TILE_N=tile_n,
         ROWS=_ROWS if x.itemsize == 2 else 32,
         EVEN=height % tile_k == 0 and width % tile_n == 0,
-        num_warps=8 if tile_n == _TILE_N else 4,
+        num_warps=8 if tile_n == 256 else 4,
         num_stages=_STAGES,
     )
+
+
+def _tile(dtype: torch.dtype, longest: int, rows: int) -> tuple[int, int]:
+    """Return the tile of a product over so many rows."""
+    if longest <= 64 or dtype == torch.float32:  # no matrix unit takes exact float32
+        return 64, 64
+    # Long products are bound by the second-level cache: 128 x 256 sums, half the registers of 8
+    # warps and 147 KiB of shared memory, read least. Short ones are bound by reading and writing
+    # the result: two programs of 128 x 128 share a processor, and one multiplies meanwhile.
+    return (128, 256) if rows >= _LONG else (128, 128)
 
 
 @triton.jit

@@ -65,6 +65,16 @@ def test_kernel_with_several_tiles_and_strided_inputs():
     )
 
 
+def test_long_groups_use_wide_tiles(monkeypatch):
+    monkeypatch.setattr(kernel, "_LONG", 2)  # nine rows in four groups are long then
+    torch.manual_seed(4)
+    x, dy = torch.randn(9, 130).half(), torch.randn(9, 260).half()
+    out = torch.zeros(4, 130, 260)
+    kernel.groupmatmul_add_fp32(x, dy, ENDS, out)
+    expected = exact(x, dy, torch.zeros_like(out))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_float64_and_no_rows():
     x, dy, out = case(torch.float64)
     out = out.double()
