@@ -48,12 +48,13 @@ def normalise(plan: Plan, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None
     Inputs are x, residual, weight, bias, row_scale, column_scale and the seed, a number on the
     device: no host waits for it, and a graph replays it.
     """
-    return _Norm.apply(plan, *inputs)
+    y, *rest = _Norm.apply(plan, *inputs)
+    return y, rest[0] if rest else None, rest[1] if plan.wants_mask else None
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, plan: Plan, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         x, residual, weight, bias, row_scale, column_scale, seed = inputs
         width, device = x.shape[-1], x.device
         count = x.numel() // max(width, 1)
@@ -100,16 +101,16 @@ class _Norm(torch.autograd.Function):
         kept = x if z is None else z
         ctx.save_for_backward(kept, weight, row_scale, column_scale, seed, scaled, statistics)
         ctx.has_bias = bias is not None
-        ctx.set_materialize_grads(False)
+        if not torch.compiler.is_compiling():  # which knows no such method
+            ctx.set_materialize_grads(False)
         if mask is not None:
             ctx.mark_non_differentiable(mask)
-        return y, z, mask
+        return tuple(x for x in (y, z, mask) if x is not None)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: Tensor | None, grad_z: Tensor | None, _: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, grad_z = grads[0], grads[1] if len(grads) > 1 else None
         kept, weight, row_scale, column_scale, seed, x, statistics = ctx.saved_tensors
         grad = torch.zeros_like(kept) if grad is None else grad
         width, device = kept.shape[-1], kept.device
@@ -126,11 +127,11 @@ class _Norm(torch.autograd.Function):
         partial = _partial_sums(ctx, programs, width, device, column_scale)
         if count:
             rows, stride = _rows(kept)
-            grads, grad_stride = _rows(grad)
+            grad_y, grad_stride = _rows(grad)
             launch(
                 _backward,
                 (programs,),
-                grads,
+                grad_y,
                 None if grad_z is None else grad_z.contiguous(),
                 rows,
                 weight,

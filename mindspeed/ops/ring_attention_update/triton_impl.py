@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mindspeed.ops.launch import launch
 from mindspeed.ops.ring_attention_update import reference
 from mindspeed.ops.ring_attention_update.contract import four_dims
 
@@ -39,7 +40,9 @@ def ring_attention_update(
     tokens, batch, heads, size = heads_of.shape
     block = triton.next_power_of_2(size)
     if out.numel():
-        _merge[(tokens * batch,)](
+        launch(
+            _merge,
+            (tokens * batch,),
             *outs,
             *statistics,
             out,
