@@ -24,11 +24,19 @@ def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., 
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        if cu_seqlens is not None or mscale != 1.0 or config.multi_latent_attention:
+        is_plain = cu_seqlens is None and mscale == 1.0 and not config.multi_latent_attention
+        if not is_plain or not _is_one_angle_a_token(t, freqs):
             return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
         return rotate_qk(t, None, freqs, None, config.rotary_interleaved)[0]
 
     return apply_rotary_pos_emb
+
+
+def _is_one_angle_a_token(t: Tensor, freqs: Tensor) -> bool:
+    if not t.dim() == freqs.dim() == 4:
+        return False
+    tokens, batch, heads, _ = freqs.shape
+    return tokens == t.shape[0] and batch in (1, t.shape[1]) and heads == 1
 
 
 def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
