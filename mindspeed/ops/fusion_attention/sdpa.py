@@ -22,7 +22,7 @@ CUDNN_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-_CUDNN_ORDER = [int(backend) for backend in (*CUDNN_FIRST, SDPBackend.OVERRIDEABLE)]
+_CUDNN = int(SDPBackend.CUDNN_ATTENTION)
 CUDNN_TOKENS, CUDNN_HEADS = 512, (64, 128)
 HALF = (torch.bfloat16, torch.float16)
 FLASH_HEAD = 256
@@ -54,7 +54,7 @@ def attention(
     # What sdpa_kernel does, without its thirty microseconds, and without switching on again what
     # the caller has switched off.
     order = torch._C._get_sdp_priority_order()
-    torch._C._set_sdp_priority_order(_CUDNN_ORDER)
+    torch._C._set_sdp_priority_order([_CUDNN, *(other for other in order if other != _CUDNN)])
     try:
         return scaled_dot_product_attention(q, k, v, **options)
     finally:
