@@ -117,27 +117,28 @@ def _add_outer(
     if end <= start:
         return
 
-    rows = start.to(tl.int64) + tl.arange(0, ROWS)
+    # Offsets within a block of rows stay, its place moves on: that takes the fewest registers. All
+    # blocks go one way, also the last and short one: a second product, for that one alone, makes
+    # the compiler wait for each instruction of the first.
+    rows = tl.arange(0, ROWS)
     in_k = ks < height
     in_n = ns < width
-    x_tile = x + rows[:, None] * stride_x + ks[None, :]
-    dy_tile = dy + rows[:, None] * stride_dy + ns[None, :]
+    x_place = x + start.to(tl.int64) * stride_x
+    dy_place = dy + start.to(tl.int64) * stride_dy
+    x_offsets = rows[:, None] * stride_x + ks[None, :]
+    dy_offsets = rows[:, None] * stride_dy + ns[None, :]
     total = tl.zeros((TILE_K, TILE_N), dtype=tl.float32)
-    # Whole blocks of rows first: where tiles are even too, they are loaded without masks.
-    for _ in range(0, (end - start) // ROWS):
+    for done in range(0, end - start, ROWS):
+        left = (rows < end - start - done)[:, None]
         if EVEN:
-            a = tl.load(x_tile)
-            b = tl.load(dy_tile)
+            a = tl.load(x_place + x_offsets, mask=left, other=0.0)
+            b = tl.load(dy_place + dy_offsets, mask=left, other=0.0)
         else:
-            a = tl.load(x_tile, mask=in_k[None, :], other=0.0)
-            b = tl.load(dy_tile, mask=in_n[None, :], other=0.0)
+            a = tl.load(x_place + x_offsets, mask=left & in_k[None, :], other=0.0)
+            b = tl.load(dy_place + dy_offsets, mask=left & in_n[None, :], other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
-        x_tile += ROWS * stride_x
-        dy_tile += ROWS * stride_dy
-    left = (tl.arange(0, ROWS) < (end - start) % ROWS)[:, None]
-    a = tl.load(x_tile, mask=left & in_k[None, :], other=0.0)
-    b = tl.load(dy_tile, mask=left & in_n[None, :], other=0.0)
-    total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+        x_place += ROWS * stride_x
+        dy_place += ROWS * stride_dy
 
     place = out + group.to(tl.int64) * step + ks[:, None].to(tl.int64) * width + ns[None, :]
     inside = in_k[:, None] & in_n[None, :]
