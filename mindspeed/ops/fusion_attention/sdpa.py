@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 # On an H200 (torch 2.11), 2 x 32 heads x 4096 x 128 causal, bf16, forward and backward: cuDNN 2.03
-# ms, flash 3.82. Below a few hundred tokens cuDNN's set-up outweighs that. torch passes over what
-# does not serve a call (cuDNN in deterministic mode, for one), in this order.
+# ms, flash 3.82. benchmarks/ops/attention.py races shorter ones. torch passes over what does not
+# serve a call (cuDNN in deterministic mode, for one), in this order.
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
