@@ -54,14 +54,26 @@ class _FunctionRank:
         assert self.answer is not None
         try:
             self.value, self._error, self._failed_at = pickle.loads(self.answer.recv_bytes())
-        except EOFError:  # it died before it could answer
-            self._failed_at = time.monotonic()
+        except EOFError:
+            self._close()
+        else:
+            self.answer.close()
+            self.answer = None
+
+    def _close(self) -> None:
+        """Wait for no answer any more: the rank died before it could give one."""
+        assert self.answer is not None
+        self._failed_at = time.monotonic()
         self.answer.close()
         self.answer = None
 
     def exit_code(self) -> int | None:
         # The answer is written before the exit; until it has been read the rank counts as running.
-        return self.process.exitcode if self.answer is None else None
+        # No end of the pipe is waited for: what the rank has forked may hold it open for ever.
+        code: int | None = self.process.exitcode
+        if code is not None and self.answer is not None and not self.answer.poll():
+            self._close()
+        return code if self.answer is None else None
 
     def failed_at(self) -> float:
         return self._failed_at

@@ -54,6 +54,18 @@ def _sleep_in(rank: int, folder: str) -> None:
     dist.barrier()
 
 
+def _fork_and_die(told: str) -> None:
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)  # with every descriptor of the rank
+            os._exit(0)
+        with open(told, "w") as file:
+            file.write(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def test_values_come_back_by_rank() -> None:
     assert [value.item() for value in run_ranks(_sum_of_ranks, 3, 10)] == [33.0] * 3
 
@@ -84,6 +96,14 @@ def test_a_killed_rank_is_named_with_its_last_output() -> None:
         run_ranks(_kill_in, 2, 1)
     assert caught.value.rank == 1
     assert caught.value.traceback == "last words"
+
+
+def test_a_killed_rank_is_missed_although_its_child_lives(tmp_path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1"):
+        run_ranks(_fork_and_die, 2, str(tmp_path / "child"))
+    assert time.monotonic() - started < 60
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 def test_a_hang_shows_where_each_rank_is_and_leaves_nothing(tmp_path) -> None:
