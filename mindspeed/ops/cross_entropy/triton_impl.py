@@ -271,8 +271,9 @@ def _backward(
     target = tl.load(targets + row).to(tl.int64)
     counts = target != ignore_index
     mask = columns < width
+    read = columns < tl.where(counts, width, 0)
     place = row * width + columns
-    x = tl.load(logits + place, mask=mask & counts, other=-float("inf")).to(tl.float32)
+    x = tl.load(logits + place, mask=read, other=-float("inf")).to(tl.float32)
     slope = tl.exp(x - tl.load(lses + row)) - even
     slope = tl.where(columns == target - start, slope - confidence, slope)
     slope *= tl.load(grad_losses + row)

@@ -153,7 +153,8 @@ def _spread_kernel(
     first, last = _bounds(token, starts, CHOICES)
     for index in range(first, last):
         place = tl.load(places + index).to(tl.int64)
-        tl.store(rows + place * hidden + columns, x, mask=inside & (place < num_rows))
+        there = columns < tl.where(place < num_rows, hidden, 0)
+        tl.store(rows + place * hidden + columns, x, mask=there)
 
 
 @triton.jit
@@ -176,7 +177,8 @@ def _gather_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for index in range(first, last):
         place = tl.load(places + index).to(tl.int64)
-        row = tl.load(rows + place * stride + columns, mask=inside & (place < num_rows), other=0.0)
+        there = columns < tl.where(place < num_rows, hidden, 0)
+        row = tl.load(rows + place * stride + columns, mask=there, other=0.0)
         if weights is not None:
             total += row.to(tl.float32) * tl.load(weights + index).to(tl.float32)
         else:
@@ -211,7 +213,7 @@ def _gather_backward_kernel(
     first, last = _bounds(token, starts, CHOICES)
     for index in range(first, last):
         place = tl.load(places + index).to(tl.int64)
-        there = inside & (place < num_rows)
+        there = columns < tl.where(place < num_rows, hidden, 0)
         row = tl.load(rows + place * stride_rows + columns, mask=there, other=0.0).to(tl.float32)
         weight = tl.load(weights + index).to(tl.float32)
         tl.store(grad_rows + place * hidden + columns, dy * weight, mask=there)
