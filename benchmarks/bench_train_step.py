@@ -138,6 +138,12 @@ def _milliseconds(parts):
     return ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
 
 
+def _has_cuda():
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main():
     """Read the options; be the driver or one worker."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -151,6 +157,11 @@ def main():
     options = parser.parse_args()
     if options.worker:
         return work(options.worker, options)
+    if not _has_cuda():
+        sys.exit("bench_train_step.py measures on a CUDA device, and torch sees none here")
+    unknown = {row.partition(":")[0] for row in options.only.split(",")} - set(PEERS)
+    if unknown:
+        sys.exit(f"--only names {', '.join(unknown)}: use {', '.join(PEERS)}, each with :BATCH")
     report(race(options), options)
 
 
