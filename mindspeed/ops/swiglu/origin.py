@@ -8,8 +8,9 @@ _ORIGIN = "swiglu_origin"
 
 
 def remember(y: Tensor, x: Tensor) -> Tensor:
-    """Note on y that it is swiglu(x); what is made of y does not inherit the note."""
-    setattr(y, _ORIGIN, (x, y._version))
+    """Note on y that it is swiglu(x), for backward; what is made of y does not inherit the note."""
+    if y.requires_grad:
+        setattr(y, _ORIGIN, (x, y._version))
     return y
 
 

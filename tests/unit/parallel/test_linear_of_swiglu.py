@@ -1,5 +1,6 @@
 """A product with a SwiGLU output keeps the input of SwiGLU alone, and computes the same."""
 
+import pytest
 import torch
 
 from mindspeed.ops.swiglu import swiglu
@@ -39,11 +40,20 @@ def test_gradcheck():
 
 def test_a_changed_output_is_not_computed_again():
     x, _ = draw()
-    y = remember(swiglu(x.detach()), x)
+    y = remember(swiglu(x), x)
     assert origin(y) is x
     assert origin(y * 1) is None
     y.mul_(2)
     assert origin(y) is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_a_backward_nothing_is_noted(mode):
+    x, weight = draw()
+    with mode():
+        y = remember(swiglu(x), x)
+        assert origin(y) is None
+        torch.testing.assert_close(linear(y, weight), y @ weight.t())
 
 
 def test_main_grad_takes_the_weight_gradient():
