@@ -16,5 +16,5 @@ def remember(y: Tensor, x: Tensor) -> Tensor:
 
 def origin(y: Tensor) -> Tensor | None:
     """Return the x of which y is swiglu(x), unless y was changed since or nobody noted it."""
-    x, version = getattr(y, _ORIGIN, (None, None))
-    return x if version == y._version else None
+    noted: tuple[Tensor, int] | None = getattr(y, _ORIGIN, None)
+    return noted[0] if noted is not None and noted[1] == y._version else None
