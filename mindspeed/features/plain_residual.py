@@ -29,6 +29,6 @@ class PlainResidual(Feature):
         """Wrap what hands out the function of a layer."""
         yield Patch.wrap(
             "megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add",
-            "mindspeed.te.residual:wrap_get_bias_dropout_add",
+            "mindspeed.compat.residual:wrap_get_bias_dropout_add",
             why="layers ask it for the function; a compiled one costs its guards at every call",
         )

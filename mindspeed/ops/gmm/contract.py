@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32
+from mindspeed.ops.matmul_add_fp32.main_grad import placeholder
 
 GroupList = Tensor | Sequence[int] | None
 Matrices = Tensor | Sequence[Tensor]
@@ -132,21 +133,12 @@ class _RowGroups(torch.autograd.Function):
                 grad_weight = ctx.products.outer(x, grad, ends)
             else:
                 groupmatmul_add_fp32(x, grad, ends, ctx.original_weight.main_grad)
-                grad_weight = _placeholder(ctx.original_weight, weight)
+                grad_weight = placeholder(ctx.original_weight, like=weight)
         if ctx.needs_input_grad[2]:
             # The sum of a group's rows as a product with ones: no atomics, so always the same.
             ones = grad.new_ones(len(grad), _ONES)
             grad_bias = ctx.products.outer(ones, grad, ends)[:, 0]
         return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _placeholder(original: Tensor, weight: Tensor) -> Tensor | None:
-    """Megatron's gradient hooks run only for a gradient that is there, so show them one."""
-    if not hasattr(original, "grad_added_to_main_grad"):
-        return None
-    original.grad_added_to_main_grad = True
-    is_read = getattr(original, "zero_out_wgrad", False)
-    return torch.zeros_like(weight) if is_read else torch.empty_like(weight)
 
 
 class _SumGroups(torch.autograd.Function):

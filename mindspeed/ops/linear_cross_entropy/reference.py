@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed.ops.cross_entropy import reference
-from mindspeed.ops.linear_cross_entropy.weight_gradient import add_to_main_grad, placeholder
+from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
 
 MEMORY = int(1.8 * 2**30)
 

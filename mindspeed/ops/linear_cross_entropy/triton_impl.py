@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from mindspeed.ops.cross_entropy.triton_impl import Running, Task, write_gradient
 from mindspeed.ops.linear_cross_entropy import reference
-from mindspeed.ops.linear_cross_entropy.weight_gradient import add_to_main_grad, placeholder
 from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
 
 Slices = tuple[slice, ...]
 ALIGNMENT = 256  # columns: whole tiles of cuBLAS

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed.ops.column_sum import column_sum
-from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
 from mindspeed.ops.swiglu import swiglu_gradient
 from mindspeed.ops.swiglu.origin import origin
 from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
@@ -67,7 +67,7 @@ class _WeightGradient:
             return self._product(x, grad).to(self.weight.dtype)
         else:
             self._accumulate(x, grad)
-        return self._placeholder() if self.fused else None
+        return placeholder(self.weight) if self.fused else None
 
     def _run_later(self, x: Tensor, grad: Tensor) -> None:
         if self.fused:
@@ -78,22 +78,12 @@ class _WeightGradient:
         weight.grad = product if weight.grad is None else weight.grad + product
 
     def _accumulate(self, x: Tensor, grad: Tensor) -> None:
-        main_grad = main_grad_of(self.weight)
-        if main_grad.dtype == torch.promote_types(x.dtype, torch.float32):
-            matmul_add_fp32(all_gather(x, self.gather_group), grad, main_grad)
-        else:
-            main_grad.add_(self._product(x, grad))
+        rows = all_gather(x, self.gather_group).flatten(0, -2)
+        add_to_main_grad(main_grad_of(self.weight), rows, grad.flatten(0, -2))
 
     def _product(self, x: Tensor, grad: Tensor) -> Tensor:
         rows = all_gather(x, self.gather_group).flatten(0, -2)
         return grad.flatten(0, -2).t() @ rows
-
-    def _placeholder(self) -> Tensor | None:
-        """Megatron's gradient hooks run only for a gradient that is there, so show them one."""
-        if not hasattr(self.weight, "grad_added_to_main_grad"):
-            return None
-        self.weight.grad_added_to_main_grad = True
-        return dummy_gradient(self.weight, zero=getattr(self.weight, "zero_out_wgrad", False))
 
 
 class _Linear(Function):

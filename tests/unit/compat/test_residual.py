@@ -2,7 +2,7 @@ import pytest
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-from mindspeed.te.residual import wrap_get_bias_dropout_add
+from mindspeed.compat.residual import wrap_get_bias_dropout_add
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,4 +1,4 @@
-"""The gradient of the output weight, where Megatron collects it."""
+"""The gradient of a weight, where Megatron collects it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ def add_to_main_grad(main_grad: Tensor, rows: Tensor, grad: Tensor) -> None:
         main_grad.add_(grad.t() @ rows)
 
 
-def placeholder(weight: Tensor) -> Tensor | None:
-    """Return what autograd gets instead: Megatron's hooks run only where there is a gradient."""
+def placeholder(weight: Tensor, like: Tensor | None = None) -> Tensor | None:
+    """Return what autograd gets instead: Megatron's hooks run only where there is a gradient.
+
+    `like` is the tensor whose gradient it is, where that is a view of the weight.
+    """
+    like = weight if like is None else like
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
         # A tied weight: the embedding's gradient is added to this one at the end of backward. One
         # zero, seen everywhere, takes no memory until then.
-        return weight.new_zeros(()).expand_as(weight)
-    return torch.empty_like(weight)
+        return like.new_zeros(()).expand_as(like)
+    return torch.empty_like(like)
