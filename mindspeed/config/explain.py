@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from mindspeed.config.annotations import in_words
+from mindspeed.config.annotations import in_words, without_none
 from mindspeed.config.errors import ConfigError
 from mindspeed.config.options import Options
 from mindspeed.config.suggest import did_you_mean
@@ -50,23 +50,43 @@ def build(
 
 
 def _explain(item: Any, options_class: type[Options], spelling: Spelling) -> str:
-    field, given, kind = str(item["loc"][0]) if item["loc"] else "", item["input"], item["type"]
+    given, kind = item["input"], item["type"]
+    owner, field, is_inside = _place(item["loc"], options_class)
     if not field:
         return _message(item)
+    name = field.rpartition(".")[2]
     if kind == "extra_forbidden":
-        hint = did_you_mean(
-            spelling.name_of(field), map(spelling.name_of, options_class.model_fields)
-        )
+        hint = did_you_mean(spelling.name_of(name), map(spelling.name_of, owner.model_fields))
         return f"unknown {spelling.value} {spelling.with_value(field, given)}; {hint}"
     if kind == "missing":
         return f"{spelling.name_of(field)} is missing"
+    if section := _section(owner, name):
+        keys = f"give keys and values, of {', '.join(section.model_fields)}"
+        return f"{field}: {keys if kind.endswith(TYPE_ERRORS) else _message(item)}"
     shown = spelling.with_value(field, given)
-    if len(item["loc"]) > 1:
+    if is_inside:
         shown = f"{spelling.name_of(field)} holds {_plain(given)}, which"
-    if kind.endswith(TYPE_ERRORS):
-        allowed = in_words(options_class.model_fields[field].annotation)
+    if kind.endswith(TYPE_ERRORS) and name in owner.model_fields:
+        allowed = in_words(owner.model_fields[name].annotation)
         return f"{shown} is not allowed: give {allowed}"
     return f"{shown} is not allowed: {_message(item)}"
+
+
+def _place(loc: tuple[Any, ...], owner: type[Options]) -> tuple[type[Options], str, bool]:
+    """Return the class whose field is wrong, its dotted name, and if an element of it is meant."""
+    for depth, name in enumerate(loc, 1):
+        inner = _section(owner, str(name))
+        if depth == len(loc) or inner is None:
+            return owner, ".".join(map(str, loc[:depth])), depth < len(loc)
+        owner = inner
+    return owner, "", False
+
+
+def _section(owner: type[Options], name: str) -> type[Options] | None:
+    """Return the options class of a field that is a section of its own."""
+    field = owner.model_fields.get(name)
+    inner = without_none(field.annotation)[0] if field else None
+    return inner if isinstance(inner, type) and issubclass(inner, Options) else None
 
 
 def _message(item: Any) -> str:

@@ -56,3 +56,28 @@ def test_options_cannot_be_changed():
 
 def test_a_list_is_taken_for_a_tuple():
     assert build(Window, {"size": 3, "names": ["a"]}).names == ("a",)
+
+
+class House(Options):
+    """Options with a section of their own."""
+
+    window: Window = Window()
+    """The window."""
+    door: Window | None = None
+    """The door."""
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"window": {"sise": 1}}, "unknown option window.sise=1; did you mean size?"),
+        ({"door": {"size": "1"}}, "door.size='1' is not allowed: give a whole number"),
+        ({"window": 3}, "window: give keys and values, of size, names"),
+        ({"window": {"names": ["a", "b"]}}, "window: 2 names do not fit in size=1"),
+        ({"door": {"names": [1]}}, "door.names holds 1, which is not allowed: give a list, each"),
+    ],
+)
+def test_sections_are_told_by_their_path(values, message):
+    with pytest.raises(ConfigError) as error:
+        build(House, values)
+    assert str(error.value).startswith(message)
