@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 
 import mindspeed.device
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, build
 from mindspeed.fsdp.experts import ExpertGroups
 from mindspeed.fsdp.options import FsdpOptions
 from mindspeed.fsdp.plan import DTYPES, ROOT, Plan, make_plan
@@ -27,28 +27,56 @@ logger = logging.getLogger(__name__)
 
 def shard(model: nn.Module, options: FsdpOptions) -> Plan:
     """Shard a model in place over all ranks and return the plan that was carried out."""
-    plan = make_plan(model, options, torch.distributed.get_world_size())
-    device = mindspeed.device.current()
-    _must_be_frozen(plan)
-    _must_reach_the_host(options, device)
-    for name in plan.ignored:
-        _move(model.get_submodule(name), device.torch_device)
-    for name in plan.recomputed:
-        recompute(model.get_submodule(name), options.use_reentrant)
-    kwargs: dict[str, Any] = {
-        "mp_policy": mixed_precision(options),
-        "offload_policy": offload(options, device),
-        "ignored_params": {
-            p for name in plan.ignored for p in model.get_submodule(name).parameters()
-        },
-    }
-    _shard_units(model, plan, make_mesh(plan, device), kwargs)
-    _prefetch(model, plan)
-    logger.info(
-        "FSDP2: %d unit(s) over %d x %d rank(s), %d bytes of weights a rank",
-        *(len(plan.units), plan.replicas, plan.shards, plan.held),
-    )
-    return plan
+    sharding = Sharding(model, options)
+    sharding.recompute()
+    sharding.wrap()
+    sharding.prefetch()
+    return sharding.plan
+
+
+class Sharding:
+    """The steps of sharding a model, in the order of the methods."""
+
+    def __init__(self, model: nn.Module, options: FsdpOptions) -> None:
+        """Make the plan, check it, and bring what is ignored to the device."""
+        self.model = model
+        self.plan = make_plan(model, options, torch.distributed.get_world_size())
+        device = mindspeed.device.current()
+        _must_be_frozen(self.plan)
+        _must_reach_the_host(options, device)
+        ignored = [model.get_submodule(name) for name in self.plan.ignored]
+        for module in ignored:
+            _move(module, device.torch_device)
+        self.kwargs: dict[str, Any] = {
+            "mesh": make_mesh(self.plan, device),
+            "mp_policy": mixed_precision(options),
+            "offload_policy": offload(options, device),
+            "ignored_params": {p for module in ignored for p in module.parameters()},
+            "reshard_after_forward": options.reshard_after_forward,
+        }
+        """What torch's fully_shard is given for every module."""
+
+    def change(self, **keys: Any) -> None:
+        """Plan again with other values of some keys."""
+        options = build(FsdpOptions, self.plan.options.model_dump() | keys)
+        self.plan = make_plan(self.model, options, self.plan.ranks)
+
+    def recompute(self) -> None:
+        """Recompute the activations of the modules named so."""
+        for name in self.plan.recomputed:
+            recompute(self.model.get_submodule(name), self.plan.options.use_reentrant)
+
+    def wrap(self, **changed: Any) -> None:
+        """Apply fully_shard from the inside out, the root last."""
+        _shard_units(self.model, self.plan, self.kwargs | changed)
+        logger.info(
+            "FSDP2: %d unit(s) over %d x %d rank(s), %d bytes of weights a rank",
+            *(len(self.plan.units), self.plan.replicas, self.plan.shards, self.plan.held),
+        )
+
+    def prefetch(self) -> None:
+        """Have modules gathered ahead of their use."""
+        _prefetch(self.model, self.plan)
 
 
 def make_mesh(plan: Plan, device: mindspeed.device.Device) -> DeviceMesh:
@@ -76,18 +104,19 @@ def offload(options: FsdpOptions, device: mindspeed.device.Device) -> OffloadPol
     return CPUOffloadPolicy(pin_memory=options.pin_memory and device.name != "cpu")
 
 
-def _shard_units(model: nn.Module, plan: Plan, mesh: DeviceMesh, kwargs: dict[str, Any]) -> None:
-    experts = ExpertGroups(plan, mesh.device_type) if plan.experts else None
-    reshard = plan.options.reshard_after_forward
+def _shard_units(model: nn.Module, plan: Plan, kwargs: dict[str, Any]) -> None:
+    experts = ExpertGroups(plan, kwargs["mesh"].device_type) if plan.experts else None
+    reshard = kwargs["reshard_after_forward"]
     for unit in reversed(plan.units):
         module = model.get_submodule(unit.name)
         if experts is not None and unit.name in plan.experts:
             # A number of ranks is about the other mesh.
-            experts.shard(module, reshard_after_forward=reshard is not False, **kwargs)
+            changed = {"reshard_after_forward": reshard is not False}
+            experts.shard(module, **{k: v for k, v in kwargs.items() if k != "mesh"} | changed)
             continue
         # The backward pass begins with the root: None lets torch keep it gathered for that.
         is_kept = unit.name == ROOT and reshard is not False
-        fully_shard(module, mesh=mesh, reshard_after_forward=None if is_kept else reshard, **kwargs)
+        fully_shard(module, **kwargs | {"reshard_after_forward": None if is_kept else reshard})
 
 
 def _prefetch(model: nn.Module, plan: Plan) -> None:
