@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_llm.training.checkpoint import ASIDE, newest, read_progress
+from mindspeed_llm.training.folders import ASIDE, newest, read_progress
 from tests.ranks import RankFailed, run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     make_model,

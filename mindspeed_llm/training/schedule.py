@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Schedule:
         return rate
 
 
-def make_schedule(options: TrainOptions, steps: int) -> Schedule:
+def make_schedule(options: RunOptions, steps: int) -> Schedule:
     """Return the schedule of a run of so many steps."""
     decay = options.lr_decay_iters or steps
     warmup: float = options.lr_warmup_iters

@@ -12,8 +12,9 @@ import torch
 from mindspeed.config import ConfigError, build
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
-from mindspeed_llm.training import checkpoint, model
-from mindspeed_llm.training.checkpoint import Checkpoints, Progress
+from mindspeed_llm.training import model
+from mindspeed_llm.training.checkpoint import Checkpoints
+from mindspeed_llm.training.folders import Progress, newest, read_progress
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
@@ -59,7 +60,7 @@ def prepare(options: TrainOptions) -> Setup:
     shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
     lora = plan_lora(options, shape)
     if resumed is not None:
-        check_same(lora, checkpoint.read_progress(resumed).lora)
+        check_same(lora, read_progress(resumed).lora)
     layout = plan_layout(options, shape)
     vocab_size = vocabulary(options, shape)
     join(options, layout)
@@ -89,7 +90,7 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
     checkpoints = Checkpoints(options.save, chunks, optimizer)
     progress = Progress()
     if resumed is not None:
-        progress = checkpoint.read_progress(resumed)
+        progress = read_progress(resumed)
         with_optimizer = progress.has_optimizer and not options.no_load_optim
         checkpoints.load(resumed, with_optimizer=with_optimizer)
         logger.info("going on after iteration %d (%s)", progress.iteration, resumed)
@@ -101,16 +102,16 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
 def _resumed(options: TrainOptions) -> Path | None:
     """Return the training checkpoint to go on from: that in --save, else --load if it is one."""
     if options.save is not None and not options.no_auto_resume:
-        if (found := checkpoint.newest(options.save)) is not None:
+        if (found := newest(options.save)) is not None:
             return found
     if options.load is None or options.finetune or options.from_scratch:
         return None
-    return checkpoint.newest(options.load)
+    return newest(options.load)
 
 
 def _known_shape(options: TrainOptions, resumed: Path) -> tuple[ModelShape, Path | None]:
     """Return the shape that a training checkpoint notes, and the folder of its config.json."""
-    shape = build(ModelShape, checkpoint.read_progress(resumed).shape, source=str(resumed))
+    shape = build(ModelShape, read_progress(resumed).shape, source=str(resumed))
     check_flags(options, shape)
     folder = resumed.parent / HF_FOLDER
     return shape, folder if (folder / "config.json").is_file() else None

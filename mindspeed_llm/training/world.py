@@ -68,16 +68,22 @@ def plan_layout(options: TrainOptions, shape: ModelShape) -> Layout:
                 f"{tp} ranks: use a divisor of {size}"
             )
     dp = world // (tp * pp)
-    batch = options.global_batch_size or options.micro_batch_size * dp
-    micro_batches, rest = divmod(batch, options.micro_batch_size * dp)
-    if rest or not micro_batches:
-        step = options.micro_batch_size * dp
-        raise ConfigError(
-            f"--global-batch-size {batch} is not a multiple of {step} (--micro-batch-size "
-            f"{options.micro_batch_size} x {dp} data-parallel ranks): use {step} or a multiple"
-        )
+    batch, micro_batches = share_batch(options.global_batch_size, options.micro_batch_size, dp)
     stages = _virtual_stages(options, layers, micro_batches)
     return Layout(world, rank, tp, pp, dp, stages, micro_batches, batch)
+
+
+def share_batch(global_batch: int | None, micro_batch: int, dp: int) -> tuple[int, int]:
+    """Return the samples of a step, and the micro-batches of one data-parallel rank in it."""
+    step = micro_batch * dp
+    batch = global_batch or step
+    micro_batches, rest = divmod(batch, step)
+    if rest or not micro_batches:
+        raise ConfigError(
+            f"--global-batch-size {batch} is not a multiple of {step} (--micro-batch-size "
+            f"{micro_batch} x {dp} data-parallel ranks): use {step} or a multiple"
+        )
+    return batch, micro_batches
 
 
 def _virtual_stages(options: TrainOptions, layers: int, micro_batches: int) -> int | None:
@@ -101,23 +107,30 @@ def join(options: TrainOptions, layout: Layout) -> None:
     """Meet the other ranks and form Megatron's groups."""
     from megatron.core import parallel_state
 
-    if not torch.distributed.is_initialized():
-        here = device.current()
-        if layout.world > 1:
-            here.set_index(int(os.environ.get("LOCAL_RANK", "0")))
-        alone = {"store": torch.distributed.HashStore()} if layout.world == 1 else {}
-        torch.distributed.init_process_group(
-            here.backend,
-            rank=layout.rank,
-            world_size=layout.world,
-            timeout=timedelta(minutes=options.distributed_timeout_minutes),
-            **alone,
-        )
+    meet(options.distributed_timeout_minutes)
     parallel_state.initialize_model_parallel(
         layout.tp,
         layout.pp,
         layout.virtual_stages,
         expert_model_parallel_size=options.expert_model_parallel_size,
+    )
+
+
+def meet(timeout_minutes: int, backend: str | None = None) -> None:
+    """Meet the other ranks, if that has not been done; the device decides how they talk."""
+    if torch.distributed.is_initialized():
+        return
+    here = device.current()
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world > 1:
+        here.set_index(int(os.environ.get("LOCAL_RANK", "0")))
+    alone = {"store": torch.distributed.HashStore()} if world == 1 else {}
+    torch.distributed.init_process_group(
+        backend or here.backend,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=timeout_minutes),
+        **alone,
     )
 
 

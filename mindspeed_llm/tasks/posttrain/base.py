@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_llm.data.instruction import InstructionData, open_stream, split_parts, split_weights
 from mindspeed_llm.data.stream import SampleStream
-from mindspeed_llm.training.checkpoint import Progress
+from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.loop import Loop
 from mindspeed_llm.training.model import provide
 from mindspeed_llm.training.options import TrainOptions

@@ -4,7 +4,7 @@ from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
 from mindspeed_llm.training.arguments import parse
-from mindspeed_llm.training.checkpoint import Progress
+from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.options import TrainOptions
 
 TRAINERS: dict[str, type[BaseTrainer]] = {"sft": SFTTrainer}

@@ -9,7 +9,7 @@ from mindspeed_llm.training.options.lora import LoraOptions
 from mindspeed_llm.training.options.model import ModelOptions
 from mindspeed_llm.training.options.optimizer import OptimizerOptions, ScheduleOptions
 from mindspeed_llm.training.options.parallel import ParallelOptions
-from mindspeed_llm.training.options.run import CheckpointOptions, LogOptions
+from mindspeed_llm.training.options.run import CheckpointOptions, LogOptions, RunOptions
 
 SECTIONS = (
     ModelOptions,
@@ -27,10 +27,7 @@ SECTIONS = (
 
 class StageOptions(
     AcceptedOptions,
-    LogOptions,
-    CheckpointOptions,
-    ScheduleOptions,
-    OptimizerOptions,
+    RunOptions,
     ParallelOptions,
     LoraOptions,
     RawOptions,

@@ -1,6 +1,7 @@
 """Where a run begins, what it keeps and what it tells."""
 
 from mindspeed.config import Options
+from mindspeed_llm.training.options.optimizer import OptimizerOptions, ScheduleOptions
 
 
 class CheckpointOptions(Options):
@@ -43,6 +44,10 @@ class LogOptions(Options):
     tensorboard_dir: str | None = None
     """The same numbers for TensorBoard."""
     eval_interval: int | None = None
-    """Steps between evaluations on the validation share of --split."""
+    """Steps between evaluations on the validation data."""
     eval_iters: int = 0
     """Steps of one evaluation; 0 for none."""
+
+
+class RunOptions(LogOptions, CheckpointOptions, ScheduleOptions, OptimizerOptions):
+    """What every kind of training needs to know."""

@@ -1,0 +1,177 @@
+"""The course of any run: step after step, with lines, evaluations and checkpoints on the way."""
+
+import gc
+import logging
+import time
+from abc import ABC, abstractmethod
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from mindspeed.tune.flop_meter import FlopMeter
+from mindspeed_llm.checkpoint.commit import write_file
+from mindspeed_llm.training.bar import StepBar
+from mindspeed_llm.training.folders import Progress
+from mindspeed_llm.training.log import TrainingLog
+from mindspeed_llm.training.options import RunOptions
+from mindspeed_llm.training.schedule import make_schedule
+from mindspeed_llm.training.step import StepResult
+from mindspeed_llm.training.stop import StopRequest
+
+logger = logging.getLogger(__name__)
+
+
+class NotANumber(RuntimeError):
+    """Training cannot go on: losses or gradients are not numbers."""
+
+
+class Saving(Protocol):
+    """What a run needs of its checkpoints."""
+
+    def save(
+        self, progress: Progress, *, keep_last: int | None = None, in_background: bool = False
+    ) -> None:
+        """Save where the run is, if there is a place for it."""
+
+    def poll(self) -> None:
+        """Complete a save in the background if all ranks have written."""
+
+    def finish(self) -> None:
+        """Wait for a save in the background and complete it."""
+
+
+class Course(ABC):
+    """Runs to the last step, or until asked to stop; a subclass says what a step is."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        checkpoints: Saving,
+        optimizer: Any,
+        progress: Progress,
+        *,
+        steps: int,
+        batch: int,
+        rank: int,
+        world: int,
+        flops: float | None = None,
+        meter: FlopMeter | None = None,
+    ) -> None:
+        self._options, self._checkpoints, self._optimizer = options, checkpoints, optimizer
+        self._begun, self._batch, self._meter = progress, batch, meter
+        self.steps, self.rank = steps, rank
+        self._schedule = make_schedule(options, steps)
+        file = options.log_file or (f"{options.save}/log.jsonl" if options.save else None)
+        self._log = TrainingLog(
+            every=options.log_interval,
+            total=steps,
+            batch=batch,
+            is_writer=rank == 0,
+            file=Path(file) if file else None,
+            tensorboard=options.tensorboard_dir,
+            flops_per_step=flops,
+            meter=meter,
+            world=world,
+        )
+        self._bar = StepBar(steps, is_writer=rank == 0)
+
+    @abstractmethod
+    def learn(self, progress: Progress, stop: bool) -> StepResult:
+        """Take the step after `progress`; `stop` is this rank's wish to end."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float] | None:
+        """Return the mean losses on the validation data, if there is any."""
+
+    @abstractmethod
+    def note(self, iteration: int, consumed: int) -> Progress:
+        """Return what a checkpoint after this iteration tells."""
+
+    def save(self, progress: Progress) -> None:
+        """Save where the run is."""
+        self._checkpoints.save(
+            progress, keep_last=self._options.keep_last, in_background=self._options.async_save
+        )
+
+    def run(self) -> Progress:
+        """Train to the end, or until asked to stop; return how far it came."""
+        progress = self._begun
+        self._write_config()
+        self._log.begin(progress.iteration)
+        self._bar.begin(progress.iteration)
+        gc.freeze()  # collections, which every save asks for, need not visit all that is there now
+        try:
+            with StopRequest() as request:
+                progress = self._steps(progress, request)
+                self._checkpoints.finish()
+        finally:
+            gc.unfreeze()
+            self._bar.end()
+        if progress.iteration < self.steps:
+            save = self._options.save
+            kept = f"saved in {save}" if save else "nothing saved: no --save"
+            logger.info("asked to stop after iteration %d; %s", progress.iteration, kept)
+        return progress
+
+    def _steps(self, progress: Progress, request: StopRequest) -> Progress:
+        bad = 0
+        while progress.iteration < self.steps:
+            progress, result = self._step(progress, request.came)
+            began = time.perf_counter()
+            self._checkpoints.poll()
+            bad = 0 if result.is_finite else bad + 1
+            if bad >= self._options.max_nan_iterations:
+                self._checkpoints.finish()
+                raise NotANumber(self._trouble(progress, bad))
+            if self._is_save_due(progress.iteration) or result.is_asked_to_stop:
+                self.save(progress)
+            self._evaluate_if_due(progress)
+            for shown in (self._log, self._bar):
+                shown.leave_out(time.perf_counter() - began)
+            if result.is_asked_to_stop:
+                break
+        return progress
+
+    def _step(self, progress: Progress, stop: bool) -> tuple[Progress, StepResult]:
+        iteration = progress.iteration + 1
+        rate = self._schedule.apply(self._optimizer, progress.iteration)
+        with self._meter.step() if self._meter else nullcontext():
+            result = self.learn(progress, stop)
+        consumed = progress.consumed_samples + self._batch
+        self._log.add(iteration, consumed, rate, result)
+        self._bar.add(iteration, result)
+        return self.note(iteration, consumed), result
+
+    def _is_save_due(self, iteration: int) -> bool:
+        interval = self._options.save_interval
+        return iteration == self.steps or bool(interval) and iteration % interval == 0
+
+    def _evaluate_if_due(self, progress: Progress) -> None:
+        options = self._options
+        if not options.eval_interval or not options.eval_iters:
+            return
+        if progress.iteration % options.eval_interval:
+            return
+        if (means := self.evaluate()) is not None:
+            numbers = {f"validation {name}": mean for name, mean in means.items()}
+            self._log.note(progress.iteration, numbers)
+
+    def _write_config(self) -> None:
+        """Keep with the checkpoints what was run."""
+        if self._options.save is None or self.rank != 0:
+            return
+        root = Path(self._options.save)
+        root.mkdir(parents=True, exist_ok=True)
+        values = self._options.model_dump(mode="json")
+        values |= {"train_iters": self.steps, "epochs": None}
+        write_file(root / "config.yaml", yaml.safe_dump(values, sort_keys=False))
+
+    def _trouble(self, progress: Progress, count: int) -> str:
+        last = self._options.save or "no checkpoint"
+        return (
+            f"the loss or its gradient was not a number in {count} steps up to "
+            f"{progress.iteration}: lower --lr, or look at the data of these steps; the last "
+            f"checkpoint ({last}) is from before, and was not touched"
+        )

@@ -1,0 +1,147 @@
+"""Folders of training checkpoints: written under another name, renamed when all ranks are done.
+
+Only then the tracker names the new one. So whatever happens, the tracker names a whole checkpoint.
+"""
+
+import json
+import logging
+import os
+import pickle
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.adapters import CONFIG
+from mindspeed_llm.checkpoint.commit import flush_tree, write_file
+from mindspeed_llm.checkpoint.detection import TRACKER
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "training.json"
+ASIDE = ".incomplete-"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is; random numbers and the learning rate follow from it."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    data: str = ""
+    """Fingerprint of the data."""
+    has_optimizer: bool = True
+    shape: dict[str, Any] = field(default_factory=dict)
+    """The model, as ModelShape holds it."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """The adapters, as peft's configuration tells of them."""
+
+
+def newest(root: str | os.PathLike[str]) -> Path | None:
+    """Return the newest training checkpoint of a folder, if it holds one."""
+    tracker = Path(root) / TRACKER
+    try:
+        text = tracker.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    folder = Path(root) / f"iter_{int(text):07d}" if text.isdigit() else None
+    return folder if folder is not None and (folder / STATE_FILE).is_file() else None
+
+
+def read_progress(folder: Path) -> Progress:
+    """Return where the run that saved a checkpoint was."""
+    try:
+        return Progress(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder / STATE_FILE}: cannot be read ({error})") from None
+
+
+class CheckpointFolders:
+    """The checkpoints of one run in their folder; every rank takes part in `new` and `commit`."""
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def new(self, iteration: int) -> Path:
+        """Return an empty folder that no other process, even one left over, writes in."""
+        name = [f".iter_{iteration:07d}{ASIDE}{secrets.token_hex(4)}"]
+        if torch.distributed.get_rank() == 0:
+            for left_over in self._root.glob(f".iter_*{ASIDE}*"):
+                shutil.rmtree(left_over, ignore_errors=True)
+            (self._root / name[0]).mkdir(parents=True)
+        torch.distributed.broadcast_object_list(name)
+        return self._root / name[0]
+
+    def commit(self, aside: Path, progress: Progress, keep_last: int | None) -> None:
+        """Give a checkpoint its name once all ranks have written; then name it the newest."""
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            final = self._root / f"iter_{progress.iteration:07d}"
+            _drop_plans(aside)
+            write_file(aside / STATE_FILE, json.dumps(asdict(progress)) + "\n")
+            if progress.lora:
+                write_file(aside / CONFIG, json.dumps(progress.lora, indent=2) + "\n")
+            flush_tree(aside)
+            self._rename(aside, final)
+            write_file(self._root / TRACKER, f"{progress.iteration}\n")
+            logger.info("saved iteration %d in %s", progress.iteration, final)
+            if keep_last is not None:
+                self._forget(final, keep_last)
+        torch.distributed.barrier()
+
+    @contextmanager
+    def explained(self, iteration: int, *more: type[Exception]) -> Iterator[None]:
+        """Tell in one line why a checkpoint could not be written."""
+        from torch.distributed.checkpoint import CheckpointException
+
+        try:
+            yield
+        except (OSError, CheckpointException, *more) as error:
+            reason = _reason(error)
+            raise ConfigError(
+                f"--save {self._root}: iteration {iteration} could not be saved ({reason}); what "
+                "was saved before is whole: put this right and give the same command again"
+            ) from None
+
+    def _rename(self, aside: Path, final: Path) -> None:
+        old = final.with_name(f".{final.name}{ASIDE}replaced")
+        if final.exists():  # of a run that begins anew, or one that was killed before the tracker
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(final, old)
+        os.rename(aside, final)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _forget(self, newest: Path, keep_last: int) -> None:
+        """Remove older checkpoints; each loses its name before its files."""
+        older = sorted(path for path in self._root.glob("iter_*") if path.name <= newest.name)
+        for path in older[:-keep_last]:
+            gone = path.with_name(f".{path.name}{ASIDE}forgotten")
+            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _reason(error: BaseException) -> str:
+    """Find the error of the disk in what wraps it."""
+    failures = getattr(error, "failures", None) or {}
+    first = next((pair[0] for pair in failures.values()), error)
+    text = getattr(first, "strerror", None) or str(first) or type(first).__name__
+    return str(text).strip().splitlines()[-1]
+
+
+def _drop_plans(folder: Path) -> None:
+    """Take out of .metadata what only a second save by the same process could use.
+
+    The plans of all ranks are larger than all the rest, and of classes that a reader which trusts
+    nobody does not know.
+    """
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # written by this process a moment ago
+    if vars(metadata).pop("all_local_plans", None) is not None:
+        path.write_bytes(pickle.dumps(metadata))
