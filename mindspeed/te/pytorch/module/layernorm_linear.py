@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from mindspeed.parallel.tensor import gather_sequence
 from mindspeed.te.pytorch.module.base import activation_dtype
 from mindspeed.te.pytorch.module.linear import LinearBase
-from mindspeed.te.pytorch.module.normalize import layer_norm, rms_norm
+from mindspeed.te.pytorch.module.normalize import add_rms_norm, layer_norm, rms_norm
+from mindspeed.te.pytorch.module.residual_norm import normed_ahead
 
 
 class LayerNormLinear(LinearBase):
@@ -48,7 +49,8 @@ class LayerNormLinear(LinearBase):
         self, x: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Return y, then the bias and the norm's output as far as they were asked for."""
-        normed = self._norm(x)
+        normed = normed_ahead(x, self)
+        normed = self._norm(x) if normed is None else normed
         out = self._product(normed)
         results: list[Tensor | None] = [out]
         if self.return_bias:
@@ -58,14 +60,21 @@ class LayerNormLinear(LinearBase):
             results.append(gather_sequence(normed, self._group()) if gather else normed)
         return results[0] if len(results) == 1 else tuple(results)
 
+    def normed_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the norm of x + residual and the sum, by one kernel; None where there is none."""
+        if self.normalization != "RMSNorm":
+            return None
+        return add_rms_norm(x, residual, self.layer_norm_weight, self.eps, **self._types(x))
+
     def _norm(self, x: Tensor) -> Tensor:
-        options = {
-            "zero_centered": self.zero_centered_gamma,
-            "dtype": activation_dtype(x, self.layer_norm_weight),
-        }
+        options = self._types(x)
         if self.normalization == "RMSNorm":
             return rms_norm(x, self.layer_norm_weight, self.eps, **options)
         return layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, **options)
+
+    def _types(self, x: Tensor) -> dict[str, Any]:
+        dtype = activation_dtype(x, self.layer_norm_weight)
+        return {"zero_centered": self.zero_centered_gamma, "dtype": dtype}
 
     def _add_norm_parameter(self, name: str, start: Callable[[Tensor], Any]) -> None:
         size = self.in_features

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops.layer_norm import layer_norm as plain_layer_norm
+from mindspeed.ops.rms_norm import add_rms_norm as plain_add_rms_norm
 from mindspeed.ops.rms_norm import rms_norm as plain_rms_norm
 
 
@@ -30,6 +31,21 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * gamma, rounded once, to `dtype`."""
     x = _wide_enough(x, dtype)
     return plain_rms_norm(x, _gamma(weight, x, zero_centered), eps).to(dtype)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor] | None:
+    """Return rms_norm(x + residual) and the sum, or None where types would change between them."""
+    if not x.dtype == residual.dtype == dtype:
+        return None
+    return plain_add_rms_norm(x, residual, _gamma(weight, x, zero_centered), eps)
 
 
 def _wide_enough(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,86 @@
+"""Residual sums that come with their norm train a GPT to the same bits as sums that do not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gpt.layout import Layout
+from tests.ranks import run_ranks
+
+LLAMA = Layout("llama", num_layers=2, spec="te")
+FULL = ("full", "uniform", 1)
+
+
+def _train(layout, is_on):
+    """Return losses, gradients, and how many norms were computed with their sum."""
+    import mindspeed
+    from mindspeed.te.pytorch.module import normalize
+
+    mindspeed.enable(use_fused_residual_norm=is_on)
+    together = []
+    plain = normalize.plain_add_rms_norm
+
+    def counted(*args):
+        together.append(1)
+        return plain(*args)
+
+    normalize.plain_add_rms_norm = counted
+    from tests.gpt.training import Training
+
+    training = Training(layout)
+    losses = [training.step()[0] for _ in range(2)]
+    return losses, training.gradients(), len(together)
+
+
+def _both(layout):
+    unfused, fused = (run_ranks(_train, layout.world, layout, on) for on in (False, True))
+    for (losses, gradients, none), (same, others, _) in zip(unfused, fused, strict=True):
+        assert losses == same
+        assert not none
+        assert gradients.keys() == others.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, others[name]), name
+    return fused[0][2]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LLAMA,
+        replace(LLAMA, bf16=True),
+        replace(LLAMA, tp=2, sequence_parallel=True),
+        replace(LLAMA, dp=2, overlap_grad_reduce=True),
+        replace(LLAMA, recompute=("selective", None, None)),
+    ],
+    ids=str,
+)
+def test_same_bits_with_every_norm_but_the_first_in_a_sum(layout):
+    sums = 2 * layout.num_layers
+    assert _both(layout) == 2 * layout.micro_batches * sums
+
+
+def test_the_last_sum_of_a_stage_has_no_norm():
+    layout = replace(LLAMA, pp=2)
+    assert _both(layout) == 2 * layout.micro_batches
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        replace(LLAMA, recompute=FULL),
+        replace(LLAMA, dropout=0.1),
+        replace(
+            LLAMA,
+            dp=2,
+            distributed_optimizer=True,
+            overlap_param_gather=True,
+            overlap_grad_reduce=True,
+        ),
+        replace(LLAMA, spec="local"),
+        Layout(num_layers=2, spec="te"),
+    ],
+    ids=str,
+)
+def test_sums_stay_alone_where_a_norm_does_not_follow(layout):
+    assert _both(layout) == 0
