@@ -23,6 +23,8 @@ Results = dict[str, dict[str, Any]]
 ORDER = ("failed", "running", "waiting", "skipped", "passed", "left out")
 """From bad to good: the worst answer of the ranks is the answer."""
 _STOPPED = "stopped"
+_SIZE = re.compile(r"world[_ ]size \(\d+\) is not divisible|(sized with|default) world size \d")
+"""What Megatron and torch say to a number of ranks that a test cannot have."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,15 @@ def run_at_each_size(
             if reason is not None:
                 new = {"outcome": "left out", "cause": reason}
             tried = [*had["tried"], size]
-            if ORDER.index(new["outcome"]) >= ORDER.index(had["outcome"]) or not had["tried"]:
+            if _tells(new) >= _tells(had) or not had["tried"]:
                 results[test] = had = {**new, "ranks": size}
             had["tried"] = tried
     return results, time.time() - started
+
+
+def _tells(result: dict[str, Any]) -> tuple[int, bool]:
+    """Rank what a size told of a test: how well it went, and whether it went at all."""
+    return ORDER.index(result["outcome"]), _SIZE.search(result.get("cause", "")) is None
 
 
 def _may_pass(had: dict[str, Any], size: int) -> bool:
