@@ -89,6 +89,10 @@ class Course(ABC):
     def note(self, iteration: int, consumed: int) -> Progress:
         """Return what a checkpoint after this iteration tells."""
 
+    def config(self) -> dict[str, Any]:
+        """Return what was run, to be kept with the checkpoints."""
+        return self._options.model_dump(mode="json") | {"train_iters": self.steps, "epochs": None}
+
     def save(self, progress: Progress) -> None:
         """Save where the run is."""
         self._checkpoints.save(
@@ -159,14 +163,11 @@ class Course(ABC):
             self._log.note(progress.iteration, numbers)
 
     def _write_config(self) -> None:
-        """Keep with the checkpoints what was run."""
         if self._options.save is None or self.rank != 0:
             return
         root = Path(self._options.save)
         root.mkdir(parents=True, exist_ok=True)
-        values = self._options.model_dump(mode="json")
-        values |= {"train_iters": self.steps, "epochs": None}
-        write_file(root / "config.yaml", yaml.safe_dump(values, sort_keys=False))
+        write_file(root / "config.yaml", yaml.safe_dump(self.config(), sort_keys=False))
 
     def _trouble(self, progress: Progress, count: int) -> str:
         last = self._options.save or "no checkpoint"

@@ -21,6 +21,7 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.adapters import CONFIG
 from mindspeed_llm.checkpoint.commit import flush_tree, write_file
 from mindspeed_llm.checkpoint.detection import TRACKER
+from mindspeed_llm.training.options import RunOptions
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,16 @@ def read_progress(folder: Path) -> Progress:
         return Progress(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{folder / STATE_FILE}: cannot be read ({error})") from None
+
+
+def to_resume(options: RunOptions) -> Path | None:
+    """Return the training checkpoint to go on from: that in --save, else --load if it is one."""
+    if options.save is not None and not options.no_auto_resume:
+        if (found := newest(options.save)) is not None:
+            return found
+    if options.load is None or options.finetune or options.from_scratch:
+        return None
+    return newest(options.load)
 
 
 class CheckpointFolders:

@@ -14,7 +14,7 @@ from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import Checkpoints
-from mindspeed_llm.training.folders import Progress, newest, read_progress
+from mindspeed_llm.training.folders import Progress, read_progress, to_resume
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
@@ -56,7 +56,7 @@ def prepare(options: TrainOptions) -> Setup:
     """Check the options against the model and the ranks, and meet the other ranks."""
     is_first = os.environ.get("RANK", "0") == "0"
     reservation = Reservation(options.save) if options.save and is_first else None
-    resumed = _resumed(options)
+    resumed = to_resume(options)
     shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
     lora = plan_lora(options, shape)
     if resumed is not None:
@@ -74,7 +74,7 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
     seed_everything(options.seed)
     chunks = model.build_chunks(provider, setup.layout)
     # The first rank decides: it alone holds --save, so what it sees there cannot change.
-    choice = [_resumed(options)]
+    choice = [to_resume(options)]
     torch.distributed.broadcast_object_list(choice)
     resumed = choice[0]
     if resumed is None and not options.from_scratch:
@@ -97,16 +97,6 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
         if not with_optimizer:
             logger.warning("the optimizer begins anew: %s", _why_anew(progress))
     return Training(chunks, wrapped, optimizer, checkpoints, progress)
-
-
-def _resumed(options: TrainOptions) -> Path | None:
-    """Return the training checkpoint to go on from: that in --save, else --load if it is one."""
-    if options.save is not None and not options.no_auto_resume:
-        if (found := newest(options.save)) is not None:
-            return found
-    if options.load is None or options.finetune or options.from_scratch:
-        return None
-    return newest(options.load)
 
 
 def _known_shape(options: TrainOptions, resumed: Path) -> tuple[ModelShape, Path | None]:

@@ -7,7 +7,11 @@ from mindspeed_llm.training.options.accepted import AcceptedOptions
 from mindspeed_llm.training.options.data import DataOptions, RawOptions
 from mindspeed_llm.training.options.lora import LoraOptions
 from mindspeed_llm.training.options.model import ModelOptions
-from mindspeed_llm.training.options.optimizer import OptimizerOptions, ScheduleOptions
+from mindspeed_llm.training.options.optimizer import (
+    LossScaleOptions,
+    OptimizerOptions,
+    ScheduleOptions,
+)
 from mindspeed_llm.training.options.parallel import ParallelOptions
 from mindspeed_llm.training.options.run import CheckpointOptions, LogOptions, RunOptions
 
@@ -18,6 +22,7 @@ SECTIONS = (
     LoraOptions,
     ParallelOptions,
     OptimizerOptions,
+    LossScaleOptions,
     ScheduleOptions,
     CheckpointOptions,
     LogOptions,
@@ -28,6 +33,7 @@ SECTIONS = (
 class StageOptions(
     AcceptedOptions,
     RunOptions,
+    LossScaleOptions,
     ParallelOptions,
     LoraOptions,
     RawOptions,

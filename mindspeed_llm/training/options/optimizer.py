@@ -6,7 +6,7 @@ from mindspeed.config import Options
 
 
 class OptimizerOptions(Options):
-    """AdamW or SGD, and the scaling of the loss."""
+    """AdamW or SGD."""
 
     optimizer: Literal["adam", "sgd"] = "adam"
     """AdamW, or SGD with momentum."""
@@ -22,6 +22,14 @@ class OptimizerOptions(Options):
     """Keeps Adam from dividing by zero."""
     sgd_momentum: float = 0.9
     """How slowly the direction of SGD moves."""
+    max_nan_iterations: int = 5
+    """Stop after so many steps in a row whose loss or gradient is not a number; such steps change
+    no weight."""
+
+
+class LossScaleOptions(Options):
+    """How gradients keep their precision in Megatron's optimizer."""
+
     loss_scale: float | None = None
     """Fixed scale of the loss with --fp16; without it, the scale is found."""
     initial_loss_scale: float = 2.0**32
@@ -34,9 +42,6 @@ class OptimizerOptions(Options):
     """Overflows after which it is halved."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Add and reduce gradients in float32; always so with --bf16."""
-    max_nan_iterations: int = 5
-    """Stop after so many steps in a row whose loss or gradient is not a number; such steps change
-    no weight."""
 
 
 class ScheduleOptions(Options):
