@@ -1,11 +1,13 @@
-"""How fast is a training step (forward and backward) beside the stacks a user would pick?
+"""How fast is a training step beside the stacks a user would pick?
 
     python benchmarks/bench_train_step.py
     python benchmarks/bench_train_step.py --only ours:2,torchtitan-compiled:2 --profile ours:2
+    python benchmarks/bench_train_step.py --shape llama3-8b
 
 Every row is a process of its own; they take turns on the one device. All hold bf16 weights and
-gradients, see the same tokens, and recompute nothing unless their name says so. Peers whose package
-is missing are left out and named.
+gradients, see the same tokens, and recompute nothing unless their name says so. A step is forward
+and backward; with "optimizer" in the name it is Megatron's whole step: gradients summed in float32,
+clipped, and AdamW on float32 weights. Peers whose package is missing are left out and named.
 """
 
 import argparse
@@ -29,10 +31,18 @@ PEERS = {
     "torchtitan": "torchtitan_peer:eager",
     "torchtitan-compiled": "torchtitan_peer:compiled",
     "ours": "megatron_peer:ours",
+    "ours-deterministic": "megatron_peer:deterministic",
+    "megatron-liger-optimizer": "megatron_peer:liger_with_optimizer",
+    "ours-optimizer": "megatron_peer:ours_with_optimizer",
 }
-ROWS = "megatron:2,megatron-recompute:2,megatron-liger:2,transformers:2,transformers-compiled:2,"
-ROWS += "transformers-liger:2,transformers-liger:4,torchtitan:2,torchtitan-compiled:2,"
-ROWS += "torchtitan-compiled:4,ours:2,ours:4"
+ROWS = {
+    "qwen2.5-1.5b": "megatron:2,megatron-recompute:2,megatron-liger:2,transformers:2,"
+    "transformers-compiled:2,transformers-liger:2,transformers-liger:4,torchtitan:2,"
+    "torchtitan-compiled:2,torchtitan-compiled:4,ours:2,ours:4,ours-deterministic:2,"
+    "megatron-liger-optimizer:2,ours-optimizer:2",
+    "llama3-8b": "megatron-liger:1,torchtitan-compiled:1,ours:1",
+    "tiny": "ours:2",
+}
 STEPS, WARM_UP = 4, 3
 
 
@@ -42,7 +52,7 @@ def build(peer, shape, batch):
 
     module, _, name = PEERS[peer].partition(":")
     torch.manual_seed(1)
-    model, loss = getattr(importlib.import_module(module), name)(shape)
+    model, loss, *update = getattr(importlib.import_module(module), name)(shape)
     generator = torch.Generator().manual_seed(7)
     drawn = torch.randint(shape.vocabulary, (batch, shape.sequence + 1), generator=generator)
     tokens, labels = drawn[:, :-1].contiguous().cuda(), drawn[:, 1:].contiguous().cuda()
@@ -50,8 +60,11 @@ def build(peer, shape, batch):
     def step():
         value = loss(tokens, labels)
         value.backward()
-        for parameter in model.parameters():  # the next step, and the other rows, start from none
-            parameter.grad = None
+        if update:
+            update[0]()
+        else:
+            for parameter in model.parameters():  # the next step starts from none
+                parameter.grad = None
         return value.detach()
 
     return step
@@ -62,34 +75,25 @@ def work(row, options):
     peer, _, batch = row.partition(":")
     step = build(peer, SHAPES[options.shape], int(batch))
     if options.profile == row:
-        _profile(step, row)
+        from timeline import write_profile
+
+        write_profile(step, f"profile_{row.replace(':', '_')}.txt")
     serve(step, STEPS, WARM_UP)
 
 
-def _profile(step, row):
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    for _ in range(WARM_UP):
-        step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as kernels:
-        step()
-        torch.cuda.synchronize()
-    table = kernels.key_averages().table(
-        sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=110
-    )
-    Path(f"profile_{row.replace(':', '_')}.txt").write_text(table)
-
-
 def race(options):
-    """Start all rows, warm each up alone, then let them take turns."""
+    """Start all rows, let each take its first steps, then let them take turns."""
     own = [__file__, "--shape", options.shape, "--profile", options.profile or ""]
-    rows = {row: Worker(*own, "--worker", row) for row in options.only.split(",")}
-    for row in list(rows):
-        if not rows[row].warm_up():
-            print(f"{row} is left out: it could not be built here, see above", flush=True)
-            rows.pop(row).end()
+    rows = {row: Worker(*own, "--worker", row) for row in _names(options)}
+    # Compilers need minutes and little of the device: they run beside each other.
+    compiled = [row for row in rows if "compiled" in row]
+    for batch in (compiled, *([row] for row in rows if row not in compiled)):
+        for row in batch:
+            rows[row].begin()
+        for row in batch:
+            if not rows[row].has_begun():
+                print(f"{row} is left out: it could not be built here, see above", flush=True)
+                rows.pop(row).end()
     answers = {row: [] for row in rows}
     for _ in range(options.rounds):
         for row, worker in rows.items():
@@ -134,6 +138,10 @@ def report(answers, options):
     record("train_step", lines)
 
 
+def _names(options):
+    return (options.only or ROWS[options.shape]).split(",")
+
+
 def _milliseconds(parts):
     return ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items())
 
@@ -149,9 +157,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
     parser.add_argument(
-        "--only", default=ROWS, metavar="PEER:BATCH,...", help=f"of {', '.join(PEERS)}"
+        "--only", default="", metavar="PEER:BATCH,...", help=f"of {', '.join(PEERS)}"
     )
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--profile", metavar="PEER:BATCH", help="write profile_PEER_BATCH.txt")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -159,7 +167,7 @@ def main():
         return work(options.worker, options)
     if not _has_cuda():
         sys.exit("bench_train_step.py measures on a CUDA device, and torch sees none here")
-    unknown = {row.partition(":")[0] for row in options.only.split(",")} - set(PEERS)
+    unknown = {row.partition(":")[0] for row in _names(options)} - set(PEERS)
     if unknown:
         sys.exit(f"--only names {', '.join(unknown)}: use {', '.join(PEERS)}, each with :BATCH")
     report(race(options), options)

@@ -49,13 +49,23 @@ class Worker:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen([sys.executable, *command], env=environment, **pipes)
 
+    def begin(self):
+        """Let the worker take its first steps, without waiting for them."""
+        self._tell()
+
+    def has_begun(self):
+        """Wait for the first steps; say whether the worker could take them."""
+        return self._answer() is not None
+
     def warm_up(self):
         """Let the worker take its first steps; say whether it could."""
-        return self._ask() is not None
+        self.begin()
+        return self.has_begun()
 
     def measure(self):
         """Let the worker run its steps; return seconds a step, peak memory and the last value."""
-        return self._ask()
+        self._tell()
+        return self._answer()
 
     def end(self):
         """Let the process end."""
@@ -63,10 +73,12 @@ class Worker:
             self._process.stdin.close()
         self._process.wait()
 
-    def _ask(self):
+    def _tell(self):
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
+
+    def _answer(self):
         for line in self._process.stdout:
             if line.startswith("# "):
                 return json.loads(line[2:])

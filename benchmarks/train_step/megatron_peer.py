@@ -17,25 +17,41 @@ def recompute(shape):
     return plain(shape, recompute_granularity="selective")
 
 
-def liger(shape):
+def liger(shape, **options):
     """Build the local spec with SDPA for its attention and Liger's own patches for the rest."""
     from liger_kernel.megatron import apply_liger_kernel_to_megatron
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
     DotProductAttention.forward = _sdpa
-    return plain(shape)
+    return plain(shape, **options)
 
 
-def ours(shape):
+def liger_with_optimizer(shape):
+    """Build it with Megatron's optimizer."""
+    return liger(shape, has_optimizer=True)
+
+
+def ours(shape, *, features=None, **options):
     """Build the TE spec under the adaptor at level 2, as `pretrain_gpt.py` does by itself."""
     import mindspeed.megatron_adaptor  # noqa: F401  # isort: skip
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     import mindspeed
 
-    mindspeed.enable(optimization_level=2)
-    return _build(shape, get_gpt_layer_with_transformer_engine_spec(), apply_rope_fusion=True)
+    mindspeed.enable(optimization_level=2, **(features or {}))
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    return _build(shape, spec, apply_rope_fusion=True, **options)
+
+
+def deterministic(shape):
+    """Build ours for the same bits in every run."""
+    return ours(shape, features={"npu_deterministic": True})
+
+
+def ours_with_optimizer(shape):
+    """Build ours with Megatron's optimizer, weight gradients added to float32 by the products."""
+    return ours(shape, has_optimizer=True, gradient_accumulation_fusion=True)
 
 
 def _sdpa(self, query, key, value, attention_mask, *args, **kwargs):
@@ -47,7 +63,7 @@ def _sdpa(self, query, key, value, attention_mask, *args, **kwargs):
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _build(shape, spec, **options):
+def _build(shape, spec, has_optimizer=False, **options):
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -69,12 +85,40 @@ def _build(shape, spec, **options):
         rotary_base=1000000,
     )
     model = Float16Module(config, model.cuda())
+    updates = []
+    if has_optimizer:
+        model, update = _with_optimizer(config, model)
+        updates.append(update)
 
     def loss(tokens, labels):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return model(tokens, positions, None, labels=labels).mean()
 
-    return model, loss
+    return model, loss, *updates
+
+
+def _with_optimizer(config, model):
+    """Return the model with float32 gradients, and what updates its weights once they are there."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+    )
+    settings = OptimizerConfig(optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16)
+    optimizer = get_megatron_optimizer(settings, [wrapped])
+
+    def update():
+        finalize_model_grads([wrapped])
+        optimizer.step()
+        optimizer.zero_grad()
+        wrapped.zero_grad_buffer()
+
+    return wrapped, update
 
 
 def _config(shape, **options):
