@@ -1,6 +1,7 @@
 """Carry out a plan: recompute, then fully_shard from the inside out, then prefetch."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +60,10 @@ class Sharding:
     def change(self, **keys: Any) -> None:
         """Plan again with other values of some keys."""
         options = build(FsdpOptions, self.plan.options.model_dump() | keys)
-        self.plan = make_plan(self.model, options, self.plan.ranks)
+        if any(isinstance(value, list) for value in keys.values()):
+            self.plan = make_plan(self.model, options, self.plan.ranks)
+        else:  # the modules stay, which by now may be sharded
+            self.plan = replace(self.plan, options=options)
 
     def recompute(self) -> None:
         """Recompute the activations of the modules named so."""

@@ -1,0 +1,1 @@
+"""What every multimodal model has in common."""

@@ -1,0 +1,129 @@
+"""The model section: what model.json or the `model:` of the single YAML can say."""
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from mindspeed.config import Options
+from mindspeed.fsdp import Pattern
+
+CHUNKS = {"default": None, "chunk": 1024, "dynamic_chunk": 4096}
+
+
+class LossConfig(Options):
+    """How the loss is computed."""
+
+    compute_mode: Literal["default", "chunk", "dynamic_chunk"] = "default"
+    """default: from all logits at once; chunk: chunk_size positions of every sample at a time;
+    dynamic_chunk: chunk_size tokens at a time, whatever the batch. Only a chunk of the logits is
+    ever in memory then."""
+    chunk_size: int | None = Field(default=None, ge=1)
+    """Positions or tokens of a chunk; without it 1024 positions or 4096 tokens."""
+    loss_type: Literal["default", "per_token_loss", "per_sample_loss", "square_loss"] = "default"
+    """default: mean over the tokens of a micro-batch; per_token_loss: over those of the whole
+    step; per_sample_loss: over samples, each the mean of its tokens; square_loss: between the two,
+    a sample counts by the square root of its tokens."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the load-balancing loss of models with experts."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Positions or tokens of a chunk, None for all at once."""
+        default = CHUNKS[self.compute_mode]
+        return self.chunk_size or default if default else None
+
+    @model_validator(mode="after")
+    def _chunk_is_used(self) -> "LossConfig":
+        if self.chunk_size is not None and self.compute_mode == "default":
+            raise ValueError("chunk_size is for compute_mode: chunk or dynamic_chunk")
+        return self
+
+
+class LoraConfig(Options):
+    """Low-rank adapters by peft; everything else is frozen."""
+
+    r: int = Field(default=8, ge=1)
+    """Rank of the adapters."""
+    alpha: int = Field(default=16, ge=1)
+    """What the adapter is multiplied with, times r."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout before the adapters."""
+    target_modules: tuple[str, ...] = Field(min_length=1)
+    """Linear layers that get an adapter: patterns like model.language_model.layers.{*}.q_proj,
+    or the last part of their names, like q_proj."""
+
+
+class PartConfig(Options):
+    """A part of the model; what config.json knows is accepted and not needed."""
+
+    freeze: bool = False
+    """Do not train this part."""
+    attn_implementation: str | None = None
+    """Attention of this part."""
+    attn_layout: str | None = None
+    """Accepted, not needed."""
+
+
+class ImageEncoderConfig(Options):
+    """The part that sees."""
+
+    vision_encoder: PartConfig = PartConfig()
+    """The vision tower, without its projector."""
+    vision_projector: PartConfig = PartConfig()
+    """What turns its output into tokens."""
+
+
+class TextDecoderConfig(PartConfig):
+    """The part that writes; sizes are accepted and not needed: config.json has them."""
+
+    num_layers: int | None = None
+    """Accepted, not needed."""
+    hidden_size: int | None = None
+    """Accepted, not needed."""
+    num_attention_heads: int | None = None
+    """Accepted, not needed."""
+    num_query_groups: int | None = None
+    """Accepted, not needed."""
+    ffn_hidden_size: int | None = None
+    """Accepted, not needed."""
+    max_position_embeddings: int | None = None
+    """Accepted, not needed."""
+    vocab_size: int | None = None
+    """Accepted, not needed."""
+
+
+class ModelConfig(Options):
+    """Which model, from where, and what of it is trained."""
+
+    model_config = ConfigDict(protected_namespaces=())  # pydantic keeps "model_" for itself
+
+    model_id: str | None = None
+    """A class of ModelHub; without it the class that config.json names."""
+    init_from_hf_path: str | None = None
+    """Hugging Face folder with config.json and, unless the weights come from --load, weights."""
+    trust_remote_code: bool = False
+    """Run the Python files of that folder. Only for folders you would run yourself."""
+    attn_implementation: str | None = None
+    """Attention of transformers: eager, sdpa, flash_attention_2, ...; without it its choice."""
+    tie_word_embeddings: bool | None = None
+    """Whether embedding and head are one; without it as config.json says. An untied head starts as
+    a copy of the embedding."""
+    freeze: tuple[str, ...] = ()
+    """Modules that are not trained: patterns like model.visual.blocks.{0-15}."""
+    image_encoder: ImageEncoderConfig = ImageEncoderConfig()
+    """The part that sees."""
+    text_decoder: TextDecoderConfig = TextDecoderConfig()
+    """The part that writes."""
+    loss_cfg: LossConfig = LossConfig()
+    """How the loss is computed."""
+    lora: LoraConfig | None = None
+    """Train adapters only."""
+    init_model_with_meta_device: bool = False
+    """Build without memory, shard, then read weights: no rank ever holds the whole model."""
+
+    @field_validator("freeze")
+    @classmethod
+    def _are_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            Pattern(text)
+        return value

@@ -1,0 +1,113 @@
+"""Parts of a model by name: frozen ones, and low-rank adapters."""
+
+from typing import Any
+
+from torch import nn
+
+from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.fsdp import Pattern
+from mindspeed.fsdp.patterns import child_names
+from mindspeed_mm.models.options import LoraConfig, ModelConfig
+
+VISION = ("visual", "vision_tower", "vision_model", "image_encoder")
+PROJECTORS = (
+    "multi_modal_projector",
+    "visual.merger",
+    "visual.merger_list",
+    "visual.deepstack_merger_list",
+    "mlp1",
+)
+DECODER = ("language_model", "lm_head")
+
+
+def freeze(model: nn.Module, config: ModelConfig) -> None:
+    """Stop the training of what the model section names."""
+    for module in matching(model, "freeze", config.freeze):
+        module.requires_grad_(False)
+    vision, projectors = _parts(model, VISION), _parts(model, PROJECTORS)
+    inside = {p for module in projectors for p in module.parameters()}
+    image = config.image_encoder
+    if image.vision_encoder.freeze:
+        _must_be_there("image_encoder.vision_encoder", vision, VISION)
+        for parameter in {p for module in vision for p in module.parameters()} - inside:
+            parameter.requires_grad_(False)
+    if image.vision_projector.freeze:
+        _must_be_there("image_encoder.vision_projector", projectors, PROJECTORS)
+        for parameter in inside:
+            parameter.requires_grad_(False)
+    if config.text_decoder.freeze:
+        decoder = _parts(model, DECODER)
+        _must_be_there("text_decoder", decoder, DECODER)
+        for module in decoder:
+            module.requires_grad_(False)
+
+
+def matching(model: nn.Module, key: str, patterns: tuple[str, ...]) -> list[nn.Module]:
+    """Return the modules that match patterns; one that matches nothing is an error."""
+    children = child_names(name for name, _ in model.named_modules(remove_duplicate=False))
+    try:
+        names = [name for pattern in patterns for name in Pattern(pattern).match(children)]
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    return [model.get_submodule(name) for name in names]
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> None:
+    """Put adapters beside linear layers; only they are trained. Names of modules stay."""
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError:
+        raise ConfigError("lora needs the package peft: pip install peft") from None
+    targets = _lora_targets(model, config)
+    settings = PeftConfig(
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        bias="none",
+    )
+    inject_adapter_in_model(settings, model)
+
+
+def _lora_targets(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Return the full names of the layers that get an adapter."""
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    children = child_names(name for name, _ in model.named_modules(remove_duplicate=False))
+    found: dict[str, None] = {}
+    for target in config.target_modules:
+        if "." in target or "{" in target:
+            names = Pattern(target).match(children)
+            if wrong := [name for name in names if name not in linear]:
+                raise ConfigError(f"lora.target_modules: {wrong[0]} is not a linear layer")
+        else:
+            names = [name for name in linear if name.rpartition(".")[2] == target]
+        if not names:
+            last = {name.rpartition(".")[2] for name in linear}
+            raise ConfigError(
+                f"lora.target_modules: {target} matches no linear layer; "
+                f"{did_you_mean(target, last)}"
+            )
+        found |= dict.fromkeys(names)
+    return list(found)
+
+
+def _parts(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """Return the modules of these names that lie at the top or in the model of a head."""
+    starts: list[Any] = [model, getattr(model, "model", None)]
+    found = []
+    for start in starts:
+        for name in names if isinstance(start, nn.Module) else ():
+            try:
+                found.append(start.get_submodule(name))
+            except AttributeError:
+                continue
+    return found
+
+
+def _must_be_there(key: str, found: list[nn.Module], names: tuple[str, ...]) -> None:
+    if not found:
+        raise ConfigError(
+            f"{key}: freeze: the model has none of {', '.join(names)}: name the modules in "
+            "freeze: [...] instead"
+        )

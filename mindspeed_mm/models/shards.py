@@ -1,0 +1,91 @@
+"""Put whole tensors into parameters that may be sharded, and have parameters without memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+import mindspeed.device
+from mindspeed_llm.checkpoint.mapped_file import aligned
+
+
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy this rank's part of whole values into a parameter, sharded or not."""
+    with torch.no_grad():
+        if not isinstance(target, DTensor):
+            target.detach().copy_(aligned(values))
+            return
+        shape, offset = compute_local_shape_and_global_offset(
+            target.shape, target.device_mesh, target.placements
+        )
+        box = tuple(slice(start, start + size) for start, size in zip(offset, shape))
+        target.detach().to_local().copy_(aligned(values[box]))
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Build models whose parameters take no memory; buffers, which may be computed, are real."""
+    plain = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            with torch.device("meta"):
+                empty = torch.empty_like(param, device="meta")
+            attributes = {**vars(param), "requires_grad": param.requires_grad}
+            param = _with(type(param)(empty, requires_grad=False), attributes)
+        plain(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+
+
+def materialize(model: nn.Module, device: torch.device | None = None) -> None:
+    """Give parameters on meta memory, not numbers; bring all else to the device.
+
+    Without a device: the current one, or host memory for the shards of a model that offloads.
+    """
+    tied = _tied(model)
+    here = mindspeed.device.current().torch_device
+    shards = device or (torch.device("cpu") if _offloads(model) else here)
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            place = shards if isinstance(tensor, DTensor) else device or here
+            return torch.empty_like(tensor, device=place)
+        return tensor if isinstance(tensor, DTensor) else tensor.to(device or here)
+
+    model._apply(real)
+    for (module, name), *others in tied:
+        for other, key in others:
+            other._parameters[key] = module._parameters[name]
+
+
+def _offloads(model: nn.Module) -> bool:
+    return any(
+        getattr(getattr(module, "fsdp2_config", None), "offload_to_cpu", False)
+        for module in model.modules()
+    )
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of every parameter that has several."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _with(parameter: nn.Parameter, attributes: dict[str, Any]) -> nn.Parameter:
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+    return parameter

@@ -1,0 +1,1 @@
+"""What makes a model trainable with FSDP2."""

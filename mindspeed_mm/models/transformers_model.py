@@ -1,0 +1,179 @@
+"""Any model of transformers, from the folder it was downloaded to, ready to be trained."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from mindspeed.config import ConfigError
+from mindspeed.fsdp import FsdpOptions
+from mindspeed.ops.cross_entropy import cross_entropy
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.loss import IGNORED, LossHead, mean, next_tokens
+from mindspeed_mm.models.options import ModelConfig
+from mindspeed_mm.models.parts import add_adapters, freeze
+from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
+from mindspeed_mm.models.ulysses import ContextParallel
+from mindspeed_mm.models.weights import load_pretrained, meta_parameters
+
+
+class TransformersModel(MultiModalModule):
+    """A model of transformers and its loss; the model itself is `.model`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        if config.init_from_hf_path is None:
+            raise ConfigError("init_from_hf_path is missing: give a folder with a config.json")
+        hf_config = read_hf_config(config)
+        model_class = with_mixin(ModelHub.build(config, hf_config))
+        if config.init_model_with_meta_device:
+            with meta_parameters():
+                self.model = _build(model_class, hf_config)
+        else:
+            self.model = _build(model_class, hf_config)
+            if not _is_on_meta(self.model):
+                load_pretrained(self.model, config.init_from_hf_path)
+        self.model.train()
+        self._freeze()
+        self._parallel: ContextParallel | None = None
+        self._head: LossHead | None = None
+        loss = config.loss_cfg
+        if loss.compute_mode != "default":
+            _must_not_cap_logits(self.model)
+            self._head = LossHead(self.model.get_output_embeddings(), loss)
+
+    def unwrapped(self) -> nn.Module:
+        """Return the model of transformers."""
+        return self.model
+
+    def set_context_parallel_group(self, group: ProcessGroup) -> None:
+        """Share every sequence among the ranks of a group, which are all given the same batch."""
+        kind = self.config.loss_cfg.loss_type
+        if group.size() > 1 and kind in ("per_sample_loss", "square_loss"):
+            raise ConfigError(
+                f"loss_type: {kind} needs whole samples: use default or per_token_loss with "
+                "context_parallel_size > 1"
+            )
+        self._parallel = ContextParallel(self.model, group)
+
+    def fully_shard(
+        self,
+        process_group: ProcessGroup | None = None,
+        fsdp2_config: FsdpOptions | str | os.PathLike[str] | None = None,
+    ) -> bool:
+        """Shard the model of transformers; patterns begin at its attributes."""
+        return self.model.fully_shard(process_group, fsdp2_config)
+
+    def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
+        """Return loss and token_nums where there are labels, else logits; see docs/mm/models.md."""
+        parallel = self._parallel
+        if parallel is not None:
+            batch = parallel.padded(batch)
+        labels = batch.pop("labels", None)
+        if self.config.loss_cfg.router_aux_loss_coef:
+            batch["output_router_logits"] = True
+        if labels is None:
+            return {"logits": self.model(**batch, use_cache=False).logits}
+        targets = next_tokens(labels)
+        if parallel is not None:
+            targets = parallel.local(targets)
+        if self._head is None:
+            outputs = self.model(**batch, use_cache=False)
+            losses = cross_entropy(outputs.logits, targets, ignore_index=IGNORED)
+        else:
+            with self._head.of(targets):
+                outputs = self.model(**batch, use_cache=False)
+            losses = outputs.logits
+        result = {
+            "loss": mean(losses, targets, self.config.loss_cfg.loss_type),
+            "token_nums": (targets != IGNORED).sum(),
+        }
+        return result | self._extras(outputs)
+
+    def _extras(self, outputs: Any) -> dict[str, torch.Tensor]:
+        extras = {} if self._head is not None else {"logits": outputs.logits}
+        if coefficient := self.config.loss_cfg.router_aux_loss_coef:
+            if getattr(outputs, "aux_loss", None) is None:
+                raise ConfigError(
+                    f"router_aux_loss_coef: {coefficient}: {type(self.model).__name__} has no "
+                    "experts, so no such loss"
+                )
+            extras["aux_loss"] = coefficient * outputs.aux_loss
+        return extras
+
+    def _freeze(self) -> None:
+        own = getattr(self.model, "freeze", None)
+        if callable(own):
+            own(self.config)
+        freeze(self.model, self.config)
+        if self.config.lora is not None:
+            add_adapters(self.model, self.config.lora)
+
+
+def read_hf_config(config: ModelConfig) -> Any:
+    """Read config.json, with what the model section changes in it."""
+    from transformers import AutoConfig
+
+    path = Path(config.init_from_hf_path or "") / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"init_from_hf_path: {path} does not exist: give a Hugging Face folder")
+    try:
+        found = AutoConfig.from_pretrained(
+            path.parent, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except (ValueError, TypeError, OSError, KeyError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if config.tie_word_embeddings is not None:
+        found.tie_word_embeddings = config.tie_word_embeddings
+        found.get_text_config().tie_word_embeddings = config.tie_word_embeddings
+    if attention := _attention(config, found):
+        found._attn_implementation = attention
+    found.use_cache = False
+    return found
+
+
+def with_mixin(model_class: type) -> type:
+    """Return the class, made able to be sharded if it is not yet."""
+    if issubclass(model_class, FSDP2Mixin):
+        return model_class
+    attributes = {"__module__": model_class.__module__, "__doc__": model_class.__doc__}
+    return type(model_class.__name__, (model_class, FSDP2Mixin), attributes)
+
+
+def _build(model_class: Any, hf_config: Any) -> Any:
+    """Build the model, in float32: what is computed in less is the choice of the sharding."""
+    change = getattr(model_class, "overwrite_transformer_config", None)
+    if callable(change):
+        hf_config = change(copy.deepcopy(hf_config)) or hf_config
+    try:
+        return model_class._from_config(hf_config, dtype=torch.float32)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{model_class.__name__}: {' '.join(str(error).split())}") from None
+
+
+def _attention(config: ModelConfig, hf_config: Any) -> Any:
+    parts = {
+        "vision_config": config.image_encoder.vision_encoder.attn_implementation,
+        "text_config": config.text_decoder.attn_implementation,
+    }
+    given = {k: v for k, v in parts.items() if v is not None and k in hf_config.sub_configs}
+    if not given:
+        return config.attn_implementation
+    return ({"": config.attn_implementation} if config.attn_implementation else {}) | given
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _must_not_cap_logits(model: Any) -> None:
+    if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        raise ConfigError(
+            "compute_mode: chunk and dynamic_chunk cannot cap logits, as final_logit_softcapping "
+            "of this config.json wants: use default"
+        )

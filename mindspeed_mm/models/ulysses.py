@@ -1,0 +1,190 @@
+"""Ulysses context parallelism for the attention of transformers.
+
+Every rank of a group sees the whole batch up to the first layer of the text decoder and keeps a
+part of the sequence from there on. Around each attention, an all-to-all gives a rank the whole
+sequence of a part of the heads. Masks are those that transformers makes for the whole sequence.
+Shapes: B batch, N heads, S sequence, D head size; s = S / ranks, n = N / ranks.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from mindspeed.config import ConfigError
+
+PREFIX = "ulysses_"
+PADDING = {"labels": -100}
+"""What is added at the end of a batch's tensors; 0 for the others."""
+
+
+class ContextParallel:
+    """The group of ranks that share every sequence of a model."""
+
+    def __init__(self, model: Any, group: ProcessGroup) -> None:
+        """Switch the text decoder of a transformers model over."""
+        self.group = group
+        self.size, self.rank = group.size(), group.rank()
+        decoder = model.get_decoder()
+        config = decoder.config
+        self._check(decoder, config)
+        if self.size == 1:
+            return
+        config._attn_implementation_internal = _register(config._attn_implementation)
+        for module in decoder.modules():
+            module.context_parallel = self
+        decoder.register_forward_pre_hook(self._cut_pictures, with_kwargs=True)
+        for number, layer in enumerate(decoder.layers):
+            hook = self._cut_positions if number else self._cut_sequence
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def local(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return this rank's part of a whole sequence."""
+        return tensor.chunk(self.size, dim)[self.rank]
+
+    def padded(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Lengthen the sequences of a batch until the ranks divide them."""
+        length = batch["input_ids"].shape[1]
+        more = -length % self.size
+        if not more:
+            return batch
+        longer = dict(batch)
+        for name in ("input_ids", "attention_mask", "labels", "mm_token_type_ids"):
+            if batch.get(name) is not None:
+                value = PADDING.get(name, 0)
+                longer[name] = nn.functional.pad(batch[name], (0, more), value=value)
+        if (positions := batch.get("position_ids")) is not None:  # a sequence of its own, if packed
+            end = torch.arange(more, device=positions.device, dtype=positions.dtype)
+            longer["position_ids"] = torch.cat(
+                [positions, end.expand(*positions.shape[:-1], more)], dim=-1
+            )
+        return longer
+
+    def attend(
+        self,
+        inner: Any,
+        module: nn.Module,
+        query: Any,
+        key: Any,
+        value: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Attend with a part of the heads to whole sequences; query is (B, N, s, D)."""
+        repeats = self.size // math.gcd(self.size, key.shape[1])
+        if repeats > 1:  # fewer key heads than ranks: some ranks share one
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+        query, key, value = (self._to_heads(t) for t in (query, key, value))
+        seen = _Seen(module, query.shape[1] // key.shape[1])
+        output, weights = inner(seen, query, key, value, *args, **kwargs)
+        return self._to_sequence(output), weights
+
+    def _to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn (B, N, s, D) into (B, n, S, D)."""
+        parts = x.unflatten(1, (self.size, -1)).movedim(1, 0)
+        return _Exchange.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+
+    def _to_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn (B, S, n, D) into (B, s, N, D)."""
+        parts = x.unflatten(1, (self.size, -1)).movedim(1, 0)
+        return _Exchange.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+
+    def _cut_sequence(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if args:
+            args = (self.local(args[0]), *args[1:])
+        else:
+            kwargs = kwargs | {"hidden_states": self.local(kwargs["hidden_states"])}
+        return self._cut_positions(layer, args, kwargs)
+
+    def _cut_positions(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        cut = {
+            name: tuple(self.local(t, dim=-2) for t in value)
+            for name, value in kwargs.items()
+            if name.startswith("position_embeddings") and value is not None
+        }
+        return args, kwargs | cut
+
+    def _cut_pictures(self, decoder: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Qwen3-VL adds features of pictures between layers: keep those of this rank's tokens."""
+        places = kwargs.get("visual_pos_masks")
+        if places is None:
+            return args, kwargs
+        mine = torch.zeros_like(places)
+        self.local(mine).fill_(True)
+        features = kwargs["deepstack_visual_embeds"]
+        kept = features and [layer[mine[places]] for layer in features]
+        changed = {"visual_pos_masks": self.local(places), "deepstack_visual_embeds": kept}
+        return args, kwargs | changed
+
+    def _check(self, decoder: Any, config: Any) -> None:
+        heads = config.num_attention_heads
+        if heads % self.size:
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ConfigError(
+                f"context_parallel_size={self.size} does not divide the {heads} attention heads "
+                f"of the text decoder: use {fitting}"
+            )
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if unknown := kinds - {"full_attention", "sliding_attention"}:
+            raise ConfigError(
+                f"context_parallel_size={self.size}: layers of {min(unknown)} need the whole "
+                "sequence: use 1"
+            )
+        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+            raise ConfigError(
+                f"context_parallel_size={self.size}: {type(decoder).__name__} has no `layers`"
+            )
+
+
+class _Seen:
+    """An attention module whose query heads share key heads in other numbers."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Exchange(torch.autograd.Function):
+    """Send part i to rank i and put what comes from rank j at place j; its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.apply(gradients[0], ctx.group), None
+
+
+def _register(inner_name: str) -> str:
+    """Tell transformers of an attention that exchanges heads around another; return its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if inner_name.startswith(PREFIX):
+        return inner_name
+    if inner_name not in ALL_ATTENTION_FUNCTIONS:
+        raise ConfigError(
+            f"context parallel cannot be put around attn_implementation: {inner_name}: use sdpa "
+            "or flash_attention_2"
+        )
+    inner = ALL_ATTENTION_FUNCTIONS[inner_name]
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return module.context_parallel.attend(inner, module, (query, key, value), *args, **kwargs)
+
+    name = PREFIX + inner_name
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner_name])
+    return name
