@@ -69,6 +69,10 @@ class Device(abc.ABC):
         """Put the generator of the current device into a saved state."""
         self.default_generator().set_state(state)
 
+    def multiprocessors(self) -> int:
+        """Return how many programs of a kernel run side by side; 1 where nobody says."""
+        return 1
+
     @abc.abstractmethod
     def memory_total(self) -> int:
         """Return the bytes that the current device has."""
@@ -101,3 +105,7 @@ class Device(abc.ABC):
         """Ask torch and this device's libraries for bitwise repeatable results."""
         os.environ.update(self.deterministic_env)
         torch.use_deterministic_algorithms(True)
+        # torch would also fill all new memory, for readers of what nobody wrote: tens of
+        # gigabytes a step.
+        settings: Any = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False

@@ -33,6 +33,10 @@ class Cuda(Accelerator):
         """Redirect nothing."""
         return nullcontext()
 
+    def multiprocessors(self) -> int:
+        """Return the streaming multiprocessors of the current device."""
+        return int(torch.cuda.get_device_properties(self.index()).multi_processor_count)
+
     def make_deterministic(self) -> None:
         """Also keep cuDNN from choosing kernels by timing them."""
         super().make_deterministic()

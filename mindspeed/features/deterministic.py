@@ -48,10 +48,13 @@ def _deterministic() -> Iterator[None]:
     current = device.current()
     settings = {name: os.environ.get(name) for name in current.deterministic_env}
     was_deterministic = torch.are_deterministic_algorithms_enabled()
+    of_torch: Any = torch.utils.deterministic
+    filled = of_torch.fill_uninitialized_memory
     current.make_deterministic()
     # No try/finally: at the end of the process there is nothing to undo, and no torch to ask.
     yield
     torch.use_deterministic_algorithms(was_deterministic)
+    of_torch.fill_uninitialized_memory = filled
     for name, value in settings.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 

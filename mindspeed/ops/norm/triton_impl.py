@@ -1,4 +1,4 @@
-"""Every norm in one pair of Triton kernels.
+"""Every norm by one pair of Triton kernels.
 
 z = dropout(x * row_scale * column_scale) + residual, rounded as it is stored, and
 y = (z - mean) * r * weight + bias with r = 1 / sqrt(var + epsilon); RMS leaves the mean out.
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed import device as devices
 from mindspeed.ops.launch import launch
+from mindspeed.ops.norm.kernels import norm_backward, norm_forward, norm_reduce
 
 # A tile holds whole rows, about 4096 numbers: 32 a thread forward, where one tile is all a program
 # does, and 16 backward, where weight and sums stay in registers too.
@@ -71,7 +72,7 @@ class _Norm(torch.autograd.Function):
             rows, stride = _rows(x)
             others, other_stride = (None, 0) if residual is None else _rows(residual)
             launch(
-                _forward,
+                norm_forward,
                 (-(-count // tile.rows),),
                 rows,
                 others,
@@ -129,7 +130,7 @@ class _Norm(torch.autograd.Function):
             rows, stride = _rows(kept)
             grad_y, grad_stride = _rows(grad)
             launch(
-                _backward,
+                norm_backward,
                 (programs,),
                 grad_y,
                 None if grad_z is None else grad_z.contiguous(),
@@ -181,7 +182,7 @@ def _reduced(partial: Tensor, dtype: torch.dtype, has_bias: bool) -> list[Tensor
     # All partial sums of 16 columns at once: one trip to memory, and a program a multiprocessor.
     rows = min(512, triton.next_power_of_2(max(programs, 1)))
     launch(
-        _reduce,
+        norm_reduce,
         (-(-width // 16), count),
         partial,
         out,
@@ -232,6 +233,7 @@ def _tile(width: int) -> Tile:
     return Tile(block, rows, *warps)
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def _programs(device: torch.device, warps: int) -> int:
     """Give each multiprocessor sixteen warps: the registers of backward leave room for those.
@@ -240,8 +242,7 @@ def _programs(device: torch.device, warps: int) -> int:
     """
     if device.type != "cuda":
         return 4  # Triton's interpreter: enough to have sums to add
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    most = count * max(1, 16 // warps)
+    most = devices.current().multiprocessors() * max(1, 16 // warps)
     return 1 << (most.bit_length() - 1)
 
 
@@ -255,172 +256,3 @@ def _stages(numbers: int, *loaded: Tensor | None) -> int:
     """Have the next two tiles on their way while one is reduced, where shared memory holds them."""
     tile = numbers * sum(0 if tensor is None else tensor.element_size() for tensor in loaded)
     return 3 if 2 * tile <= 96 * 1024 else 1
-
-
-@triton.jit
-def _kept(seed, row, drop, BLOCK: tl.constexpr):
-    """Draw which numbers of a tile survive, four at a time, from their place alone."""
-    place = row[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-    a, b, c, d = tl.rand4x(tl.load(seed), place)
-    drawn = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(drawn, (row.shape[0], BLOCK)) >= drop
-
-
-@triton.jit
-def _forward(
-    x,
-    residual,
-    weight,
-    bias,
-    row_scale,
-    column_scale,
-    seed,
-    y,
-    z,
-    mask,
-    statistics,
-    num_rows,
-    width,
-    x_stride,
-    residual_stride,
-    epsilon,
-    drop,
-    IS_RMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    is_row, is_column = row < num_rows, column < width
-    inside = is_row[:, None] & is_column[None, :]
-    place = row[:, None] * width + column[None, :]
-    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    value = value.to(tl.float32)
-    if row_scale is not None:
-        value *= tl.load(row_scale + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    if column_scale is not None:
-        value *= tl.load(column_scale + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if seed is not None:
-        kept = _kept(seed, row, drop, BLOCK)
-        value = tl.where(kept, value / (1.0 - drop), 0.0)
-        if mask is not None:
-            tl.store(mask + place, kept, mask=inside)
-    if residual is not None:
-        other = residual + row[:, None] * residual_stride + column[None, :]
-        value += tl.load(other, mask=inside, other=0.0).to(tl.float32)
-    if z is not None:
-        rounded = value.to(z.dtype.element_ty)
-        tl.store(z + place, rounded, mask=inside)
-        value = rounded.to(tl.float32)
-    if not IS_RMS:
-        mean = tl.sum(value, axis=1) / width
-        tl.store(statistics + num_rows + row, mean, mask=is_row)
-        value = tl.where(inside, value - mean[:, None], 0.0)
-    r = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / width + epsilon)
-    tl.store(statistics + row, r, mask=is_row)
-    value *= r[:, None]
-    value *= tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        value += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _backward(
-    grad,
-    grad_z,
-    z,
-    weight,
-    row_scale,
-    column_scale,
-    seed,
-    x,
-    statistics,
-    grad_x,
-    grad_residual,
-    grad_rows,
-    partial,
-    num_rows,
-    width,
-    z_stride,
-    grad_stride,
-    drop,
-    IS_RMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
-    is_column = column < width
-    gamma = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if column_scale is not None:
-        scale = tl.load(column_scale + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        sum_scale = tl.zeros((ROWS, BLOCK), tl.float32)
-    sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
-    if HAS_BIAS:
-        sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in tl.range(program * ROWS, num_rows, programs * ROWS, num_stages=STAGES):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        is_row = row < num_rows
-        inside = is_row[:, None] & is_column[None, :]
-        place = row[:, None] * width + column[None, :]
-        normed = tl.load(z + row[:, None] * z_stride + column[None, :], mask=inside, other=0.0)
-        dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0)
-        normed, dy = normed.to(tl.float32), dy.to(tl.float32)
-        r = tl.load(statistics + row, mask=is_row, other=0.0)[:, None]
-        if not IS_RMS:
-            normed -= tl.load(statistics + num_rows + row, mask=is_row, other=0.0)[:, None]
-        normed *= r
-        if partial is not None:
-            sum_weight += dy * normed
-            if HAS_BIAS:
-                sum_bias += dy
-        dy *= gamma
-        dz = dy - normed * (tl.sum(dy * normed, axis=1) / width)[:, None]
-        if not IS_RMS:
-            dz -= (tl.sum(dy, axis=1) / width)[:, None]
-        dz *= r
-        if grad_z is not None:
-            dz += tl.load(grad_z + place, mask=inside, other=0.0).to(tl.float32)
-        if grad_residual is not None:
-            tl.store(grad_residual + place, dz.to(grad_residual.dtype.element_ty), mask=inside)
-        if seed is not None:
-            dz = tl.where(_kept(seed, row, drop, BLOCK), dz / (1.0 - drop), 0.0)
-        if x is not None:
-            product = dz * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        if row_scale is not None:
-            factor = tl.load(row_scale + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-            sum_row = tl.sum(product if column_scale is None else product * scale, axis=1)
-            tl.store(grad_rows + row, sum_row.to(grad_rows.dtype.element_ty), mask=is_row)
-            dz *= factor
-            product *= factor
-        if column_scale is not None:
-            sum_scale += tl.where(inside, product, 0.0)
-            dz *= scale
-        tl.store(grad_x + place, dz.to(grad_x.dtype.element_ty), mask=inside)
-    if partial is not None:
-        slot = partial + program * width + column
-        tl.store(slot, tl.sum(sum_weight, axis=0), mask=is_column)
-        if HAS_BIAS:
-            slot += programs * width
-            tl.store(slot, tl.sum(sum_bias, axis=0), mask=is_column)
-        if column_scale is not None:
-            slot += programs * width
-            tl.store(slot, tl.sum(sum_scale, axis=0), mask=is_column)
-
-
-@triton.jit
-def _reduce(partial, out, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    which = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_column = column < width
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(0, programs, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < programs)[:, None] & is_column[None, :]
-        place = (which * programs + row)[:, None] * width + column[None, :]
-        total += tl.load(partial + place, mask=inside, other=0.0)
-    sums = tl.sum(total, axis=0).to(out.dtype.element_ty)
-    tl.store(out + which * width + column, sums, mask=is_column)

@@ -34,12 +34,15 @@ def test_at_once_and_undone(activation, monkeypatch):
     monkeypatch.setenv("KEPT", "old")
     monkeypatch.delenv("REMOVED", raising=False)
     assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
     enable(activation)
     assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
     assert (os.environ["KEPT"], os.environ["REMOVED"]) == ("new", "new")
     assert "deterministic algorithms" in str(activation.report())
     activation.deactivate()
     assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
     assert os.environ["KEPT"] == "old"
     assert "REMOVED" not in os.environ
 
