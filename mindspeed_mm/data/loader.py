@@ -1,0 +1,223 @@
+"""Micro-batches of one rank, from a position that means the same to any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from mindspeed.config import ConfigError, build
+from mindspeed_llm.data.order import SampleOrder
+from mindspeed_mm.data.collate import Batch
+from mindspeed_mm.data.dataset import ConversationDataset, Outcome
+from mindspeed_mm.data.options import DataloaderOptions, DatasetOptions
+from mindspeed_mm.data.survey import Skipped
+
+logger = logging.getLogger(__name__)
+
+TOLD = 10
+"""How many records that are left out while training are named one by one."""
+
+
+class FillIn(int):
+    """The number of an item that is there only so that all ranks have as many: not to be learnt."""
+
+
+class BatchOrder(Sampler[list[int]]):
+    """Which items this rank's micro-batches hold.
+
+    A position counts the items that all ranks have consumed together, over all epochs. Ranks take
+    turns of `size` items, so another number of ranks goes on from it and misses nothing.
+    """
+
+    def __init__(self, total: int, options: DataloaderOptions, rank: int, world: int) -> None:
+        shuffle = options.shuffle and options.sampler_type != "SequentialSampler"
+        self._order = SampleOrder(total, seed=options.seed, shuffle=shuffle)
+        self._total, self._size, self._rank, self._world = total, options.batch_size, rank, world
+        self._fills = not options.drop_last
+        self.position = 0
+
+    @property
+    def step(self) -> int:
+        """Items that all ranks take together."""
+        return self._size * self._world
+
+    def __len__(self) -> int:
+        """The number of micro-batches from an epoch's beginning to its end."""
+        return -(-self._total // self.step)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.position
+        while start < self.end_of_epoch(self.position):
+            yield self._batch(start)
+            start += self.step
+
+    def end_of_epoch(self, position: int) -> int:
+        """Return where the epoch of a position ends."""
+        return (position // self._total + 1) * self._total
+
+    def after(self, position: int) -> int:
+        """Return the position behind the batches at a position."""
+        behind = position + self.step
+        return min(behind, self.end_of_epoch(position)) if self._fills else behind
+
+    def _batch(self, start: int) -> list[int]:
+        places = range(start + self._rank * self._size, start + (self._rank + 1) * self._size)
+        if not self._fills:
+            return [self._order[place] for place in places]
+        end = self.end_of_epoch(start)
+        real = [self._order[place] for place in places if place < end]
+        return real or [FillIn(self._order[start])]
+
+
+class MicroBatchLoader:
+    """Yields the micro-batches of an epoch each time it is iterated, from where it stands."""
+
+    def __init__(self, batches: DataLoader[Any], order: BatchOrder, seed: int) -> None:
+        self._batches, self._order, self._seed = batches, order, seed
+        self.dataset = batches.dataset
+        self.skipped = 0
+        """Records left out so far because they could not be used."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, skipped in self._batches:
+            # Counted here and not where it is prepared: processes prepare ahead.
+            self._order.position = self._order.after(self._order.position)
+            self._tell(skipped)
+            yield batch
+
+    @property
+    def consumed_samples(self) -> int:
+        """Items that all ranks have consumed together, over all epochs."""
+        return self._order.position
+
+    @consumed_samples.setter
+    def consumed_samples(self, position: int) -> None:
+        self._order.position = position
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Items of an epoch, of all ranks."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, with what it is a position in."""
+        size = self.samples_per_epoch
+        return {"consumed_samples": self.consumed_samples, "seed": self._seed, "size": size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a position; data of another size or order is refused."""
+        own = self.state_dict()
+        for name in {"seed", "size"} & state.keys():
+            if state[name] != own[name]:
+                raise ConfigError(
+                    f"the data had {name} {state[name]} and has {own[name]} now: a position in it "
+                    "means nothing; take the same data and seed, or start at the beginning"
+                )
+        self.consumed_samples = state["consumed_samples"]
+
+    def _tell(self, skipped: Sequence[Skipped]) -> None:
+        for one in skipped:
+            self.skipped += 1
+            if self.skipped <= TOLD:
+                logger.warning("left out (%d so far): %s: %s", self.skipped, one.place, one.reason)
+
+
+class _Items(Dataset[tuple[Any, bool]]):
+    """The items of a data set, each with a word on whether it only fills in."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, bool]:
+        return self._dataset[int(index)], isinstance(index, FillIn)
+
+
+class _Conversations:
+    """Collates conversations, and hands on which records were left out."""
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Batch]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: Sequence[tuple[list[Outcome], bool]]) -> tuple[Batch, list[Skipped]]:
+        outcomes = [(one, fills_in) for item, fills_in in items for one in item]
+        samples = [
+            one.unlearnt() if fills_in else one
+            for one, fills_in in outcomes
+            if not isinstance(one, Skipped)
+        ]
+        skipped = [one for one, fills_in in outcomes if isinstance(one, Skipped) and not fills_in]
+        return self._collate(samples), skipped
+
+
+class _Others:
+    """Collates the items of any data set, by its own `collate_fn` if it has one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._collate = getattr(dataset, "collate_fn", None) or default_collate
+
+    def __call__(self, items: Sequence[tuple[Any, bool]]) -> tuple[Any, list[Skipped]]:
+        return self._collate([item for item, _ in items]), []
+
+
+def build_mm_dataloader(
+    dataset: Any,
+    dataloader_param: DataloaderOptions | Mapping[str, Any],
+    process_group: dist.ProcessGroup | None = None,
+    consumed_samples: int = 0,
+    dataset_param: DatasetOptions | Mapping[str, Any] | None = None,
+    generator: torch.Generator | None = None,
+) -> MicroBatchLoader:
+    """Build the loader of this rank of `process_group`, or else of its data-parallel group.
+
+    `dataset` is ours or any with a length; `dataset_param` is not needed for either.
+    """
+    options = (
+        dataloader_param
+        if isinstance(dataloader_param, DataloaderOptions)
+        else build(DataloaderOptions, dataloader_param, source="dataloader_param")
+    )
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        raise ConfigError(
+            f"a {type(dataset).__name__} without a length or without items cannot be shared out "
+            "among ranks: give a data set with both"
+        )
+    order = BatchOrder(len(dataset), options, *_rank_and_world(process_group))
+    order.position = consumed_samples
+    collate: Any = _Others(dataset)
+    if isinstance(dataset, ConversationDataset):
+        collate = _Conversations(dataset.collator(options.collate_param.pad_to_multiple_of))
+    persistent = options.persistent_workers is not False and options.num_workers > 0
+    batches = DataLoader(
+        _Items(dataset),
+        batch_sampler=order,
+        collate_fn=collate,
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory,
+        prefetch_factor=options.prefetch_factor if options.num_workers else None,
+        persistent_workers=persistent,
+        generator=generator,
+    )
+    return MicroBatchLoader(batches, order, options.seed)
+
+
+def _rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this rank's place in a group; without one, in Megatron's data-parallel group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    if group is None:
+        from megatron.core import parallel_state
+
+        if parallel_state.is_initialized():
+            group = parallel_state.get_data_parallel_group()
+    return dist.get_rank(group), dist.get_world_size(group)

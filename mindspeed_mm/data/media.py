@@ -1,0 +1,185 @@
+"""Images and videos, opened: nothing is fetched from a network, and what is damaged is told."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageOps, ImageSequence
+
+from mindspeed_llm.data.conversation import MalformedRecord
+from mindspeed_llm.data.readers import kind_of
+from mindspeed_mm.data.options import ProcessorOptions
+
+Kind = Literal["image", "video"]
+MILLISECONDS = 1000.0
+UNTIMED_FPS = 2.0
+"""Frames a second of a video that is given as frames, or does not say how long they last."""
+ANIMATIONS = (".gif", ".webp", ".png", ".apng")
+DAMAGED = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+"""What Pillow raises for files that are no images, or only half of one."""
+
+
+class Medium(NamedTuple):
+    """An image or a video as a record names it, and the folder that relative paths start from."""
+
+    kind: Kind
+    source: Any
+    root: Path
+
+    def check(self) -> Medium:
+        """Return this medium if its file is there, else say what is wrong."""
+        for source in self.source if isinstance(self.source, list) else [self.source]:
+            if isinstance(path := _path_or_bytes(source, self), Path) and not path.exists():
+                raise MalformedRecord(f"the {self.kind} {path} does not exist")
+        return self
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames of a video, (T, H, W, 3), which of its frames they are, and its frames a second."""
+
+    frames: np.ndarray[Any, Any]
+    indices: list[int]
+    fps: float
+    total: int
+
+
+def open_image(medium: Medium, options: ProcessorOptions) -> Image.Image:
+    """Read an image as RGB, within the limits of pixels."""
+    image = _decode_image(_path_or_bytes(medium.source, medium))
+    return _fit(image, options.image_min_pixels, options.image_max_pixels)
+
+
+def open_video(medium: Medium, options: ProcessorOptions) -> Clip:
+    """Read the frames that are to be taken of a video, within the limits of pixels."""
+    total, fps, frames = _frames(medium)
+    wanted = set(sample_frames(total, fps, options)) if total else set()
+    limits = options.video_min_pixels, options.video_max_pixels
+    taken = {
+        index: np.asarray(_fit(frame, *limits))
+        for index, frame in enumerate(frames)
+        if index in wanted  # the others are not kept: a long video would not fit in memory
+    }
+    if not taken:
+        raise MalformedRecord("a video has no frames")
+    if len({frame.shape for frame in taken.values()}) > 1:
+        raise MalformedRecord("the frames of a video differ in size")
+    return Clip(np.stack(list(taken.values())), list(taken), fps, total)
+
+
+def sample_frames(total: int, fps: float, options: ProcessorOptions) -> list[int]:
+    """Choose frames at equal distances: video_fps a second, two at least, at most video_maxlen."""
+    wanted = round(total / fps * options.video_fps)
+    count = max(1, min(max(2, wanted), options.video_maxlen, total))
+    return [int(place) for place in np.linspace(0, total - 1, count).round()]
+
+
+def blank(kind: Kind, side: int = 64) -> Image.Image | Clip:
+    """Return a white image or video, to stand in where a batch has none."""
+    if kind == "image":
+        return Image.new("RGB", (side, side), "white")
+    return Clip(np.full((2, side, side, 3), 255, np.uint8), [0, 1], UNTIMED_FPS, 2)
+
+
+def _path_or_bytes(source: Any, medium: Medium) -> Path | bytes:
+    """Find out what names a medium: a path, a data: address, or a column of bytes."""
+    if isinstance(source, dict):  # as parquet files of Hugging Face hold images
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str) and source.startswith("data:"):
+        try:
+            return base64.b64decode(source.partition(",")[2], validate=True)
+        except (binascii.Error, ValueError):
+            raise MalformedRecord(f"the {medium.kind} is not valid base64") from None
+    if not isinstance(source, str) or not source:
+        raise MalformedRecord(f"the {medium.kind} is {kind_of(source)}, not a path")
+    if source.startswith(("http://", "https://")):
+        raise MalformedRecord(f"the {medium.kind} {source} is on the network: download it first")
+    return medium.root / source.removeprefix("file://")
+
+
+def _decode_image(source: Path | bytes) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except DAMAGED as error:
+        raise MalformedRecord(f"the image {_name(source)} cannot be read: {error}") from None
+
+
+def _frames(medium: Medium) -> tuple[int, float, Iterator[Image.Image]]:
+    """Return how many frames a video has, how many a second, and the frames one after the other."""
+    source = medium.source
+    if isinstance(source, list):
+        parts = [_path_or_bytes(one, medium) for one in source]
+        return len(parts), UNTIMED_FPS, map(_decode_image, parts)
+    found = _path_or_bytes(source, medium)
+    if isinstance(found, Path) and found.is_dir():
+        files = sorted(path for path in found.iterdir() if path.is_file())
+        return len(files), UNTIMED_FPS, map(_decode_image, files)
+    if isinstance(found, Path) and found.suffix.lower() in ANIMATIONS:
+        return _open_animation(found)
+    return _open_film(found)
+
+
+def _open_animation(path: Path) -> tuple[int, float, Iterator[Image.Image]]:
+    try:
+        file = Image.open(path)
+        total, lasts = getattr(file, "n_frames", 1), file.info.get("duration")
+        frames = (frame.convert("RGB") for frame in ImageSequence.Iterator(file))
+    except DAMAGED as error:
+        raise MalformedRecord(f"the video {path} cannot be read: {error}") from None
+    return total, MILLISECONDS / lasts if lasts else UNTIMED_FPS, _told(frames, path, DAMAGED)
+
+
+def _open_film(source: Path | bytes) -> tuple[int, float, Iterator[Image.Image]]:
+    try:
+        import av
+    except ImportError:
+        raise RuntimeError(
+            f"the video {_name(source)} needs PyAV to be read: pip install av, or give a folder "
+            "of frames"
+        ) from None
+    errors = (av.FFmpegError, OSError, IndexError, ValueError)
+    try:
+        file = av.open(io.BytesIO(source) if isinstance(source, bytes) else str(source))
+        stream = file.streams.video[0]
+        rate, total = float(stream.average_rate or UNTIMED_FPS), stream.frames
+        if not total:  # not every kind of file says it
+            total = sum(packet.size > 0 for packet in file.demux(stream))
+            file.seek(0)
+    except errors as error:
+        raise MalformedRecord(f"the video {_name(source)} cannot be read: {error}") from None
+    frames = (frame.to_image() for frame in file.decode(video=0))
+    return total, rate, _told(frames, source, errors)
+
+
+def _told(
+    frames: Iterator[Image.Image], source: Path | bytes, errors: tuple[type[Exception], ...]
+) -> Iterator[Image.Image]:
+    """Yield the frames; say of which video they are if one is damaged."""
+    try:
+        yield from frames
+    except errors as error:
+        raise MalformedRecord(f"the video {_name(source)} cannot be read: {error}") from None
+
+
+def _fit(image: Image.Image, least: int | None, most: int | None) -> Image.Image:
+    """Scale an image so that its pixels are within the limits; its sides keep their ratio."""
+    pixels = image.width * image.height
+    wanted = min(max(pixels, least or 0), most or max(pixels, least or 0))
+    if wanted == pixels:
+        return image
+    scale = math.sqrt(wanted / pixels)
+    width, height = (max(1, int(side * scale)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _name(source: Path | bytes) -> str:
+    return "in the record" if isinstance(source, bytes) else str(source)

@@ -1,0 +1,181 @@
+"""The processor of a transformers model: what it makes of one image or video, and its tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.conversation import MalformedRecord
+from mindspeed_llm.data.indexed import Array
+from mindspeed_llm.data.tokenizer import TokenizerFacts, facts_of
+from mindspeed_mm.data.media import Clip, Kind, Medium, blank, open_image, open_video
+from mindspeed_mm.data.options import ProcessorOptions
+
+logger = logging.getLogger(__name__)
+
+CLASS_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+TOKENS = ("input_ids", "attention_mask")
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What a medium becomes: tokens in its place, marks of these tokens, tensors for the model."""
+
+    ids: Array
+    marks: dict[str, Array] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class MediaProcessor:
+    """Runs a processor of transformers on one medium at a time."""
+
+    def __init__(self, processor: Any, options: ProcessorOptions) -> None:
+        self._processor, self._options = processor, options
+        self._names = set(processor.model_input_names) - set(TOKENS)
+        self.facts = self._describe()
+        self.tokens: dict[Kind, int] = dict(self._find_tokens())
+        self.lead = _lead(processor.tokenizer)
+        """Tokens that the tokenizer puts in front of every text."""
+        self._blanks: dict[Kind, Expansion] = {}
+
+    def expand(self, medium: Medium) -> Expansion:
+        """Open a medium and let the processor see it."""
+        self.check(medium.kind)
+        opened = (open_image if medium.kind == "image" else open_video)(medium, self._options)
+        try:
+            return self._run(opened)
+        except (ValueError, TypeError, IndexError) as error:
+            reason = " ".join(str(error).split())
+            raise MalformedRecord(f"the processor refuses a {medium.kind}: {reason}") from None
+
+    def check(self, kind: Kind) -> None:
+        """Refuse a kind of medium that the processor does not know."""
+        if kind in self.tokens:
+            return
+        hint = ": install torchvision, which its video processor needs" if kind == "video" else ""
+        raise ConfigError(
+            f"{self.facts.source}: its {type(self._processor).__name__} takes no {kind}s{hint}"
+        )
+
+    def blank(self, kind: Kind) -> Expansion:
+        """Return what a white medium becomes."""
+        if kind not in self._blanks:
+            self._blanks[kind] = self._run(blank(kind))
+        return self._blanks[kind]
+
+    def _run(self, opened: Image.Image | Clip) -> Expansion:
+        text = [self._text(opened)]
+        given = {"text": text, "return_tensors": "pt", "add_special_tokens": False}
+        if isinstance(opened, Clip):
+            facts = {"total_num_frames": opened.total, "fps": opened.fps}
+            facts |= {"frames_indices": opened.indices, "duration": opened.total / opened.fps}
+            given |= {"videos": [opened.frames], "video_metadata": [facts]}
+            given["do_sample_frames"] = False
+        else:
+            given["images"] = [opened]
+            if self._options.crop_to_patches is not None:
+                given["crop_to_patches"] = self._options.crop_to_patches
+        return self._sort(self._processor(**given))
+
+    def _text(self, opened: Image.Image | Clip) -> str:
+        kind = "video" if isinstance(opened, Clip) else "image"
+        return str(getattr(self._processor, f"{kind}_token"))
+
+    def _sort(self, found: Any) -> Expansion:
+        """Tell marks of tokens from tensors of media; what the model does not take is left out."""
+        ids = np.asarray(found["input_ids"][0]).astype(np.int64)
+        marks: dict[str, Array] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name in sorted(self._names & set(found)):
+            value = torch.as_tensor(found[name])
+            if name.endswith("token_type_ids"):
+                marks[name] = value[0].numpy().astype(np.int64)
+            else:
+                tensors[name] = value
+        return Expansion(ids, marks, tensors)
+
+    def _describe(self) -> TokenizerFacts:
+        processor = self._processor
+        facts = facts_of(processor.tokenizer, self._options.model_name_or_path)
+        template = getattr(processor, "chat_template", None) or facts.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return replace(facts, chat_template=template)
+
+    def _find_tokens(self) -> Iterator[tuple[Kind, int]]:
+        kinds: tuple[Kind, ...] = ("image", "video")
+        for kind in kinds:
+            token = getattr(self._processor, f"{kind}_token", None)
+            has_processor = getattr(self._processor, f"{kind}_processor", None) is not None
+            if token is None or not has_processor:
+                continue
+            number = self._processor.tokenizer.convert_tokens_to_ids(str(token))
+            if number is not None:
+                self.facts.special.setdefault(str(token), number)
+                yield kind, int(number)
+
+
+def load_processor(options: ProcessorOptions) -> Any:
+    """Load the processor of a Hugging Face folder; nothing is downloaded."""
+    import transformers
+
+    folder = Path(options.model_name_or_path)
+    if not folder.is_dir():
+        raise ConfigError(f"model_name_or_path {folder} is no folder: give that of the model")
+    loader: Any = transformers.AutoProcessor
+    known = getattr(transformers, _class_name(folder), None)
+    if known is not None and importlib.util.find_spec("torchvision") is None:
+        loader = _without_video(known)
+    try:
+        processor = loader.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=options.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, TypeError, AttributeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model_name_or_path {folder} holds no processor: {reason}") from None
+    if getattr(processor, "tokenizer", None) is None:
+        raise ConfigError(
+            f"model_name_or_path {folder} is of a model without images: its processor is a "
+            f"{type(processor).__name__}"
+        )
+    return processor
+
+
+def _without_video(known: Any) -> Any:
+    """Return a processor class that does without the video processor, which needs torchvision."""
+    attributes = known.get_attributes() if hasattr(known, "get_attributes") else known.attributes
+    kept = [name for name in attributes if name != "video_processor"]
+    if kept == list(attributes):
+        return known
+    logger.info("torchvision is not installed: images are processed, videos are not")
+    members = {"get_attributes": classmethod(lambda cls: kept), "attributes": kept}
+    return type(known.__name__, (known,), members)
+
+
+def _class_name(folder: Path) -> str:
+    """Return the class of the processor as the files of the folder name it, "" if none does."""
+    for name in CLASS_FILES:
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict) and isinstance(found.get("processor_class"), str):
+            return str(found["processor_class"])
+    return ""
+
+
+def _lead(tokenizer: Any) -> list[int]:
+    whole = tokenizer("a")["input_ids"]
+    text = tokenizer("a", add_special_tokens=False)["input_ids"]
+    place = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
+    return list(whole[:place])

@@ -1,0 +1,118 @@
+"""A look at all records before training: which can be used, what media they have, their lengths."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
+from mindspeed_mm.data.encoding import Encoder
+from mindspeed_mm.data.media import Kind
+from mindspeed_mm.data.records import Records
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 10
+"""How many bad records are named one by one."""
+
+
+class Skipped(NamedTuple):
+    """A record that was left out."""
+
+    place: str
+    reason: str
+    is_bad: bool = True
+    """False for one that is well formed, but of no use for training."""
+
+
+class BadRecord(ConfigError):
+    """A record cannot be used and `on_bad_record` is stop."""
+
+
+class Finding(NamedTuple):
+    """What a record turned out to be."""
+
+    kinds: frozenset[Kind] = frozenset()
+    size: int = 0
+    skipped: Skipped | None = None
+
+
+@dataclass
+class Survey:
+    """The records that can be used."""
+
+    usable: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    kinds: frozenset[Kind] = frozenset()
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+class _Looks(Sequence[Finding]):
+    """The records as findings; a sequence, so that a loader's processes can share the work."""
+
+    def __init__(self, records: Records, encoder: Encoder, measures: bool) -> None:
+        self._records, self._encoder, self._measures = records, encoder, measures
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: Any) -> Finding:
+        records = self._records
+        try:
+            record, folder = records[index], records.folder(index)
+            if self._measures:
+                sample = self._encoder.encode(record, folder)
+                return Finding(sample.kinds, len(sample))
+            request = self._encoder.read(record, folder)
+            return Finding(frozenset(medium.kind for medium in request.media))
+        except (MalformedRecord, UnusableRecord) as error:
+            is_bad = isinstance(error, MalformedRecord)
+            return Finding(skipped=Skipped(records.place(index), str(error), is_bad))
+
+
+def survey(
+    records: Records, encoder: Encoder, *, measures: bool, stops: bool, workers: int = 0
+) -> Survey:
+    """Look at every record; with `measures` also at its images, for its length in tokens."""
+    found = Survey()
+    looks: Iterable[Finding] = DataLoader(
+        _Looks(records, encoder, measures),  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=min(workers, len(records)),
+    )
+    for index, finding in enumerate(looks):
+        if finding.skipped is None:
+            found.usable.append(index)
+            found.sizes.append(finding.size)
+            found.kinds |= finding.kinds
+        else:
+            found.skipped.append(finding.skipped)
+    bad = [skipped for skipped in found.skipped if skipped.is_bad]
+    if bad and stops:
+        raise BadRecord(_told(bad))
+    if found.skipped:
+        logger.warning("%s", summary(found.skipped, len(records)))
+    if not found.usable:
+        raise BadRecord(f"none of the {len(records)} records can be used: {_told(found.skipped)}")
+    return found
+
+
+def summary(skipped: Sequence[Skipped], total: int) -> str:
+    """Say how many records were left out, and why."""
+    reasons = Counter(one.reason for one in skipped)
+    first = {one.reason: one.place for one in reversed(skipped)}
+    told = [f"{count} x {why} (first: {first[why]})" for why, count in reasons.most_common(SHOWN)]
+    return f"{len(skipped)} of {total} records are left out: {'; '.join(told)}"
+
+
+def _told(bad: Sequence[Skipped]) -> str:
+    lines = [f"{one.place}: {one.reason}" for one in bad[:SHOWN]]
+    if len(bad) > SHOWN:
+        lines.append(f"and {len(bad) - SHOWN} more")
+    return "\n".join([*lines, "put them right, or say on_bad_record: skip"])

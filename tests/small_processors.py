@@ -1,0 +1,108 @@
+"""Processors of vision-language models, small, made of transformers' own classes."""
+
+import copy
+from pathlib import Path
+
+from tests.small_tokenizers import byte_level
+
+VISION = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+VISION |= {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+CHATML = (
+    "{%% for m in messages %%}<|im_start|>{{ m.role }}\n"
+    "{%% if m.content is string %%}{{ m.content }}{%% else %%}{%% for c in m.content %%}"
+    "{%% if c.type == 'image' %%}%s{%% elif c.type == 'video' %%}%s"
+    "{%% else %%}{{ c.text }}{%% endif %%}{%% endfor %%}{%% endif %%}<|im_end|>\n{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+)
+QWEN_TEMPLATE = CHATML % (
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    "<|vision_start|><|video_pad|><|vision_end|>",
+)
+INTERNVL_TEMPLATE = CHATML % ("<IMG_CONTEXT>\n", "<video>\n")
+LLAVA_TEMPLATE = (
+    "{% for m in messages %}{{ 'USER: ' if m.role == 'user' else 'ASSISTANT: ' }}"
+    "{% for c in m.content if c.type == 'image' %}<image>\n{% endfor %}"
+    "{% for c in m.content if c.type == 'text' %}{{ c.text }}{% endfor %}"
+    "{{ ' ' if m.role == 'user' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+PATCH = 4
+"""Pixels a side of a patch; the Qwen processor merges 2 x 2 of them."""
+
+
+def tokenizer(**special):
+    """Return a small tokenizer with more special tokens, by the names that processors look for."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = byte_level()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=copy.deepcopy(plain.backend_tokenizer),
+        eos_token=plain.eos_token,
+        pad_token=plain.pad_token,
+        extra_special_tokens=special,
+    )
+
+
+def qwen2_5_vl():
+    """Return a processor whose images have a token for every 8 x 8 pixels."""
+    from transformers import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    images = Qwen2VLImageProcessorPil(
+        patch_size=PATCH, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=1024
+    )
+    made = _without_video(Qwen2_5_VLProcessor)
+    return made(images, tokenizer(**VISION), chat_template=QWEN_TEMPLATE)
+
+
+def internvl():
+    """Return a processor whose tiles of 16 x 16 pixels have 4 tokens each."""
+    from transformers import InternVLProcessor
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    names = {"start_image_token": "<img>", "end_image_token": "</img>"}
+    names |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
+    words = tokenizer(**names)
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=2
+    )
+    made = _without_video(InternVLProcessor)
+    return made(images, words, image_seq_length=4, chat_template=INTERNVL_TEMPLATE)
+
+
+def llava():
+    """Return a processor whose images have 16 tokens; its template puts images in front."""
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    side = {"height": 4 * PATCH, "width": 4 * PATCH}
+    images = CLIPImageProcessorPil(size={"shortest_edge": 4 * PATCH}, crop_size=side)
+    return LlavaProcessor(
+        images,
+        tokenizer(image_token="<image>"),
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=LLAVA_TEMPLATE,
+    )
+
+
+def save_qwen2_5_vl(folder):
+    """Write the files of the Qwen processor."""
+    qwen2_5_vl().save_pretrained(Path(folder))
+
+
+def save_internvl(folder):
+    """Write the files of the InternVL processor."""
+    internvl().save_pretrained(Path(folder))
+
+
+def save_llava(folder):
+    """Write the files of the LLaVA processor."""
+    llava().save_pretrained(Path(folder))
+
+
+def _without_video(known):
+    """Return the class without its video processor: that needs torchvision, which is not here."""
+    kept = ["image_processor", "tokenizer"]
+    return type(known.__name__, (known,), {"get_attributes": classmethod(lambda cls: kept)})
