@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from mindspeed.ops.fusion_attention import repeatable
+
 # On an H200 (torch 2.11), 2 x 32 heads x 4096 x 128 causal, bf16, forward and backward: cuDNN 2.03
 # ms, flash 3.82. benchmarks/ops/attention.py races shorter ones. torch passes over what does not
-# serve a call (cuDNN in deterministic mode, for one), in this order.
+# serve a call, in this order.
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -48,6 +50,8 @@ def attention(
     }
     if mask is not None or not prefers_cudnn(q, k, v):
         return scaled_dot_product_attention(q, k, v, **options)
+    if repeatable.serves(q, k, v, is_causal, dropout):
+        return repeatable.attention(q, k, v, scale, is_causal)
     if torch.compiler.is_compiling():
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
             return scaled_dot_product_attention(q, k, v, **options)

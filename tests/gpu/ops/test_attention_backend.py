@@ -114,3 +114,36 @@ def test_output_of_megatrons_layout_is_not_copied():
     q, k, v = draw(2, 1024, 8, 64), draw(2, 1024, 2, 64), draw(2, 1024, 2, 64)
     out = sdpa.attention(q, k, v, scale=0.125, is_causal=True)
     assert out.permute(2, 0, 1, 3).is_contiguous()
+
+
+@pytest.fixture
+def same_bits():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("size", [64, 128])
+def test_repeats_bits_with_cudnn_forward_and_flash_backward(size, groups, is_causal, same_bits):
+    torch.manual_seed(0)
+    length = 1000
+    inputs = draw(2, length, 8, size), draw(2, length, groups, size), draw(2, length, groups, size)
+    grad = torch.randn_like(inputs[0])
+
+    def run():
+        given = [x.detach().requires_grad_() for x in inputs]
+        out = sdpa.attention(*given, scale=size**-0.5, is_causal=is_causal)
+        return [out, *torch.autograd.grad(out, given, grad)]
+
+    first = run()
+    assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, run()))
+    ran = kernels(run)
+    assert "cudnn" in ran and "flash_bwd" in ran and "bprop" not in ran, ran
+    torch.use_deterministic_algorithms(False)
+    visible = torch.ones(length, length, device="cuda", dtype=torch.bool)
+    given = [x.detach().double().requires_grad_() for x in inputs]
+    out = exact(*given, visible.tril() if is_causal else visible)
+    for got, true in zip(first, [out, *torch.autograd.grad(out, given, grad.double())]):
+        assert error(got, true) < 5e-3
