@@ -1,0 +1,185 @@
+"""Batches of a script's data loader: without end, each rank's own, and from any position on."""
+
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from mindspeed.config import ConfigError
+from mindspeed_mm.training.world import Layout
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A loader that knows its own place, in samples of all ranks."""
+
+    consumed_samples: int
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place."""
+
+
+class Batches:
+    """What a loader gives to this rank, from a number of samples on."""
+
+    def __init__(self, loader: Any, name: str, layout: Layout, seed: int) -> None:
+        self._loader, self._name, self._layout, self._seed = loader, name, layout, seed
+        self._shufflers = _Shufflers(loader)
+        size = getattr(loader, "batch_size", None)
+        if size is not None and size != layout.micro_batch:
+            raise ConfigError(
+                f"--micro-batch-size {layout.micro_batch}, but the {name} loader gives batches of "
+                f"{size}: give --micro-batch-size {size}"
+            )
+
+    def samples_per_epoch(self) -> int:
+        """Return how many samples of all ranks are one pass over the data."""
+        try:
+            length = len(self._loader)
+        except TypeError:
+            raise ConfigError(
+                f"--epochs: the {self._name} loader has no length: give --train-iters"
+            ) from None
+        is_all = self._is_plain and not self._is_shared
+        return length * self._layout.micro_batch * (1 if is_all else self._layout.dp)
+
+    def endless(self, consumed: int = 0) -> Iterator[Any]:
+        """Give micro-batches after so many samples of all ranks; one epoch follows another."""
+        if isinstance(self._loader, Resumable):
+            self._loader.load_state_dict({"consumed_samples": consumed})
+            return self._epochs(self._loader, 0)
+        rounds = consumed // (self._layout.micro_batch * self._layout.dp)
+        if self._is_plain:
+            return iter(self._own_part(rounds))
+        if isinstance(self._loader, Iterator):
+            return islice(self._loader, rounds, None)
+        return self._epochs(self._loader, rounds)
+
+    def once(self) -> Iterator[Any]:
+        """Give what there is to evaluate on: one pass if ranks are known to have as many batches.
+
+        Other loaders go round, so that no rank waits for another.
+        """
+        if isinstance(self._loader, Resumable):
+            self._loader.load_state_dict({"consumed_samples": 0})
+            return iter(self._loader)
+        return self.endless()
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether it is torch's loader over numbered samples, which can be told what to read."""
+        loader = self._loader
+        return (
+            isinstance(loader, DataLoader)
+            and not isinstance(loader.dataset, IterableDataset)
+            and loader.batch_sampler is not None
+        )
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether its sampler gives every rank other samples already."""
+        sampler = self._loader.sampler
+        is_torchs = type(self._loader.batch_sampler) is BatchSampler
+        return not (is_torchs and type(sampler) in (SequentialSampler, RandomSampler))
+
+    def _own_part(self, rounds: int) -> DataLoader[Any]:
+        """Return the same loader over this rank's batches; samples before them are not read."""
+        loader, layout = self._loader, self._layout
+        if not len(loader):
+            raise ConfigError(f"the {self._name} loader gives no batch")
+        first, step = (rounds, 1) if self._is_shared else (rounds * layout.dp, layout.dp)
+        offset = 0 if self._is_shared else layout.dp_rank
+        numbers = _Numbers(loader, self._shufflers, first + offset, step, self._seed)
+        return DataLoader(
+            loader.dataset,
+            batch_sampler=numbers,  # type: ignore[arg-type]
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+        )
+
+    def _epochs(self, loader: Iterable[Any], skipped: int) -> Iterator[Any]:
+        """Go over a loader again and again; what is skipped has to be read."""
+        for epoch in count():
+            self._shufflers.begin(epoch)
+            is_empty = True
+            for batch in loader:
+                is_empty = False
+                if skipped:
+                    skipped -= 1
+                else:
+                    yield batch
+            if is_empty:
+                raise ConfigError(f"the {self._name} loader gives no batch")
+
+
+class _Numbers:
+    """The batches of a loader, as numbers of samples: every `step`-th from `first` on.
+
+    All ranks see the same order, and it goes on over the end of an epoch: so where a run is does
+    not depend on how many ranks it has.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], shufflers: "_Shufflers", first: int, step: int, seed: int
+    ) -> None:
+        self._batches: Any = loader.batch_sampler
+        self._shufflers, self._seed = shufflers, seed
+        self._epoch, self._first = divmod(first, len(self._batches))
+        self._step = step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(self._all(), self._first, None, self._step)
+
+    def _all(self) -> Iterator[list[int]]:
+        for epoch in count(self._epoch):
+            self._shufflers.begin(epoch)
+            state = torch.Generator().manual_seed(self._seed + epoch).get_state()
+            batches = iter(self._batches)
+            while True:
+                # A sampler draws from torch's numbers; those of the step must not be in it.
+                kept = torch.get_rng_state()
+                torch.set_rng_state(state)
+                try:
+                    numbers = next(batches, None)
+                finally:
+                    state = torch.get_rng_state()
+                    torch.set_rng_state(kept)
+                if numbers is None:
+                    break
+                yield numbers
+
+
+class _Shufflers:
+    """Whoever decides the order of a loader, to be told which epoch it is."""
+
+    def __init__(self, loader: Any) -> None:
+        names = ("sampler", "batch_sampler", "dataset")
+        self._all = [loader, *(getattr(loader, name, None) for name in names)]
+        generators = (getattr(shuffler, "generator", None) for shuffler in self._all[1:])
+        self._generators = [
+            (generator, generator.initial_seed())
+            for generator in generators
+            if isinstance(generator, torch.Generator)
+        ]
+
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch; a generator of the script's own depends on the epoch only."""
+        for shuffler in self._all:
+            if callable(set_epoch := getattr(shuffler, "set_epoch", None)):
+                set_epoch(epoch)
+        for generator, seed in self._generators:
+            generator.manual_seed(seed + epoch)

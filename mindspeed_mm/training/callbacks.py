@@ -1,0 +1,103 @@
+"""The callbacks of a script, in the short form of the document and in Megatron's full form."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindspeed.config import ConfigError
+
+NumSamples = tuple[int | None, int, int]
+"""How many samples training, validation and test will take; None if --epochs says the length."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a script gives: get_batch and loss_func are called by, or come from, forward_step."""
+
+    model_provider: Callable[..., Any]
+    datasets_provider: Callable[..., Any]
+    forward_step: Callable[..., Any]
+
+    def model(self) -> nn.Module:
+        """Call model_provider with what it takes of pre_process and post_process."""
+        offered = {"pre_process": True, "post_process": True}
+        taken = inspect.signature(self.model_provider).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+            names = {parameter.name for parameter in taken}
+            offered = {name: value for name, value in offered.items() if name in names}
+        model = self.model_provider(**offered)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model_provider returned {_kind(model)}: return a torch.nn.Module")
+        return model
+
+    def datasets(self, counts: NumSamples) -> tuple[Any, Any, Any]:
+        """Call the data provider, with the numbers of samples if it takes an argument."""
+        provider = self.datasets_provider
+        try:
+            inspect.signature(provider).bind(counts)
+        except TypeError:
+            found = provider()
+        else:
+            found = provider(counts)
+        if not isinstance(found, (tuple, list)) or len(found) != 3:
+            raise ConfigError(
+                f"{provider.__name__} returned {_kind(found)}: return three data loaders, for "
+                "training, validation and test; None where there is none"
+            )
+        return tuple(found)
+
+    def loss(self, batches: Iterator[Any], model: nn.Module) -> "MicroLoss":
+        """Run forward_step on the next micro-batch, and the loss function that it returns."""
+        result = self.forward_step(batches, model)
+        if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
+            raise ConfigError(
+                f"forward_step returned {_kind(result)}: return the output and the loss function"
+            )
+        output, loss_func = result
+        return read_loss(loss_func(output))
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """The loss of a micro-batch: its mean or, with the number of tokens, its sum."""
+
+    value: torch.Tensor
+    tokens: torch.Tensor | None = None
+    logs: Mapping[str, Any] = field(default_factory=dict)
+    """What to tell: a number, or a sum and how many it sums."""
+
+
+def read_loss(found: Any) -> MicroLoss:
+    """Take what a loss function returned.
+
+    That is a loss; a loss and what to tell; or, as in Megatron, the sum of losses, the number of
+    tokens and what to tell.
+    """
+    if isinstance(found, torch.Tensor):
+        found = (found, {"loss": found.detach()})
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        raise ConfigError(
+            f"loss_func returned {_kind(found)}: return a loss, (loss, dict) or "
+            "(sum of losses, number of tokens, dict)"
+        )
+    loss, *tokens, logs = found
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ConfigError(
+            f"loss_func returned {_kind(loss)} as loss: return a tensor of one number"
+        )
+    if not isinstance(logs, Mapping):
+        raise ConfigError(f"loss_func returned {_kind(logs)} as what to tell: return a dict")
+    count = torch.as_tensor(tokens[0], device=loss.device).detach() if tokens else None
+    return MicroLoss(loss.reshape(()), count, logs)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

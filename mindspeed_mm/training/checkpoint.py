@@ -1,0 +1,201 @@
+"""Training checkpoints of sharded models: torch.distributed.checkpoint, in tensors only.
+
+Every rank writes and reads its own shards; any number of ranks can go on. What is no tensor would
+be pickled, so there is nothing such in them: learning rates and random numbers follow from the
+step, which training.json tells.
+"""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from mindspeed import device
+from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, read_metadata
+from mindspeed_llm.training.folders import CheckpointFolders, Progress
+from mindspeed_mm.models.weights import ADAPTER, weight_targets
+from mindspeed_mm.training.optimizer import make_state
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+
+
+@dataclass
+class _Save:
+    """A save that goes on in the background."""
+
+    future: "Future[Any]"
+    aside: Path
+    progress: Progress
+    keep_last: int | None
+
+
+class FsdpCheckpoints:
+    """Saves and loads the training of one sharded model."""
+
+    def __init__(
+        self, root: str | None, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._folders = CheckpointFolders(root) if root else None
+        self._model, self._optimizer = model, optimizer
+        self._group: dist.ProcessGroup | None = None
+        self._saving: _Save | None = None
+
+    def load(self, folder: Path, *, with_optimizer: bool) -> None:
+        """Read this rank's shards of a checkpoint that any number of ranks has written."""
+        stored = read_metadata(folder)
+        wanted = {MODEL + name: tensor for name, tensor in self._weights(stored).items()}
+        aliases = {MODEL + a: MODEL + b for a, b in _aliases(self._model).items()}
+        state = _matched(wanted, aliases, stored, folder)
+        if with_optimizer:
+            state |= self._optimizer_matched(stored, folder)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+
+    def save(
+        self, progress: Progress, *, keep_last: int | None = None, in_background: bool = False
+    ) -> None:
+        """Save where the run is, if there is a place for it.
+
+        In the background, what is to be written is copied now, and training may go on; `poll` and
+        `finish` see to the end of it.
+        """
+        if self._folders is None:
+            return
+        self.finish()
+        with self._folders.explained(progress.iteration):
+            aside = self._folders.new(progress.iteration)
+            state = self._state(progress.has_optimizer)
+            writer = dcp.FileSystemWriter(aside)
+            if in_background:
+                future = dcp.async_save(
+                    state, storage_writer=writer, process_group=self._host_group()
+                )
+                self._saving = _Save(future, aside, progress, keep_last)
+            else:
+                dcp.save(state, storage_writer=writer)
+                self._folders.commit(aside, progress, keep_last)
+
+    def poll(self) -> None:
+        """Complete a save in the background if all ranks have written."""
+        if self._saving is not None:
+            is_done = torch.tensor(float(self._saving.future.done()))
+            is_done = is_done.to(device.current().torch_device)
+            dist.all_reduce(is_done, dist.ReduceOp.MIN)
+            if is_done.item():
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for a save in the background and complete it."""
+        if self._saving is not None:
+            assert self._folders is not None
+            save, self._saving = self._saving, None
+            with self._folders.explained(save.progress.iteration):
+                save.future.result()
+                self._folders.commit(save.aside, save.progress, save.keep_last)
+
+    def _host_group(self) -> dist.ProcessGroup:
+        """Return a group of its own for the background: steps talk at the same time."""
+        if self._group is None:
+            self._group = dist.new_group(backend=device.known()["cpu"].backend)
+        return self._group
+
+    def _weights(self, stored: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return what to fill: without its adapters, if weights from before them are read."""
+        if any(ADAPTER in name for name in stored):
+            return weights_of(self._model)
+        return _once_each(weight_targets(self._model))
+
+    def _state(self, with_optimizer: bool) -> dict[str, torch.Tensor]:
+        state = {MODEL + name: tensor for name, tensor in weights_of(self._model).items()}
+        return state | (self._optimizer_state() if with_optimizer else {})
+
+    def _optimizer_state(self) -> dict[str, torch.Tensor]:
+        known = self._optimizer.state
+        return {
+            f"{OPTIMIZER}{name}.{key}": value
+            for name, parameter in self._model.named_parameters()
+            for key, value in known.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _optimizer_matched(
+        self, stored: dict[str, DcpTensor], folder: Path
+    ) -> dict[str, torch.Tensor]:
+        """Return the state to fill; a parameter that had no gradient yet has none to read."""
+        make_state(self._optimizer)
+        wanted = self._optimizer_state()
+        names = {name for name in stored if name.startswith(OPTIMIZER)}
+        if unknown := sorted(names - wanted.keys()):
+            raise ConfigError(
+                f"{folder}: holds {unknown[0]}, which this run does not train with: other "
+                "parameters were trained, or with another --optimizer. Go on with what the run "
+                "had, or give --no-load-optim"
+            )
+        for name, parameter in self._model.named_parameters():
+            keys = [f"{OPTIMIZER}{name}.{key}" for key in self._optimizer.state.get(parameter, {})]
+            if keys and not names & set(keys):
+                del self._optimizer.state[parameter]
+                for key in keys:
+                    del wanted[key]
+        return _matched(wanted, {}, {name: stored[name] for name in names}, folder)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and the buffers that are kept, tied ones under their first name."""
+    return _once_each(model.state_dict(keep_vars=True))
+
+
+def _once_each(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            found.setdefault(id(value), (name, value.detach()))
+    return dict(found.values())
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied weights, each with the first one."""
+    first: dict[int, str] = {}
+    others = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if first.setdefault(id(value), name) != name:
+            others[name] = first[id(value)]
+    return others
+
+
+def _matched(
+    wanted: dict[str, torch.Tensor],
+    aliases: dict[str, str],
+    stored: dict[str, DcpTensor],
+    folder: Path,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to fill by the names they are stored under; all have to be there."""
+    for other, name in aliases.items():
+        if name not in stored and other in stored:
+            wanted = {other if key == name else key: value for key, value in wanted.items()}
+    prefix = OPTIMIZER if any(name.startswith(OPTIMIZER) for name in wanted) else MODEL
+    names = {name for name in stored if name.startswith(prefix)} - aliases.keys()
+    _must_be_none(wanted.keys() - stored.keys(), "has no", names, folder)
+    _must_be_none(names - wanted.keys(), "holds", wanted, folder)
+    for name, tensor in wanted.items():
+        if stored[name].shape != tuple(tensor.shape):
+            raise ConfigError(
+                f"{folder}: {name} has the shape {stored[name].shape}, the model wants "
+                f"{tuple(tensor.shape)}"
+            )
+    return wanted
+
+
+def _must_be_none(names: Iterable[str], what: str, others: Iterable[str], folder: Path) -> None:
+    if found := sorted(names):
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ConfigError(
+            f"{folder}: {what} {found[0]}{more}: it is of another model; "
+            f"{did_you_mean(found[0], others)}"
+        )

@@ -1,0 +1,79 @@
+"""What can never work is refused here, before ranks meet or a model is built."""
+
+import os
+
+from mindspeed import device
+from mindspeed.config import ConfigError, Spelling
+from mindspeed.fsdp import FsdpOptions
+from mindspeed_llm.checkpoint import detect
+from mindspeed_llm.training.arguments import LARGEST, RANGES
+from mindspeed_mm.training.options import INSTEAD, MmOptions
+
+DCP = "torch_dist"
+"""What `detect` calls a folder that torch.distributed.checkpoint wrote."""
+
+
+def check(options: MmOptions, fsdp: FsdpOptions) -> None:
+    """Refuse what can never work; ConfigError says what to do."""
+    _check_numbers(options)
+    _check_refused(options)
+    for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+        if getattr(fsdp, key) == "fp16":
+            raise ConfigError(f"{key}: fp16: {INSTEAD['fp16'].replace('--bf16, or ', '')}")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    fsdp.layout(world)
+    if world % options.context_parallel_size:
+        raise ConfigError(
+            f"--context-parallel-size {options.context_parallel_size} does not divide {world} "
+            "rank(s): start a multiple of it"
+        )
+    if fsdp.offload_to_cpu and not reaches_host(options.distributed_backend):
+        here = device.current()
+        host = device.known()["cpu"].backend
+        raise ConfigError(
+            "offload_to_cpu: true needs ranks that also talk from host memory: give "
+            f"--distributed-backend {here.name}:{here.backend},cpu:{host}"
+        )
+    if options.save and fsdp.expert_parallel_size > 1:
+        raise ConfigError(
+            f"--save {options.save}: checkpoints of expert_parallel_size: "
+            f"{fsdp.expert_parallel_size} cannot be written yet: leave --save out"
+        )
+    if options.load is not None:
+        _check_load(options.load)
+
+
+def reaches_host(backend: str | None) -> bool:
+    """Say whether ranks will be able to talk from host memory."""
+    return device.current().name == "cpu" or "cpu:" in (backend or "")
+
+
+def _check_numbers(options: MmOptions) -> None:
+    if options.lr is None:
+        raise ConfigError("--lr is missing: give the highest learning rate, such as 1e-5")
+    if (options.train_iters is None) == (options.epochs is None):
+        raise ConfigError("give one of --train-iters and --epochs: the length of the run")
+    for name in RANGES.keys() & type(options).model_fields.keys():
+        is_fine, wish = RANGES[name]
+        value = getattr(options, name)
+        if value is not None and not (-LARGEST < value < LARGEST and is_fine(value)):
+            raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {wish}")
+
+
+def _check_refused(options: MmOptions) -> None:
+    for name, instead in INSTEAD.items():
+        value = getattr(options, name)
+        if value != type(options).model_fields[name].default:
+            raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: {instead}")
+
+
+def _check_load(load: str) -> None:
+    try:
+        found = detect(load)
+    except ConfigError as error:
+        raise ConfigError(f"--load {error}") from None
+    if found.kind not in (DCP, "hf"):
+        raise ConfigError(
+            f"--load {load}: holds Megatron's rank files: give a Hugging Face folder, or a "
+            "checkpoint of this suite (mindspeed-mm convert makes one)"
+        )

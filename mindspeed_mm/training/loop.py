@@ -1,0 +1,119 @@
+"""The loop of a sharded model: a script's loaders, its callbacks, the steps."""
+
+import logging
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.training.course import Course
+from mindspeed_llm.training.folders import Progress
+from mindspeed_llm.training.step import StepResult
+from mindspeed_mm.training.arguments import FSDP2
+from mindspeed_mm.training.batches import Batches
+from mindspeed_mm.training.callbacks import Callbacks, NumSamples
+from mindspeed_mm.training.profile import Trace
+from mindspeed_mm.training.sections import Sections
+from mindspeed_mm.training.setup import Setup
+from mindspeed_mm.training.step import FsdpStepper
+from mindspeed_mm.training.world import seed_step
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpLoop(Course):
+    """Trains one sharded model on what a script's loaders give."""
+
+    def __init__(self, setup: Setup, callbacks: Callbacks) -> None:
+        options, layout = setup.run.options, setup.layout
+        self._setup = setup
+        train, self._valid, self._test = self._open(callbacks)
+        steps = options.train_iters or -(
+            -int(train.samples_per_epoch() * options.epochs) // layout.global_batch
+        )
+        mean = "over all tokens" if setup.is_per_token else "over micro-batches"
+        logger.info("the loss is the mean %s of a step", mean)
+        super().__init__(
+            options,
+            setup.checkpoints,
+            setup.optimizer,
+            setup.progress,
+            steps=steps,
+            batch=layout.global_batch,
+            rank=layout.rank,
+            world=layout.world,
+        )
+        self._stepper = FsdpStepper(
+            setup.model,
+            setup.optimizer,
+            callbacks,
+            layout,
+            clip=options.clip_grad,
+            per_token=setup.is_per_token,
+        )
+        self._trace = Trace(setup.run.mm.tool, layout.rank)
+        self._batches = train.endless(setup.progress.consumed_samples)
+
+    def run(self) -> Progress:
+        """Train to the end, or until asked to stop; then look at the test data, if there is any."""
+        progress = super().run()
+        if progress.iteration >= self.steps and self._test is not None:
+            means = self._stepper.evaluate(self._to_evaluate(self._test))
+            self._log.note(progress.iteration, {f"test {k}": mean for k, mean in means.items()})
+        return progress
+
+    def learn(self, progress: Progress, stop: bool) -> StepResult:
+        """Learn from the next global batch."""
+        iteration, args = progress.iteration + 1, self._setup.args
+        args.iteration, args.consumed_train_samples = iteration, progress.consumed_samples
+        seed_step(self._options.seed, iteration, self._setup.layout.dp_rank)
+        with self._trace.step(iteration):
+            return self._stepper.train(self._batches, stop)
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Return the mean losses on the validation data."""
+        if self._valid is None:
+            return None
+        return self._stepper.evaluate(self._to_evaluate(self._valid))
+
+    def note(self, iteration: int, consumed: int) -> Progress:
+        """Return what a checkpoint tells."""
+        return Progress(iteration, consumed, has_optimizer=not self._options.no_save_optim)
+
+    def config(self) -> dict[str, Any]:
+        """Return what was run as one file that can be run."""
+        run = self._setup.run
+        flags = super().config() | dict.fromkeys(("mm_model", "mm_data", "mm_tool"))
+        flags |= {"fsdp2_config_path": None}
+        sections = vars(run.mm) if isinstance(run.mm, Sections) else {}
+        kept = {
+            name: section.model_dump(mode="json")
+            for name, section in sections.items()
+            if hasattr(section, "model_dump")
+        }
+        return {**kept, FSDP2: run.fsdp.model_dump(mode="json"), "training": flags}
+
+    def _open(self, callbacks: Callbacks) -> tuple[Batches, Batches | None, Batches | None]:
+        """Ask the script for its loaders."""
+        setup, options = self._setup, self._setup.run.options
+        found = callbacks.datasets(self._counts())
+        names = ("train", "validation", "test")
+        opened = [
+            None if loader is None else Batches(loader, name, setup.layout, options.seed)
+            for name, loader in zip(names, found)
+        ]
+        if opened[0] is None:
+            raise ConfigError("the data provider returned no train loader: it has to return one")
+        return opened[0], opened[1], opened[2] if options.eval_iters else None
+
+    def _counts(self) -> NumSamples:
+        """Return how many samples will be taken for training, validation and test."""
+        options, batch = self._setup.run.options, self._setup.layout.global_batch
+        steps = options.train_iters
+        times = (steps or 0) // options.eval_interval + 1 if options.eval_interval else 0
+        evaluation = options.eval_iters * batch
+        return (None if steps is None else steps * batch, times * evaluation, evaluation)
+
+    def _to_evaluate(self, batches: Batches) -> Iterator[Any]:
+        count = self._options.eval_iters * self._setup.layout.micro_batches
+        return islice(batches.once(), count)

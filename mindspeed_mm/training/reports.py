@@ -1,0 +1,106 @@
+"""What micro-batches tell of their losses, added up over a step and over all ranks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed import device
+from mindspeed.config import ConfigError
+from mindspeed_mm.training.callbacks import MicroLoss
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every rank knows after a step."""
+
+    losses: dict[str, float]
+    tokens: int
+    sums: list[float]
+    """The sums over all ranks of whatever else was to be shared."""
+
+
+class Reports:
+    """Collects the micro-batches of one rank; nothing waits for the device before `share`."""
+
+    def __init__(self, per_token: bool, context_group: dist.ProcessGroup | None = None) -> None:
+        self._per_token, self._context_group = per_token, context_group
+        self._names: list[str] | None = None
+        self._begin()
+
+    def add(self, loss: MicroLoss) -> MicroLoss:
+        """Note a micro-batch; return it with the tokens of all ranks that share its sequences."""
+        self._tokens.append(loss.tokens)
+        if loss.tokens is not None and not self._per_token:
+            loss = replace(loss, tokens=self._over_sequence(loss.tokens.float()))
+        for name, value in loss.logs.items():
+            self._pairs.setdefault(name, []).append(self._pair(value))
+        return loss
+
+    def share(self, *others: torch.Tensor | float) -> Shared:
+        """Add up over all ranks and begin anew; `others` are added up with it."""
+        if self._names is None:
+            self._names = _union(self._pairs)
+        if unknown := self._pairs.keys() - set(self._names):
+            raise ConfigError(
+                f"loss_func tells {sorted(unknown)[0]}, which it did not in the first step: tell "
+                "the same names in every step and on every rank"
+            )
+        where = device.current().torch_device
+        row = [_sum(self._pairs.get(name, [])).to(where) for name in self._names]
+        tokens = [t.to(where, torch.float32) for t in self._tokens if t is not None]
+        last = [torch.as_tensor(value, dtype=torch.float32, device=where) for value in others]
+        counted = torch.stack([sum(tokens, torch.zeros((), dtype=torch.float32, device=where))])
+        total = torch.cat([*row, counted, *(value.reshape(1) for value in last)])
+        dist.all_reduce(total)
+        numbers = total.tolist()
+        pairs = zip(numbers[0 : 2 * len(row) : 2], numbers[1 : 2 * len(row) : 2])
+        losses = {name: value / max(count, 1.0) for name, (value, count) in zip(self._names, pairs)}
+        self._begin()
+        return Shared(losses, int(numbers[2 * len(row)]), numbers[2 * len(row) + 1 :])
+
+    def _begin(self) -> None:
+        self._pairs: dict[str, list[torch.Tensor]] = {}
+        self._tokens: list[torch.Tensor | None] = []
+
+    def _pair(self, value: Any) -> torch.Tensor:
+        """Return a sum and how many it is of: of tokens, or of micro-batches that have some."""
+        pair = _as_tensor(value).float()
+        if pair.numel() == 1:
+            return torch.stack([pair.reshape(()), torch.ones_like(pair).reshape(())])
+        if self._per_token:
+            return pair
+        pair = self._over_sequence(pair)
+        mean, has_any = pair[0] / pair[1].clamp(min=1), pair[1].clamp(max=1)
+        return torch.stack([mean, has_any])
+
+    def _over_sequence(self, value: torch.Tensor) -> torch.Tensor:
+        if self._context_group is not None:
+            value = value.clone()
+            dist.all_reduce(value, group=self._context_group)
+        return value
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, (tuple, list)):
+        value = torch.stack([torch.as_tensor(part).detach().reshape(()) for part in value])
+    found = torch.as_tensor(value).detach()
+    if found.numel() not in (1, 2):
+        raise ConfigError(
+            f"loss_func tells a tensor of shape {tuple(found.shape)}: tell a number, or a sum and "
+            "how many it sums"
+        )
+    return found
+
+
+def _sum(pairs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(pairs).sum(0) if pairs else torch.zeros(2, dtype=torch.float32)
+
+
+def _union(mine: Iterable[str]) -> list[str]:
+    """Return the names that any rank tells, in an order that all ranks share."""
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, list(mine))
+    return list(dict.fromkeys(name for names in found for name in names))

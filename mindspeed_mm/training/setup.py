@@ -1,0 +1,172 @@
+"""Everything a run needs, made once: the sharded model, its weights, its optimizer."""
+
+import argparse
+import logging
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mindspeed.compat.run_arguments import set_args
+from mindspeed.config import ConfigError
+from mindspeed.fsdp import shard
+from mindspeed.fsdp.plan import DTYPES
+from mindspeed_llm.checkpoint import detect
+from mindspeed_llm.training.folders import Progress, read_progress, to_resume
+from mindspeed_llm.training.reservation import Reservation
+from mindspeed_llm.training.world import seed_everything
+from mindspeed_mm.models import weights
+from mindspeed_mm.training.arguments import Run
+from mindspeed_mm.training.callbacks import Callbacks
+from mindspeed_mm.training.checkpoint import FsdpCheckpoints
+from mindspeed_mm.training.optimizer import make_optimizer
+from mindspeed_mm.training.world import Layout, join, plan_layout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Setup:
+    """What a run is, and what it trains."""
+
+    run: Run
+    args: argparse.Namespace
+    layout: Layout
+    reservation: Reservation | None
+    """The first rank's hold on --save."""
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    checkpoints: FsdpCheckpoints
+    progress: Progress
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether the loss is the mean over the tokens of a step."""
+        loss = getattr(self.run.mm.model, "loss_cfg", None)
+        is_asked = getattr(loss, "loss_type", None) == "per_token_loss"
+        return is_asked or self.run.options.calculate_per_token_loss
+
+
+def prepare(run: Run, callbacks: Callbacks) -> Setup:
+    """Meet the other ranks, build the model and fill it."""
+    options = run.options
+    layout = plan_layout(options)
+    reservation = Reservation(options.save) if options.save and layout.rank == 0 else None
+    join(options)
+    args = make_args(run, layout)
+    set_args(args)
+    # The first rank decides: it alone holds --save, so what it sees there cannot change.
+    choice = [to_resume(options)]
+    dist.broadcast_object_list(choice)
+    resumed: Path | None = choice[0]
+    model = _build(run, callbacks, layout)
+    _fill(model, run, resumed)
+    model.train()
+    optimizer = make_optimizer(model, options)
+    checkpoints = FsdpCheckpoints(options.save, model, optimizer)
+    progress = _begin(run, checkpoints, resumed)
+    args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
+    return Setup(run, args, layout, reservation, model, optimizer, checkpoints, progress=progress)
+
+
+def make_args(run: Run, layout: Layout) -> argparse.Namespace:
+    """Return what callbacks get from get_args(): all options, and what follows from them."""
+    dtype = DTYPES.get(run.fsdp.param_dtype or "", torch.float32)
+    return argparse.Namespace(
+        **dict(run.options)
+        | run.extra
+        | {
+            "mm": run.mm,
+            "fsdp2": run.fsdp,
+            "params_dtype": dtype,
+            "rank": layout.rank,
+            "world_size": layout.world,
+            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+            "data_parallel_size": layout.dp,
+            "global_batch_size": layout.global_batch,
+            "iteration": 0,
+            "consumed_train_samples": 0,
+        }
+    )
+
+
+def _build(run: Run, callbacks: Callbacks, layout: Layout) -> nn.Module:
+    """Build the model alike on every rank, and shard it."""
+    seed_everything(run.options.seed)
+    is_meta = run.options.init_model_with_meta_device
+    with weights.meta_parameters() if is_meta else nullcontext():
+        model = callbacks.model()
+    if layout.cp > 1:
+        _share_sequences(model, layout.cp)
+    if not (hasattr(model, "fully_shard") and model.fully_shard(fsdp2_config=run.fsdp)):
+        shard(model, run.fsdp)
+    loose = [n for n, p in model.named_parameters() if p.requires_grad and not _is_sharded(p)]
+    if loose and layout.world > 1:
+        raise ConfigError(
+            f"{loose[0]} is trained but not sharded, so nothing would bring its gradients "
+            "together: shard the module around it in _fully_shard, or freeze it"
+        )
+    return model
+
+
+def _share_sequences(model: Any, size: int) -> None:
+    from megatron.core import parallel_state
+
+    if not hasattr(model, "set_context_parallel_group"):
+        raise ConfigError(
+            f"--context-parallel-size {size}: {type(model).__name__} has no method "
+            "set_context_parallel_group(group), which TransformersModel has: write it, or use 1"
+        )
+    model.set_context_parallel_group(parallel_state.get_context_parallel_group())
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+def _fill(model: nn.Module, run: Run, resumed: Path | None) -> None:
+    """Give memory to a model that has none, and weights that come from a Hugging Face folder."""
+    is_empty = any(p.device.type == "meta" for p in model.parameters())
+    if is_empty:
+        weights.materialize(model)
+    if resumed is not None:
+        return
+    load = run.options.load
+    source = None if load is None or detect(load).kind != "hf" else load
+    if is_empty and load is None:
+        source = getattr(run.mm.model, "init_from_hf_path", None)
+        if run.options.from_scratch:
+            weights.initialize(model)
+            return
+        if source is None:
+            raise ConfigError(
+                "--init-model-with-meta-device: no weights to begin with: give --load or "
+                "init_from_hf_path of the model, or --from-scratch for random ones"
+            )
+    if source is not None:
+        weights.load_pretrained(model, source)
+        logger.info("weights from %s", source)
+
+
+def _begin(run: Run, checkpoints: FsdpCheckpoints, resumed: Path | None) -> Progress:
+    """Go on from a training checkpoint, or begin with the weights of one."""
+    options = run.options
+    if resumed is not None:
+        progress = read_progress(resumed)
+        with_optimizer = progress.has_optimizer and not options.no_load_optim
+        checkpoints.load(resumed, with_optimizer=with_optimizer)
+        logger.info("going on after iteration %d (%s)", progress.iteration, resumed)
+        if not with_optimizer:
+            why = "--no-load-optim" if progress.has_optimizer else "it was not saved"
+            logger.warning("the optimizer begins anew: %s", why)
+        return progress
+    if options.load is not None and (found := detect(options.load)).kind != "hf":
+        checkpoints.load(found.folder, with_optimizer=False)
+        logger.info("weights from %s", found.folder)
+    return Progress()

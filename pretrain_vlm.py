@@ -1,0 +1,8 @@
+"""Train a vision-language model with FSDP2: `mindspeed-mm train` under its old name."""
+
+import sys
+
+from mindspeed_mm.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
