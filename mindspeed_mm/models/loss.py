@@ -74,7 +74,11 @@ class LossHead:
             self._losses(part, wanted)
             for part, wanted in zip(hidden.split(size, 1), targets.split(size, 1))
         ]
-        return torch.cat(pieces, 1).view(self._targets.shape)
+        losses = torch.cat(pieces, 1)
+        # Behind a view, FSDP2 could not hook into the backward pass.
+        return (
+            losses if losses.shape == self._targets.shape else losses.view_as(self._targets).clone()
+        )
 
     def _is_fused(self, hidden: torch.Tensor) -> bool:
         """Return whether there is a kernel here that never has all logits in memory."""

@@ -64,16 +64,10 @@ class ContextParallel:
         return longer
 
     def attend(
-        self,
-        inner: Any,
-        module: nn.Module,
-        query: Any,
-        key: Any,
-        value: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, inner: Any, module: Any, qkv: tuple[Any, Any, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Attend with a part of the heads to whole sequences; query is (B, N, s, D)."""
+        """Attend with a part of the heads to whole sequences; qkv are (B, N, s, D)."""
+        query, key, value = qkv
         repeats = self.size // math.gcd(self.size, key.shape[1])
         if repeats > 1:  # fewer key heads than ranks: some ranks share one
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))

@@ -1,0 +1,92 @@
+"""Sequences shared among ranks give the loss and gradients that one rank has alone."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed.config import ConfigError, build
+from mindspeed.fsdp import FsdpOptions
+from mindspeed_mm.models.options import ModelConfig
+from mindspeed_mm.models.transformers_model import TransformersModel
+from tests.distributed.mm_models import part
+from tests.mm import tiny
+from tests.ranks import run_ranks
+
+RANKS = 4
+CASES = {
+    # Four ranks share two key heads; fifteen tokens are not divided by four.
+    "qwen2_5_vl on 4": ("qwen2_5_vl", 4, 15, {}),
+    "qwen3_vl on 2": (
+        "qwen3_vl",
+        2,
+        16,
+        {"recompute_modules": ["model.language_model.layers.{*}"]},
+    ),
+    "internvl, padded, on 2": ("internvl", 2, 16, {}),
+    "internvl, packed, on 2": ("internvl", 2, 15, {}),
+}
+
+
+def new_batch(case, rows, length):
+    batch = tiny.batch(CASES[case][0], rows, length)
+    if "padded" in case:
+        batch["attention_mask"][1, 10:] = 0
+        batch["labels"][1, 10:] = -100
+    if "packed" in case:
+        del batch["attention_mask"]
+        steps = torch.cat([torch.arange(8), torch.arange(length - 8)])
+        batch["position_ids"] = steps.expand(rows, -1).clone()
+    return batch
+
+
+def share_sequences(folders):
+    return {case: _gradients(case, folders[CASES[case][0]]) for case in CASES}
+
+
+def _gradients(case, folder):
+    name, size, length, options = CASES[case]
+    config = build(ModelConfig, {"init_from_hf_path": folder})
+    model = TransformersModel(config)
+    groups = [dist.new_group(list(range(i, i + size))) for i in range(0, RANKS, size)]
+    group = groups[dist.get_rank() // size]
+    model.set_context_parallel_group(group)
+    model.fully_shard(fsdp2_config=build(FsdpOptions, {"sharding_size": "auto", **options}))
+    copies = RANKS // size
+    batch = new_batch(case, 2 * copies, length)
+    total = (batch["labels"][:, 1:] != -100).sum()
+    result = model(**part(batch, dist.get_rank() // size, 2))
+    loss = result["loss"] * result["token_nums"] / total
+    (loss * RANKS).backward()  # FSDP2 divides by the ranks
+    dist.all_reduce(loss := loss.detach().clone())
+    return float(loss), {n: p.grad.full_tensor() for n, p in model.model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mm")
+    names = {case[0] for case in CASES.values()}
+    folders = {name: tiny.save(name, root / name) for name in names}
+    return run_ranks(share_sequences, RANKS, folders, timeout=240)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_those_of_one_rank(found, case):
+    name, size, length, _ = CASES[case]
+    model = tiny.new_model(name)
+    output = model(**new_batch(case, 2 * RANKS // size, length), use_cache=False)
+    output.loss.backward()
+    gradients = {key: p.grad for key, p in model.named_parameters()}
+    for loss, rank_gradients in (rank[case] for rank in found):
+        torch.testing.assert_close(loss, output.loss.item(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(rank_gradients, gradients, rtol=1e-4, atol=1e-6)
+
+
+def too_many(folder):
+    config = build(ModelConfig, {"init_from_hf_path": folder})
+    model = TransformersModel(config)
+    with pytest.raises(ConfigError, match="does not divide the 4 attention heads.*use 1, 2, 4"):
+        model.set_context_parallel_group(dist.group.WORLD)
+
+
+def test_heads_have_to_be_divided(tmp_path):
+    run_ranks(too_many, 3, tiny.save("internvl", tmp_path))
