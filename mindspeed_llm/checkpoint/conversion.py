@@ -1,9 +1,7 @@
 """Convert a checkpoint: read one, plan another, stream the numbers across."""
 
-import errno
 import logging
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +16,13 @@ from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
 from mindspeed_llm.checkpoint.mcore_target import ITERATION, mcore_outputs, padded_vocabulary
 from mindspeed_llm.checkpoint.opening import config_folder, open_source
 from mindspeed_llm.checkpoint.options import ConvertOptions
-from mindspeed_llm.checkpoint.output import Output, Writer
+from mindspeed_llm.checkpoint.output import Output, Progress, write_outputs
 from mindspeed_llm.checkpoint.placement import Style
 from mindspeed_llm.checkpoint.source import Source
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-Progress = Callable[[int, int], None]
-"""Takes the bytes just written and the bytes to be written in all."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) 
     final = root / f"iter_{ITERATION:07d}"
     with written_aside(final, options.overwrite) as aside:
         outputs = mcore_outputs(aside, source, layout, _style(options), rows, _dtype(options))
-        _write(outputs, source, root, progress)
+        write_outputs(outputs, source, root, progress)
     copy_small_files(configs, root / HF_FOLDER)
     flush_tree(root / HF_FOLDER)
     write_file(root / TRACKER, str(ITERATION))
@@ -98,7 +93,7 @@ def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> 
     source = _open(options, found, configs)
     with written_aside(final, options.overwrite) as aside:
         outputs = hf_outputs(aside, source, _dtype(options))
-        _write(outputs, source, final.parent, progress)
+        write_outputs(outputs, source, final.parent, progress)
         write_index(aside, outputs)
         copy_small_files(configs, aside, outputs[0].tensors[0][1])
     return _converted(source, final, outputs, _dtype(options))
@@ -135,23 +130,6 @@ def _style(options: ConvertOptions) -> Style:
 
 def _dtype(options: ConvertOptions) -> torch.dtype | None:
     return DTYPES[options.params_dtype] if options.params_dtype else None
-
-
-def _write(
-    outputs: Sequence[Output], source: Source, disk: Path, progress: Progress | None
-) -> None:
-    """Stream every file; a full disk is found before the first byte or told in one line."""
-    needed = sum(output.nbytes for output in outputs)
-    free = shutil.disk_usage(disk).free
-    full = f"{disk}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
-    if needed > free:
-        raise ConfigError(f"{full}: free some space or choose another --save-dir")
-    try:
-        Writer(source, progress and (lambda size: progress(size, needed))).write(outputs)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ConfigError(f"{full}: {error.strerror}; what was written is removed") from None
-        raise ConfigError(f"{disk}: cannot be written ({error.strerror})") from None
 
 
 def _converted(

@@ -42,10 +42,17 @@ def hf_tensors(shape: ModelShape) -> list[Stored]:
 def hf_outputs(
     folder: Path, source: Source, dtype: torch.dtype | None, shard: int = SHARD
 ) -> list[SafetensorsOutput]:
-    """Plan the files; none is larger than `shard` unless one tensor is."""
+    """Plan the files of a model."""
+    return in_shards(folder, typed(hf_tensors(source.shape), source.wholes, dtype), shard)
+
+
+def in_shards(
+    folder: Path, tensors: Sequence[tuple[Stored, torch.dtype]], shard: int = SHARD
+) -> list[SafetensorsOutput]:
+    """Distribute tensors to files; none is larger than `shard` unless one tensor is."""
     shards: list[list[tuple[Stored, torch.dtype]]] = [[]]
     size = 0
-    for tensor in typed(hf_tensors(source.shape), source.wholes, dtype):
+    for tensor in tensors:
         nbytes = SafetensorsOutput(folder, [tensor]).nbytes
         if shards[-1] and size + nbytes > shard:
             shards.append([])

@@ -1,7 +1,9 @@
 """Files to be written: what is in them is known before the first byte, and streamed into them."""
 
+import errno
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -11,18 +13,31 @@ from typing import Any, BinaryIO, Protocol, cast
 
 import torch
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.assembly import Stored, Wholes
 from mindspeed_llm.checkpoint.direct_file import DirectFile
 from mindspeed_llm.checkpoint.pt_file import PtTensor, write_pt
 from mindspeed_llm.checkpoint.safetensors_file import header_bytes
-from mindspeed_llm.checkpoint.source import Source
 from mindspeed_llm.checkpoint.stream import blocks, new_buffer
 
 LET_GO = 256 << 20
 """Bytes after which the memory of what has been read is given back."""
 
+Progress = Callable[[int, int], None]
+"""Takes the bytes just written and the bytes to be written in all."""
 Blocks = Callable[[Stored, torch.dtype], Iterator[memoryview]]
 """Yields the bytes of a tensor."""
+
+
+class Weights(Protocol):
+    """Where the numbers come from."""
+
+    @property
+    def wholes(self) -> Wholes:
+        """Return the weights by name."""
+
+    def let_go(self) -> None:
+        """Give back the memory of what has been read."""
 
 
 class Output(Protocol):
@@ -91,7 +106,7 @@ class SafetensorsOutput:
 class Writer:
     """Writes files from a source, several at a time; each is on the disk when it is done."""
 
-    def __init__(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, source: Weights, progress: Callable[[int], None] | None = None) -> None:
         self._source = source
         self._progress = progress
         self._stop = Event()
@@ -135,6 +150,23 @@ class Writer:
                 self._source.let_go()
             if self._progress is not None:
                 self._progress(size)
+
+
+def write_outputs(
+    outputs: Sequence[Output], source: Weights, disk: Path, progress: Progress | None
+) -> None:
+    """Stream every file; a full disk is found before the first byte or told in one line."""
+    needed = sum(output.nbytes for output in outputs)
+    free = shutil.disk_usage(disk).free
+    full = f"{disk}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
+    if needed > free:
+        raise ConfigError(f"{full}: free some space or choose another --save-dir")
+    try:
+        Writer(source, progress and (lambda size: progress(size, needed))).write(outputs)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ConfigError(f"{full}: {error.strerror}; what was written is removed") from None
+        raise ConfigError(f"{disk}: cannot be written ({error.strerror})") from None
 
 
 def typed(

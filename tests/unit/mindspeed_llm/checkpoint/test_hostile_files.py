@@ -242,13 +242,13 @@ def test_metadata_that_lies(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_distcp_files_that_lie(tmp_path):
     """Damage anywhere in the data is an error or harmless; nothing of it runs."""
-    from mindspeed_llm.checkpoint.dcp_source import _Files
+    from mindspeed_llm.checkpoint.dcp_files import DcpFiles
 
     folder = real_metadata(tmp_path)
     tensor = read_metadata(folder)["decoder.w"]
     (chunk,) = tensor.chunks
     data = (folder / chunk.file).read_bytes()
-    assert torch.equal(_Files(folder).values(chunk), torch.arange(12.0).reshape(3, 4))
+    assert torch.equal(DcpFiles(folder).values(chunk), torch.arange(12.0).reshape(3, 4))
 
     marker = tmp_path / "ran"
     stream = io.BytesIO()
@@ -257,8 +257,8 @@ def test_distcp_files_that_lie(tmp_path):
     for content in (hostile, data[: len(data) // 2], b"", os.urandom(len(data))):
         (folder / chunk.file).write_bytes(content)
         with pytest.raises(ConfigError, match=chunk.file):
-            _Files(folder).values(chunk)
+            DcpFiles(folder).values(chunk)
     (folder / chunk.file).unlink()
     with pytest.raises(ConfigError, match="is missing"):
-        _Files(folder).values(chunk)
+        DcpFiles(folder).values(chunk)
     assert not marker.exists()

@@ -1,0 +1,118 @@
+"""The tensors in the .distcp files of a torch.distributed.checkpoint, as views of the files."""
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.boxes import sizes
+from mindspeed_llm.checkpoint.dcp_metadata import Chunk
+from mindspeed_llm.checkpoint.mapped_file import MappedFile
+
+LARGEST_DESCRIPTION = 1 << 20
+
+
+class DcpFiles:
+    """The .distcp files of a folder, each mapped once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._opened: dict[str, MappedFile] = {}
+        self._values: dict[Chunk, torch.Tensor] = {}
+
+    def opened(self) -> list[MappedFile]:
+        """Return the files that have been opened."""
+        return list(self._opened.values())
+
+    def values(self, chunk: Chunk) -> torch.Tensor:
+        """Return a view of a chunk."""
+        if chunk not in self._values:
+            self._values[chunk] = self._view(chunk)
+        return self._values[chunk]
+
+    def _view(self, chunk: Chunk) -> torch.Tensor:
+        path = self.folder / chunk.file
+        if chunk.file not in self._opened:
+            if not path.is_file():
+                raise ConfigError(f"{path}: is missing, but .metadata names it")
+            self._opened[chunk.file] = MappedFile(path)
+        file = self._opened[chunk.file]
+        if chunk.offset + chunk.length > file.size:
+            raise ConfigError(f"{path}: is cut off: {file.size} bytes, less than .metadata says")
+        try:
+            return _saved_tensor(file, chunk)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a damaged archive can cause
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"{path}: cannot be read safely: {reason}") from None
+
+
+def _saved_tensor(file: MappedFile, chunk: Chunk) -> torch.Tensor:
+    """Return a view of the tensor that torch.save wrote into a range of a file."""
+    reader = _Range(file, chunk.offset, chunk.length)
+    with zipfile.ZipFile(reader) as archive:
+        members = archive.infolist()
+    records = [member for member in members if "/data/" in member.filename]
+    pickles = [member for member in members if member.filename.endswith("data.pkl")]
+    if len(records) != 1 or len(pickles) != 1 or pickles[0].file_size > LARGEST_DESCRIPTION:
+        raise ConfigError(f"{file.path}: at byte {chunk.offset} is not one saved tensor")
+    reader.seek(0)
+    # On the meta device torch reads the description, which weights_only keeps harmless, and no
+    # numbers: these stay in the file.
+    described = torch.load(reader, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+    record = records[0]
+    if not isinstance(described, torch.Tensor) or record.compress_type != zipfile.ZIP_STORED:
+        raise ConfigError(f"{file.path}: at byte {chunk.offset} is not one saved tensor")
+    if tuple(described.shape) != sizes(chunk.box):
+        raise ConfigError(
+            f"{file.path}: at byte {chunk.offset} is a tensor of {tuple(described.shape)}, "
+            f".metadata says {sizes(chunk.box)}"
+        )
+    header = chunk.offset + record.header_offset
+    name_length, extra_length = struct.unpack("<HH", file.read(header + 26, header + 30))
+    start = header + 30 + name_length + extra_length
+    if start + record.file_size > chunk.offset + chunk.length:
+        raise ConfigError(f"{file.path}: at byte {chunk.offset} is a tensor that is cut off")
+    count = record.file_size // described.dtype.itemsize
+    flat = file.tensor(start, described.dtype, (count,))
+    return flat.as_strided(described.size(), described.stride(), described.storage_offset())
+
+
+class _Range(io.RawIOBase):
+    """A range of a mapped file, read like a file of its own."""
+
+    def __init__(self, file: MappedFile, start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Say that it can be read anywhere."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read the next bytes."""
+        stop = min(self._length, self._position + len(buffer))
+        data = self._file.read(
+            self._start + self._position, self._start + max(stop, self._position)
+        )
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
