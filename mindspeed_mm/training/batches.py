@@ -22,6 +22,7 @@ class Resumable(Protocol):
     """A loader that knows its own place, in samples of all ranks."""
 
     consumed_samples: int
+    samples_per_epoch: int
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a place."""
@@ -42,6 +43,8 @@ class Batches:
 
     def samples_per_epoch(self) -> int:
         """Return how many samples of all ranks are one pass over the data."""
+        if isinstance(self._loader, Resumable):
+            return self._loader.samples_per_epoch
         try:
             length = len(self._loader)
         except TypeError:

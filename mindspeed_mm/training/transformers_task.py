@@ -25,8 +25,8 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Mo
         raise ConfigError("no model: give --mm-model, or a section `model` in the YAML file")
     config = deepcopy(args.mm.model)
     told: dict[str, Any] = {}
-    if args.init_model_with_meta_device:
-        told["init_model_with_meta_device"] = True
+    if args.init_model_with_meta_device or args.from_scratch or args.load is not None:
+        told["init_model_with_meta_device"] = True  # the weights of its folder are not needed
     if args.untie_embeddings_and_output_weights:
         told["tie_word_embeddings"] = False
     return TransformersModel(config.model_copy(update=told))

@@ -96,10 +96,10 @@ def train(values: dict[str, Any]) -> list[float]:
     return read_losses(values["log_file"])
 
 
-def read_losses(log_file: str) -> list[float]:
+def read_losses(log_file: str, name: str = "lm loss") -> list[float]:
     """Return the losses in a log."""
     lines = Path(log_file).read_text().splitlines()
-    return [json.loads(line)["lm loss"] for line in lines]
+    return [json.loads(line)[name] for line in lines]
 
 
 def read_checkpoint(saved: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,167 @@
+"""Trainings of small models through mindspeed_mm's own loop, and plain loops to compare with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+from mindspeed.config import build
+from mindspeed.fsdp import FsdpOptions
+from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.options import ModelConfig
+from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
+from mindspeed_mm.training import get_args, move_to_device, train
+from mindspeed_mm.training.arguments import Run
+from mindspeed_mm.training.callbacks import Callbacks
+from mindspeed_mm.training.options import MmOptions
+from mindspeed_mm.training.sections import Sections
+from tests.distributed.fsdp_model import SEQUENCE, VOCABULARY, Transformer
+from tests.mm import tiny
+from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint, read_losses
+
+RATE, DECAY, CLIP = 1e-3, 0.1, 0.5
+SAMPLES = 22
+"""No multiple of a global batch: epochs end inside of steps."""
+STEPS, BATCH = 20, 4
+
+
+class UserModel(Transformer, MultiModalModule, FSDP2Mixin, WeightInitMixin):
+    """A model of the user's own: the mixins are all that was added."""
+
+
+class UserData(Dataset[dict[str, torch.Tensor]]):
+    """Tokens and pictures."""
+
+    def __init__(self, size: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self._tokens = torch.randint(VOCABULARY, (size, SEQUENCE + 1), generator=generator)
+        self._pictures = torch.randn(size, SEQUENCE, 5, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {"tokens": self._tokens[number], "pictures": self._pictures[number]}
+
+
+class TinyData(Dataset[dict[str, torch.Tensor]]):
+    """Batches of one row for a model of transformers; some have fewer labels than others."""
+
+    def __init__(self, name: str, size: int = SAMPLES) -> None:
+        self._name, self._size = name, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        batch = tiny.batch(self._name, rows=1, seed=number)
+        batch["labels"][:, : 6 + number % 4] = -100
+        return batch
+
+
+def user_callbacks() -> Callbacks:
+    """The callbacks of the document, as a user writes them."""
+
+    def model_provider(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(7)
+        return UserModel()
+
+    def train_valid_test_datasets_provider() -> Any:
+        size = get_args().micro_batch_size
+        return DataLoader(UserData(), batch_size=size), DataLoader(UserData(8), size), None
+
+    def get_batch(data_iterator: Any) -> Any:
+        return move_to_device(next(data_iterator), get_args().params_dtype)
+
+    def loss_func(output_tensor: Any) -> Any:
+        logits, targets = output_tensor
+        return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def forward_step(data_iterator: Any, model: Any) -> Any:
+        batch = get_batch(data_iterator)
+        tokens = batch["tokens"]
+        return (model(tokens[:, :-1], batch["pictures"]), tokens[:, 1:]), loss_func
+
+    return Callbacks(model_provider, train_valid_test_datasets_provider, forward_step)
+
+
+def tiny_callbacks(name: str) -> Callbacks:
+    """Our callbacks for models of transformers, with ready-made batches."""
+    from mindspeed_mm.training import transformers_task as task
+
+    def loaders() -> Any:
+        return DataLoader(TinyData(name), batch_size=1, collate_fn=lambda rows: rows[0]), None, None
+
+    return Callbacks(task.model_provider, loaders, task.forward_step)
+
+
+def options(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Return the flags of a run that the plain loop repeats."""
+    return {
+        "train_iters": STEPS,
+        "global_batch_size": BATCH,
+        "lr": RATE,
+        "lr_decay_style": "constant",
+        "weight_decay": DECAY,
+        "clip_grad": CLIP,
+        "save": str(folder),
+    } | changes
+
+
+def make_run(
+    flags: dict[str, Any], fsdp: dict[str, Any], model: dict[str, Any] | None = None
+) -> Run:
+    """Put a run together."""
+    sections = Sections(model=build(ModelConfig, model) if model else None)
+    return Run(MmOptions(**flags), build(FsdpOptions, fsdp), sections)
+
+
+def train_once(run: Run, callbacks: Callbacks) -> int:
+    """Train in this rank; return the iteration it came to."""
+    from megatron.core import parallel_state
+
+    try:
+        return train(run, callbacks).iteration
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses of a run and the weights it saved last."""
+    losses = read_losses(str(folder / "log.jsonl"), "loss")
+    tensors = read_checkpoint(folder)
+    return losses, {n.removeprefix("model."): t for n, t in tensors.items() if n[:6] == "model."}
+
+
+def plain_loop(
+    model: Any, data: Dataset[Any], loss_of: Callable[[Any, Any], torch.Tensor], steps: int = STEPS
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with torch only, one sample at a time; return the losses and the weights."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": DECAY},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for place in range(step * BATCH, (step + 1) * BATCH):
+            loss = loss_of(model, data[place % SAMPLES]) / BATCH
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def user_loss(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of one sample of the user's model."""
+    tokens = sample["tokens"][None]
+    logits = model(tokens[:, :-1], sample["pictures"][None])
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
