@@ -42,6 +42,9 @@ def main() -> int:
         for file in sorted(map(str, Path("tests/unit_tests").rglob("test_*.py")))
         if any(matches(file, each) for each in options.only)
     ]
+    if not files:
+        print(f"{checkout}/tests/unit_tests: no test file is like {' '.join(options.only)}")
+        return 2
     if options.again:
         for test in (test for file in files for test in results.get(file, {}).values()):
             test["tried"] = []

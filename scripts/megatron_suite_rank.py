@@ -99,7 +99,7 @@ class Recorder:
 
 def matches(test: str, pattern: str) -> bool:
     """Compare a test's name with a pattern in which only * is special."""
-    name = test.removeprefix("tests/unit_tests/")
+    name, pattern = (each.removeprefix("tests/unit_tests/") for each in (test, pattern))
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
