@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from mindspeed.ops.cross_entropy import reference
 from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
 
-MEMORY = int(1.8 * 2**30)
+MEMORY = int(1.9 * 2**30)
 
 
 def linear_cross_entropy(
@@ -35,7 +35,8 @@ def linear_cross_entropy(
         group: the ranks that share the vocabulary; without it this rank has all of it.
         ignore_index: a label whose tokens have loss and gradient zero.
         fused: add the gradient of weight to `weight.main_grad` and show autograd a placeholder.
-        memory: bytes of logits that may be kept for backward; the rest is computed again there.
+        memory: bytes of logits that may be kept for backward, beside those that the memory of the
+            weight's gradient holds until then; the rest is computed again there.
     """
     logits = _Linear.apply(hidden, weight, fused)
     return reference.cross_entropy(logits, labels, group, ignore_index=ignore_index)

@@ -2,12 +2,13 @@
 
 Sliced by vocabulary, not by tokens, every row of the weight's gradient is written once, whole and
 unrounded; only the gradient of the tokens, which is small, is summed over slices. As many logits as
-`memory` holds stay for backward, and their gradient takes their place; the others are computed
-again. Backward knows the weight of each token, so a loss mask costs nothing.
+the plan finds room for stay for backward, and their gradient takes their place; the others are
+computed again. Backward knows the weight of each token, so a loss mask costs nothing.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,13 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mindspeed import device
 from mindspeed.ops.cross_entropy.triton_impl import Running, Task, write_gradient
 from mindspeed.ops.linear_cross_entropy import reference
+from mindspeed.ops.linear_cross_entropy.plan import Plan, make_plan
 from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
 from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
-
-Slices = tuple[slice, ...]
-ALIGNMENT = 256  # columns: whole tiles of cuBLAS
 
 
 def linear_cross_entropy(
@@ -41,17 +41,28 @@ def linear_cross_entropy(
         )
     task = Task.of(len(weight), group, 0.0, ignore_index)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    slices = cut(len(rows) * rows.element_size(), len(weight), memory)
-    loss = _LinearCrossEntropy.apply(rows, weight, labels.flatten(), task, slices, fused)
+    plan = _plan(rows, weight, memory, fused)
+    loss = _LinearCrossEntropy.apply(rows, weight, labels.flatten(), task, plan, fused)
     return loss.view(labels.shape)
 
 
-def cut(column_bytes: int, vocabulary: int, memory: int) -> Slices:
-    """Cut the vocabulary into slices whose logits fit into memory; the first is the widest."""
-    columns = memory // max(column_bytes, 1)
-    width = vocabulary if columns >= vocabulary else max(columns // ALIGNMENT, 1) * ALIGNMENT
-    starts = range(0, vocabulary, max(width, 1))
-    return tuple(slice(start, min(start + width, vocabulary)) for start in starts)
+def _plan(rows: Tensor, weight: Tensor, memory: int, fused: bool) -> Plan:
+    capacity, width = memory // max(len(rows) * rows.element_size(), 1), _wave()
+    is_trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+    return make_plan(
+        len(rows),
+        *weight.shape,
+        capacity=capacity if is_trained else min(capacity, width),
+        width=width,
+        has_gradient=is_trained and weight.requires_grad and not fused,
+    )
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _wave() -> int:
+    """Return the columns of a slice: a tile of 128 for every multiprocessor, so that none waits."""
+    return 128 * device.current().multiprocessors()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -62,18 +73,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         task: Task,
-        slices: Slices,
+        plan: Plan,
         fused: bool,
     ) -> Tensor:
-        buffer = rows.new_empty(len(rows) * (slices[0].stop - slices[0].start))
+        buffer = rows.new_empty(plan.buffer_size)
+        gradient = weight.new_empty(weight.shape) if plan.in_gradient else None
         running = Running(labels, task)
-        for part in reversed(slices):  # the first comes last, and stays for backward
-            logits = _logits(rows, weight, part, buffer)
-            running.add(logits, part.start, is_last=part is slices[0])
+        for index in reversed(range(len(plan.slices))):  # those that are not kept come first
+            logits = plan.place(index, buffer, gradient)
+            _write_logits(rows, weight, plan.slices[index], logits)
+            running.add(logits, plan.slices[index].start, is_last=index == 0)
         loss, lse = running.finish()
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(rows, weight, labels, lse, logits)
-            ctx.task, ctx.slices = task, slices
+            ctx.save_for_backward(rows, weight, labels, lse, buffer, gradient)
+            ctx.task, ctx.plan = task, plan
             # With saved-tensor hooks autograd would hand back a weight without attributes.
             ctx.weight = weight if fused else None
         return loss
@@ -81,18 +94,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, labels, lse, logits = ctx.saved_tensors
-        torch.autograd.graph.increment_version(logits)  # a second backward is told
+        rows, weight, labels, lse, buffer, grad_weight = ctx.saved_tensors
+        plan, grad_loss = ctx.plan, grad_loss.contiguous()
+        torch.autograd.graph.increment_version(buffer)  # a second backward is told
         needs_rows, needs_weight = ctx.needs_input_grad[:2]
         grad_rows = _Sum(rows) if needs_rows else None
-        grad_weight = torch.empty_like(weight) if needs_weight and ctx.weight is None else None
-        buffer, grad_loss = logits.view(-1), grad_loss.contiguous()
-        for part in ctx.slices:
-            if part is not ctx.slices[0]:
-                logits = _logits(rows, weight, part, buffer)
+        if grad_weight is None and needs_weight and ctx.weight is None:
+            grad_weight = torch.empty_like(weight)
+        for index, part in enumerate(plan.slices):
+            logits = plan.place(index, buffer, grad_weight)
+            if index >= plan.kept:
+                _write_logits(rows, weight, part, logits)
             write_gradient(logits, labels, lse, grad_loss, ctx.task, grad=logits, start=part.start)
             if grad_rows is not None:
-                grad_rows.add_product(logits, weight[part], is_only=len(ctx.slices) == 1)
+                grad_rows.add_product(logits, weight[part], is_only=len(plan.slices) == 1)
             if grad_weight is not None:
                 torch.mm(logits.t(), rows, out=grad_weight[part])
             elif needs_weight:
@@ -103,11 +118,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return given, grad_weight, None, None, None, None
 
 
-def _logits(rows: Tensor, weight: Tensor, part: slice, buffer: Tensor) -> Tensor:
-    """Compute the logits of one slice into the buffer, contiguous."""
-    width = part.stop - part.start
-    logits = buffer[: len(rows) * width].view(len(rows), width)
-    return torch.mm(rows, weight[part].t(), out=logits)
+def _write_logits(rows: Tensor, weight: Tensor, part: slice, logits: Tensor) -> None:
+    torch.mm(rows, weight[part].t(), out=logits)
 
 
 class _Sum:

@@ -75,3 +75,18 @@ def test_peak_memory(memory):
     # what cuBLAS takes for sums that it splits.
     gradient = hidden.nbytes * (1 if memory == WHOLE else 3)
     assert extra <= memory + gradient + 2**20
+
+
+def test_logits_wait_in_the_memory_of_the_gradient():
+    current = device.current()
+    hidden, weight, labels, grad = inputs()
+    hidden.requires_grad_(), weight.requires_grad_()
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        before = current.memory_allocated()
+        current.reset_peak_memory()
+        linear_cross_entropy(hidden, weight, labels, memory=HALF).backward(grad)
+        extra = current.max_memory_allocated() - before
+    # With fewer tokens than hidden numbers all slices but one find room there.
+    one_slice = T * 128 * current.multiprocessors() * 2
+    assert extra <= weight.nbytes + one_slice + 3 * hidden.nbytes + 2**20

@@ -1,11 +1,14 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mindspeed.ops.linear_cross_entropy import linear_cross_entropy, reference
+from mindspeed.ops.linear_cross_entropy.plan import make_plan
 
 S, B, H, V = 3, 2, 16, 1301
-ONE_SLICE, THREE_SLICES, SIX_SLICES = 10**9, S * B * 4 * 512, 1
+ONE_SLICE, FEW_COLUMNS, NO_COLUMNS = 10**9, S * B * 4 * 512, 1
 
 
 def case(dtype=torch.float32, seed=0):
@@ -31,7 +34,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("grad", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("memory", [ONE_SLICE, THREE_SLICES, SIX_SLICES])
+@pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS, NO_COLUMNS])
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_equals_float64(implementation, memory, grad):
     from mindspeed.ops.linear_cross_entropy import triton_impl
@@ -47,7 +50,7 @@ def test_equals_float64(implementation, memory, grad):
     assert (loss[labels == -100] == 0).all()
 
 
-@pytest.mark.parametrize("memory", [ONE_SLICE, THREE_SLICES])
+@pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS])
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
 def test_adds_to_main_grad(implementation, memory, main_dtype):
@@ -78,30 +81,73 @@ def test_gradient():
     )
 
 
-@pytest.mark.parametrize("memory", [ONE_SLICE, THREE_SLICES])
-def test_no_more_logits_than_memory_are_kept(memory):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS])
+def test_no_more_logits_than_memory_are_kept(memory, fused):
     from mindspeed.ops.linear_cross_entropy import triton_impl
 
     hidden, weight, labels = case()
     hidden = hidden.detach().contiguous().requires_grad_()
+    weight.main_grad = torch.zeros(V, H)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        triton_impl.linear_cross_entropy(hidden, weight, labels, memory=memory)
-    width = min(V, memory // (S * B * 4))
-    inputs = hidden.nbytes + weight.nbytes + labels.nbytes
-    assert sum(t.nbytes for t in saved) == inputs + S * B * 4 + S * B * width * 4
+        triton_impl.linear_cross_entropy(hidden, weight, labels, fused=fused, memory=memory)
+    column = S * B * 4
+    logits = V * column if memory == ONE_SLICE else 4 * 128 * column
+    gradient = 0
+    if not fused and memory != ONE_SLICE:  # nine of eleven slices lie in the gradient's memory
+        logits, gradient = (V - 9 * 128) * column, weight.nbytes
+    inputs = hidden.nbytes + weight.nbytes + labels.nbytes + S * B * 4
+    assert sum(t.nbytes for t in saved) == inputs + logits + gradient
 
 
-@pytest.mark.parametrize(
-    ("memory", "widths"),
-    [(130_000, [1300]), (129_900, [1280, 20]), (60_000, [512, 512, 276]), (1, [256] * 5 + [20])],
+def test_nothing_is_kept_without_a_backward():
+    from mindspeed.ops.linear_cross_entropy import triton_impl
+
+    hidden, weight, labels = case()
+    with torch.no_grad():
+        plan = triton_impl._plan(hidden.reshape(-1, H), weight, ONE_SLICE, False)
+    assert (plan.in_gradient, plan.in_buffer) == (0, 1) and plan.buffer_size == S * B * 128
+    expected = triton_impl.linear_cross_entropy(hidden, weight, labels)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            triton_impl.linear_cross_entropy(hidden, weight, labels), expected.detach()
+        )
+
+
+@given(
+    tokens=st.integers(1, 9),
+    vocabulary=st.integers(1, 700),
+    hidden=st.integers(1, 9),
+    capacity=st.integers(0, 700),
+    width=st.integers(1, 300),
+    has_gradient=st.booleans(),
 )
-def test_slices(memory, widths):
-    from mindspeed.ops.linear_cross_entropy.triton_impl import cut
+def test_no_slice_is_overwritten_before_it_is_read(
+    tokens, vocabulary, hidden, capacity, width, has_gradient
+):
+    options = {"capacity": capacity, "width": width, "has_gradient": has_gradient}
+    plan = make_plan(tokens, vocabulary, hidden, **options)
+    assert sum(part.stop - part.start for part in plan.slices) == vocabulary
+    assert plan.buffer_size <= tokens * max(capacity, min(width, 256))
+    assert has_gradient or not plan.in_gradient
+    buffer, gradient = torch.zeros(plan.buffer_size), torch.zeros(vocabulary, hidden)
+    for index in reversed(range(len(plan.slices))):
+        plan.place(index, buffer, gradient).fill_(index + 1)
+    for index, part in enumerate(plan.slices):
+        if index < plan.kept:
+            assert (plan.place(index, buffer, gradient) == index + 1).all()
+        gradient[part] = -1
+        if index < plan.kept:  # not while the product reads it, either
+            assert (plan.place(index, buffer, gradient) == index + 1).all()
 
-    slices = cut(100, 1300, memory)
-    assert [part.stop - part.start for part in slices] == widths
-    assert slices[0].start == 0 and slices[-1].stop == 1300
+
+def test_at_the_sizes_of_a_model_nothing_is_computed_again():
+    options = {"capacity": int(1.9 * 2**30) // 16384, "width": 132 * 128, "has_gradient": True}
+    plan = make_plan(8192, 151936, 4096, **options)
+    assert (len(plan.slices), plan.in_gradient, plan.in_buffer) == (9, 3, 6)
+    smaller = make_plan(8192, 151936, 1536, **options)
+    assert (len(smaller.slices), smaller.in_gradient, smaller.in_buffer) == (9, 1, 7)
 
 
 def test_a_second_backward_is_refused():
