@@ -1,6 +1,6 @@
 """Put whole tensors into parameters that may be sharded, and have parameters without memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,14 @@ def materialize(model: nn.Module, device: torch.device | None = None) -> None:
     for (module, name), *others in tied:
         for other, key in others:
             other._parameters[key] = module._parameters[name]
+
+
+def same_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Return for every name the names of the same tensor, its own among them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {name: names[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _offloads(model: nn.Module) -> bool:

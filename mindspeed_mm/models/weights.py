@@ -1,17 +1,15 @@
 """Weights of a Hugging Face folder for a model that may be sharded, one tensor at a time."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.source import check_names
 from mindspeed_mm.models.common.module import MultiModalModule
-from mindspeed_mm.models.hf_folder import HfFolder
+from mindspeed_mm.models.hf_weights import HfWeights
 from mindspeed_mm.models.initialization import initialize
-from mindspeed_mm.models.names import ignored, recipes
 from mindspeed_mm.models.shards import fill, materialize, meta_parameters
 
 __all__ = ["initialize", "load_pretrained", "materialize", "meta_parameters"]
@@ -31,24 +29,17 @@ def load_pretrained(
     if isinstance(model, MultiModalModule):
         model = model.unwrapped()
     targets = weight_targets(model)
-    source = HfFolder(folder)
-    filled: set[int] = set()
-    found, unknown = [], []
-    for recipe in recipes(model, source.tensors, targets):
-        for name, values in recipe.apply(source.tensors).items():
-            target = targets.get(name)
-            if target is None:
-                unknown += [] if ignored(model, name) else [name]
-            elif id(target) not in filled:  # of tied tensors, the first one counts
-                _put(name, target, values, source)
-                filled.add(id(target))
-                found.append(name)
-            source.has_read(values.nbytes)
-    source.let_go()
-    missing = [name for name, target in targets.items() if id(target) not in filled]
-    missing = _untied(model, missing, targets)
+    source = HfWeights(folder, model, targets)
+    copied = _untied(model, source.missing, targets)
+    source.missing = [name for name in source.missing if name not in copied]
     if strict:
-        check_names([*found, *unknown], [*found, *missing], str(folder))
+        source.check()
+    for name in source.shapes:
+        _put(name, targets[name], source)
+    for name, original in copied.items():
+        with torch.no_grad():
+            targets[name].copy_(targets[original])
+    source.folder.let_go()
 
 
 def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -57,29 +48,25 @@ def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace(BASE, ""): t for name, t in state.items() if ADAPTER not in name}
 
 
-def _put(name: str, target: torch.Tensor, values: torch.Tensor, source: HfFolder) -> None:
+def _put(name: str, target: torch.Tensor, source: HfWeights) -> None:
+    values, folder = source.shapes[name], source.folder.folder
     if target.shape != values.shape:
         raise ConfigError(
-            f"{source.folder}: {name} has the shape {tuple(values.shape)}, the model makes it "
+            f"{folder}: {name} has the shape {tuple(values.shape)}, the model makes it "
             f"{tuple(target.shape)} (is the config that of these weights?)"
         )
     if values.is_floating_point() != target.is_floating_point():
         raise ConfigError(
-            f"{source.folder}: {name} holds {values.dtype}, the model {target.dtype}: "
-            "quantized weights are not served"
+            f"{folder}: {name} holds {values.dtype}, the model {target.dtype}: quantized weights "
+            "are not served"
         )
-    fill(target, values)
+    fill(target, source.read(name))
 
 
 def _untied(
-    model: nn.Module, missing: Iterable[str], targets: dict[str, torch.Tensor]
-) -> list[str]:
-    """Copy the embedding into a head that a file does not have because it was tied to it."""
-    left = list(missing)
+    model: nn.Module, missing: Sequence[str], targets: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return the heads that a folder lacks because they were tied, with their embeddings."""
     ties = getattr(model, "_tied_weights_keys", None)
-    for name, original in ties.items() if isinstance(ties, dict) else ():
-        if name in left and original in targets and original not in left:
-            with torch.no_grad():
-                targets[name].copy_(targets[original])
-            left.remove(name)
-    return left
+    known = ties.items() if isinstance(ties, dict) else ()
+    return {n: o for n, o in known if n in missing and o in targets and o not in missing}

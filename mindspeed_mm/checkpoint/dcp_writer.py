@@ -1,0 +1,54 @@
+"""Write a torch.distributed.checkpoint of weights that are read one at a time."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+from mindspeed_llm.checkpoint.mapped_file import aligned
+from mindspeed_llm.checkpoint.output import Progress
+from mindspeed_mm.models.hf_weights import HfWeights
+
+
+def write_dcp(
+    folder: Path,
+    source: HfWeights,
+    prefix: str,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write every tensor under its name with a prefix; no process group is needed."""
+    state = {prefix + name: _typed(tensor, dtype) for name, tensor in source.shapes.items()}
+    planner = _Planner(source, prefix, dtype, progress)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # not there, as it is meant
+        dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans with tensors on meta and reads the numbers when they are written."""
+
+    def __init__(
+        self,
+        source: HfWeights,
+        prefix: str,
+        dtype: torch.dtype | None,
+        progress: Progress | None,
+    ) -> None:
+        super().__init__()
+        self._source, self._prefix, self._dtype = source, prefix, dtype
+        self._progress = progress
+
+    def resolve_data(self, write_item: Any) -> torch.Tensor:
+        """Read a tensor."""
+        values = self._source.read(write_item.index.fqn.removeprefix(self._prefix))
+        if self._progress is not None:
+            self._progress(values.nbytes, self._source.nbytes)
+        return _typed(aligned(values), self._dtype)
+
+
+def _typed(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
