@@ -118,10 +118,10 @@ def test_nothing_is_kept_without_a_backward():
 @settings(deadline=None)
 @given(
     tokens=st.integers(1, 9),
-    vocabulary=st.integers(1, 700),
+    vocabulary=st.integers(1, 400),
     hidden=st.integers(1, 9),
-    capacity=st.integers(0, 700),
-    width=st.integers(1, 300),
+    capacity=st.integers(0, 400),
+    width=st.integers(16, 300),
     has_gradient=st.booleans(),
 )
 def test_no_slice_is_overwritten_before_it_is_read(
