@@ -1,0 +1,184 @@
+"""Models of transformers through TransformersModel: the loss, what is trained, what is refused."""
+
+import pytest
+import torch
+
+from mindspeed.config import ConfigError, Spelling, build
+from mindspeed_mm.models.common.modelzoo import ModelHub
+from mindspeed_mm.models.options import ModelConfig
+from mindspeed_mm.models.transformers_model import TransformersModel
+from tests.mm import tiny
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hf")
+    return {name: tiny.save(name, root / name) for name in tiny.CONFIGS}
+
+
+def new(folder, **section):
+    values = {"init_from_hf_path": folder, **section}
+    return TransformersModel(build(ModelConfig, values, Spelling.KEY))
+
+
+def trained(model):
+    return {name for name, p in model.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("mode", ["default", "chunk", "dynamic_chunk"])
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_the_loss_is_that_of_transformers(folders, name, mode):
+    chunk = {} if mode == "default" else {"chunk_size": 5}
+    model = new(folders[name], loss_cfg={"compute_mode": mode, **chunk})
+    plain = tiny.new_model(name)
+    batch = tiny.batch(name)
+    expected = plain(**batch)
+    found = model(**batch)
+    torch.testing.assert_close(found["loss"], expected.loss, rtol=1e-6, atol=0)
+    assert found["token_nums"] == 20
+    assert ("logits" in found) == (mode == "default")
+    found["loss"].backward()
+    expected.loss.backward()
+    gradients = {n: p.grad for n, p in model.model.named_parameters()}
+    wanted = {n: p.grad for n, p in plain.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-7)
+    del batch["labels"]
+    torch.testing.assert_close(model(**batch)["logits"], expected.logits)
+
+
+def by_hand(logits, labels, kind):
+    """Compute a loss sample by sample in float64."""
+    sums, counts = [], []
+    for row, wanted in zip(logits.double(), labels):
+        keep = wanted[1:] != -100
+        likely = row[:-1].log_softmax(-1)[keep, wanted[1:][keep]]
+        sums.append(-likely.sum())
+        counts.append(keep.sum())
+    sums, counts = torch.stack(sums), torch.stack(counts).double()
+    if kind == "per_sample_loss":
+        return (sums / counts).mean()
+    if kind == "square_loss":
+        return (sums / counts.sqrt()).sum() / counts.sqrt().sum()
+    return sums.sum() / counts.sum()
+
+
+@pytest.mark.parametrize("kind", ["default", "per_token_loss", "per_sample_loss", "square_loss"])
+def test_kinds_of_means(folders, kind):
+    batch = tiny.batch("internvl")
+    batch["labels"][0, :12] = -100
+    found = new(folders["internvl"], loss_cfg={"loss_type": kind})(**batch)
+    expected = by_hand(found["logits"], batch["labels"], kind)
+    torch.testing.assert_close(found["loss"].double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["default", "chunk"])
+def test_a_batch_without_a_label_has_loss_zero_and_gradients_zero(folders, mode):
+    model = new(folders["internvl"], loss_cfg={"compute_mode": mode})
+    batch = tiny.batch("internvl")
+    batch["labels"].fill_(-100)
+    found = model(**batch)
+    found["loss"].backward()
+    assert found["loss"] == 0 and found["token_nums"] == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+VISION = {"internvl": "model.vision_tower", "llava": "model.vision_tower"}
+PROJECTOR = {"internvl": "model.multi_modal_projector", "llava": "model.multi_modal_projector"}
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_parts_of_the_document_are_frozen(folders, name):
+    vision = VISION.get(name, "model.visual")
+    projectors = (PROJECTOR.get(name, "model.visual.merger"), "model.visual.deepstack_merger")
+    every = trained(new(folders[name]))
+    eyes = {n for n in every if n.startswith(vision) and not n.startswith(projectors)}
+    bridge = {n for n in every if n.startswith(projectors)}
+    words = every - eyes - bridge
+    assert eyes and bridge and words
+    frozen = {"freeze": True}
+    image = {"vision_encoder": frozen}
+    assert trained(new(folders[name], image_encoder=image)) == bridge | words
+    image = {"vision_encoder": frozen, "vision_projector": frozen}
+    assert trained(new(folders[name], image_encoder=image)) == words
+    assert trained(new(folders[name], text_decoder=frozen)) == eyes | bridge
+    layers = "model.language_model.layers.{0}"
+    left = trained(new(folders[name], freeze=[layers]))
+    assert every - left == {n for n in every if n.startswith("model.language_model.layers.0.")}
+
+
+def test_adapters_are_trained_alone_and_begin_as_nothing(folders):
+    batch = tiny.batch("internvl")
+    plain = new(folders["internvl"])(**batch)["loss"]
+    lora = {
+        "r": 4,
+        "alpha": 8,
+        "target_modules": ["q_proj", "model.language_model.layers.{1}.mlp.up_proj"],
+    }
+    model = new(folders["internvl"], lora=lora)
+    assert {n.partition(".lora_")[0].removeprefix("model.") for n in trained(model)} == {
+        *(f"language_model.layers.{i}.self_attn.q_proj" for i in (0, 1)),
+        *(f"vision_tower.encoder.layer.{i}.attention.q_proj" for i in (0, 1)),
+        "language_model.layers.1.mlp.up_proj",
+    }
+    torch.testing.assert_close(model(**batch)["loss"], plain, rtol=0, atol=0)
+
+
+def test_an_untied_head_begins_as_the_embedding(tmp_path):
+    folder = tiny.save("qwen2_5_vl", tmp_path, tied=True)
+    tied, untied = new(folder), new(folder, tie_word_embeddings=False)
+    assert tied.model.lm_head.weight is tied.model.get_input_embeddings().weight
+    head, embedding = untied.model.lm_head.weight, untied.model.get_input_embeddings().weight
+    assert head is not embedding and torch.equal(head, embedding)
+    batch = tiny.batch("qwen2_5_vl")
+    torch.testing.assert_close(untied(**batch)["loss"], tied(**batch)["loss"])
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"model_id": "internv"}, "model_id: internv is not registered"),
+        ({"freeze": ["model.vision_towers"]}, "freeze: .*did you mean vision_tower?"),
+        (
+            {"lora": {"target_modules": ["q_pro"]}},
+            "q_pro matches no linear layer; did you mean q_pr",
+        ),
+        (
+            {"lora": {"target_modules": ["model.vision_tower"]}},
+            "model.vision_tower is not a linear",
+        ),
+        ({"loss_cfg": {"router_aux_loss_coef": 0.1}}, "has no experts"),
+        ({"loss_cfg": {"chunk_size": 4}}, "chunk_size is for compute_mode"),
+        ({"loss_cfg": {"compute_mod": "chunk"}}, "did you mean .*compute_mode?"),
+        ({"init_from_hf_path": "nowhere"}, "nowhere/config.json does not exist"),
+        ({"init_from_hf_path": None}, "init_from_hf_path is missing"),
+        ({"attn_implementation": "no_such"}, "no_such"),
+    ],
+)
+def test_what_cannot_be_is_told(folders, section, said):
+    with pytest.raises(ConfigError, match=said):
+        new(folders["internvl"], **section)(**tiny.batch("internvl"))
+
+
+def test_a_registered_class_is_found_by_its_id(folders, monkeypatch):
+    from transformers import InternVLForConditionalGeneration
+
+    monkeypatch.setattr(ModelHub, "MODEL_MAPPINGS", {})
+
+    @ModelHub.register("mine")
+    class Mine(InternVLForConditionalGeneration):
+        @staticmethod
+        def overwrite_transformer_config(config):
+            config.projector_hidden_act = "relu"
+            return config
+
+        def freeze(self, config):
+            self.lm_head.requires_grad_(False)
+
+    model = new(folders["internvl"], model_id="mine")
+    assert isinstance(model.model, Mine)
+    assert model.model.config.projector_hidden_act == "relu"
+    assert "lm_head.weight" not in trained(model)
+    with pytest.raises(ConfigError, match="did you mean mine?"):
+        new(folders["internvl"], model_id="mines")
+    with pytest.raises(ConfigError, match="mine is taken by Mine"):
+        ModelHub.register("mine")(dict)
