@@ -42,13 +42,16 @@ class TransformerEngineSocket(_StandIn):
 
 
 class ApexStandIn(_StandIn):
-    """apex's fused layer norm and weight-gradient product, which local specs ask for."""
+    """apex's fused layer norm, softmax and weight-gradient product: local specs ask for them."""
 
     name = "apex_stand_in"
     title = "Stand-in for apex"
     served = {
         "apex": "mindspeed.compat.apex",
         "fused_weight_gradient_mlp_cuda": "mindspeed.compat.fused_weight_gradient_mlp_cuda",
+        "scaled_masked_softmax_cuda": "mindspeed.compat.scaled_softmax.masked",
+        "scaled_softmax_cuda": "mindspeed.compat.scaled_softmax.plain",
+        "scaled_upper_triang_masked_softmax_cuda": "mindspeed.compat.scaled_softmax.causal",
     }
 
 
