@@ -119,6 +119,13 @@ def test_padding(groups):
     check(out, dense(*inputs, ~padding(S)), inputs)
 
 
+def test_one_mask_for_all_samples():
+    inputs = make()
+    hidden = ~band(S, S, left=2)
+    out = DotProductAttention(N, H, attn_mask_type="padding")(*inputs, hidden.unsqueeze(0))
+    check(out, dense(*inputs, ~hidden), inputs)
+
+
 def test_padding_of_cross_attention_is_a_pair():
     inputs = make(s_k=11)
     attention = DotProductAttention(N, H, attn_mask_type="padding", attention_type="cross")

@@ -85,6 +85,8 @@ def visible_keys(mask: MaskTensors, kind: str) -> Tensor:
             f"attn_mask_type={kind} needs an attention_mask (True = hidden) of shape "
             "(B, 1, 1, K) or (B, 1, Q, K)"
         )
+    if mask.dim() == 3 and len(mask) == 1:
+        mask = mask.unsqueeze(0)  # Megatron's T5 may give one mask for all samples so
     if mask.dtype != torch.bool or mask.dim() != 4:
         raise ValueError(
             "attention_mask must be a bool tensor of 4 dimensions (True = hidden), "
