@@ -1,0 +1,149 @@
+"""Weights for models that were built without memory: first ones, and those of a folder."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mindspeed.config import ConfigError
+from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.transformers.base_model import WeightInitMixin
+from mindspeed_mm.models.weights import initialize, load_pretrained, materialize, meta_parameters
+from tests.mm import tiny
+
+
+class Small(MultiModalModule, WeightInitMixin):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 6, padding_idx=2)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 8)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.full((3,), 7.0))
+        self.register_buffer("steps", torch.arange(4.0), persistent=False)
+
+
+def new_empty():
+    with meta_parameters():
+        model = Small()
+    assert all(p.is_meta for p in model.parameters())
+    assert not model.steps.is_meta
+    materialize(model)
+    return model
+
+
+def test_parameters_come_later_and_buffers_and_ties_stay():
+    model = new_empty()
+    assert not any(p.is_meta for p in model.parameters())
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.steps, torch.arange(4.0))
+
+
+def test_first_weights_follow_the_kind_of_a_module():
+    torch.manual_seed(5)
+    model = new_empty()
+    model.init_weights()
+    assert model.norm.weight.eq(1).all() and model.norm.bias.eq(0).all()
+    assert model.head.bias.eq(0).all() and model.embed.weight[2].eq(0).all()
+    drawn = torch.cat([model.embed.weight[:2].flatten(), model.scale])
+    assert 0.005 < drawn.std() < 0.05
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_rule_of_ones_own_is_followed():
+    class Own(Small):
+        def _init_weights(self, module, std=0.02):
+            super()._init_weights(module, std)
+            if isinstance(module, nn.Embedding):
+                nn.init.constant_(module.weight, 3.0)
+
+    with meta_parameters():
+        model = Own()
+    materialize(model)
+    model.init_weights()
+    assert model.embed.weight.eq(3).all() and model.head.bias.eq(0).all()
+
+
+def test_a_model_of_transformers_begins_as_it_would():
+    with meta_parameters():
+        model = tiny.new_model("internvl")
+    materialize(model)
+    torch.manual_seed(0)
+    initialize(model)
+    plain = tiny.new_model("internvl")
+    for name, parameter in plain.named_parameters():
+        found = model.get_parameter(name)
+        # The same rule: where it draws no numbers, the same values; else the same spread.
+        if parameter.unique().numel() == 1:
+            assert torch.equal(found, parameter), name
+        else:
+            torch.testing.assert_close(found.std(), parameter.std(), rtol=0.5, atol=1e-3)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+
+
+def changed(tmp_path, change):
+    folder = tmp_path / "hf"
+    tiny.save("internvl", folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+HEAD = "language_model.lm_head.weight"
+REFUSED = {
+    "missing": (lambda t: t.pop(HEAD), "lm_head.weight is missing"),
+    "unexpected": (lambda t: t.update(more=torch.zeros(1)), "more is not expected"),
+    "another shape": (
+        lambda t: t.update({HEAD: torch.zeros(3, 3)}),
+        r"lm_head.weight has the shape \(3, 3\), the model makes it \(64, 32\)",
+    ),
+    "quantized": (
+        lambda t: t.update({HEAD: torch.zeros(64, 32, dtype=torch.int8)}),
+        "holds torch.int8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_weights_that_do_not_fit_are_refused(tmp_path, case):
+    change, said = REFUSED[case]
+    model = tiny.new_model("internvl")
+    model._tied_weights_keys = {}
+    with pytest.raises(ConfigError, match=said):
+        load_pretrained(model, changed(tmp_path, change))
+
+
+def test_without_strict_what_fits_is_loaded(tmp_path):
+    def change(tensors):
+        tensors.pop("multi_modal_projector.linear_1.bias")
+        tensors.update(more=torch.zeros(1))
+        tensors[HEAD] = tensors[HEAD] + 1
+
+    model = tiny.new_model("internvl")
+    before = model.lm_head.weight.clone()
+    load_pretrained(model, changed(tmp_path, change), strict=False)
+    assert torch.equal(model.lm_head.weight, before + 1)
+
+
+def test_a_folder_without_safe_weights_is_refused(tmp_path):
+    model = tiny.new_model("internvl")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load_pretrained(model, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="has no weights: looked for"):
+        load_pretrained(model, tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="pytorch_model.bin is a pickle"):
+        load_pretrained(model, tmp_path)
+
+
+def test_a_users_model_is_loaded_by_its_own_names(tmp_path):
+    torch.manual_seed(1)
+    source = Small()
+    state = {k: v.clone() for k, v in source.state_dict().items() if k != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    model = new_empty()
+    load_pretrained(model, tmp_path)
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
