@@ -53,23 +53,33 @@ class LostCheckpoint(AssertionError):
     """A committed checkpoint is gone, or a run did not go on from it."""
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: its options for so many steps, and what each rank runs with them."""
+
+    settings: Callable[[Path, int], dict[str, Any]]
+    train: Callable[[dict[str, Any], str], None]
+
+
+def language_model(folder: Path, steps: int) -> dict[str, Any]:
+    """Make a tiny model and data for it; return the options of its training."""
+    model = make_model(folder / "hf", num_hidden_layers=2)
+    data = write_samples(folder / "data", make_samples(24))
+    more = {"train_iters": steps, "use_distributed_optimizer": True, "log_file": None}
+    return settings(model, data, folder, **more)
+
+
 class Drill:
     """One training, killed at random moments until it is done."""
 
-    def __init__(self, folder: Path, kills: int, seed: int) -> None:
+    def __init__(
+        self, folder: Path, kills: int, seed: int, subject: "Subject | None" = None
+    ) -> None:
         self._random = random.Random(seed)
         self._kills, self._folder = kills, folder
-        model = make_model(folder / "hf", num_hidden_layers=2)
-        data = write_samples(folder / "data", make_samples(24))
         steps = STEPS_A_KILL * (kills + 2)
-        self._values = settings(
-            model,
-            data,
-            folder,
-            train_iters=steps,
-            use_distributed_optimizer=True,
-            log_file=None,
-        )
+        subject = subject or Subject(language_model, train)
+        self._values, self._rank = subject.settings(folder, steps), subject.train
 
     def run(self, tell: Callable[[Kill], None] | None = None) -> list[Kill]:
         """Kill, resume, kill, ...; then compare with a run that nobody disturbed."""
@@ -90,7 +100,7 @@ class Drill:
     def _train(self, saved: Path, how: str, interval: int | None = 2) -> None:
         values = self._values | {"save": str(saved), "async_save": how == "async"}
         values["save_interval"] = interval
-        run_ranks(train, 2, values, str(self._folder), timeout=PATIENCE)
+        run_ranks(self._rank, 2, values, str(self._folder), timeout=PATIENCE)
 
     def _kill(self, number: int, saved: Path) -> Kill:
         """Start or go on, kill at some moment, and look at what is left."""

@@ -1,5 +1,6 @@
 """Trainings of small models through mindspeed_mm's own loop, and plain loops to compare with."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class TinyData(Dataset[dict[str, torch.Tensor]]):
         return batch
 
 
-def user_callbacks() -> Callbacks:
+def user_callbacks(shuffle: bool = False) -> Callbacks:
     """The callbacks of the document, as a user writes them."""
 
     def model_provider(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +72,8 @@ def user_callbacks() -> Callbacks:
 
     def train_valid_test_datasets_provider() -> Any:
         size = get_args().micro_batch_size
-        return DataLoader(UserData(), batch_size=size), DataLoader(UserData(8), size), None
+        train = DataLoader(UserData(), batch_size=size, shuffle=shuffle)
+        return train, DataLoader(UserData(8), size), None
 
     def get_batch(data_iterator: Any) -> Any:
         return move_to_device(next(data_iterator), get_args().params_dtype)
@@ -165,3 +167,23 @@ def user_loss(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
     tokens = sample["tokens"][None]
     logits = model(tokens[:, :-1], sample["pictures"][None])
     return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def drill_settings(folder: Path, steps: int) -> dict[str, Any]:
+    """Return the flags of the user's model in a drill."""
+    return options(folder, train_iters=steps)
+
+
+def train_in_drill(flags: dict[str, Any], folder: str) -> None:
+    """Train the user's model as one rank, telling its process and where it begins."""
+    from mindspeed_mm.training.loop import FsdpLoop
+    from mindspeed_mm.training.setup import prepare
+
+    rank = os.environ["RANK"]
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    sharded = {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}"]}
+    callbacks = user_callbacks(shuffle=True)
+    setup = prepare(make_run(flags, sharded), callbacks)
+    if rank == "0":
+        Path(folder, "began").write_text(str(setup.progress.iteration))
+    FsdpLoop(setup, callbacks).run()
