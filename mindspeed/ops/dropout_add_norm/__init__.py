@@ -2,29 +2,14 @@
 
 from mindspeed.ops.dispatch import Impl, Op
 
-dropout_add_layer_norm = Op(
-    "dropout_add_layer_norm",
-    reference="mindspeed.ops.dropout_add_norm.reference:dropout_add_layer_norm",
-    check="mindspeed.ops.dropout_add_norm.contract:check",
-    impls=(
-        Impl(
-            "triton",
-            "mindspeed.ops.dropout_add_norm.triton_impl:dropout_add_layer_norm",
-            device="cuda",
-            needs=("triton",),
-        ),
-    ),
-)
-dropout_add_rms_norm = Op(
-    "dropout_add_rms_norm",
-    reference="mindspeed.ops.dropout_add_norm.reference:dropout_add_rms_norm",
-    check="mindspeed.ops.dropout_add_norm.contract:check",
-    impls=(
-        Impl(
-            "triton",
-            "mindspeed.ops.dropout_add_norm.triton_impl:dropout_add_rms_norm",
-            device="cuda",
-            needs=("triton",),
-        ),
-    ),
+_ROOM = "mindspeed.ops.dropout_add_norm"
+
+dropout_add_layer_norm, dropout_add_rms_norm = (
+    Op(
+        name,
+        reference=f"{_ROOM}.reference:{name}",
+        check=f"{_ROOM}.contract:check",
+        impls=(Impl("triton", f"{_ROOM}.triton_impl:{name}", device="cuda", needs=("triton",)),),
+    )
+    for name in ("dropout_add_layer_norm", "dropout_add_rms_norm")
 )

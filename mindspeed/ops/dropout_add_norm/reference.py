@@ -6,6 +6,8 @@ out = norm(z) * weight + bias in the dtype of x0. The arithmetic is float32 at l
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,36 +16,28 @@ from typing_extensions import Unpack
 from mindspeed.ops.dropout_add_norm.contract import Options, results, sum_dtype
 
 
-def dropout_add_layer_norm(
+def dropout_add_norm(
     x0: Tensor,
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
+    *,
+    is_rms: bool,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor | None, ...]:
     """Return the norm [, z if prenorm] [, the mask of what was kept if return_dropout_mask]."""
     z, mask = _mix(x0, residual, dropout_p, options)
     wide = z.to(torch.promote_types(z.dtype, torch.float32))
-    out = functional.layer_norm(wide, weight.shape, eps=epsilon)
-    return results(_scaled(out, weight, bias).to(x0.dtype), z, mask, options)
+    norm = functional.rms_norm if is_rms else functional.layer_norm
+    out = norm(wide, weight.shape, eps=epsilon) * weight
+    out = out if bias is None else out + bias
+    return results(out.to(x0.dtype), z, mask, options)
 
 
-def dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor | None, ...]:
-    """Return the norm [, z if prenorm] [, the mask of what was kept if return_dropout_mask]."""
-    z, mask = _mix(x0, residual, dropout_p, options)
-    wide = z.to(torch.promote_types(z.dtype, torch.float32))
-    out = functional.rms_norm(wide, weight.shape, eps=epsilon)
-    return results(_scaled(out, weight, bias).to(x0.dtype), z, mask, options)
+dropout_add_layer_norm = functools.partial(dropout_add_norm, is_rms=False)
+dropout_add_rms_norm = functools.partial(dropout_add_norm, is_rms=True)
 
 
 def _mix(
@@ -61,7 +55,3 @@ def _mix(
     if residual is not None:
         value = value + residual
     return value.to(sum_dtype(x0, residual, options.get("residual_in_fp32", False))), mask
-
-
-def _scaled(normed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return normed * weight if bias is None else normed * weight + bias

@@ -5,6 +5,8 @@ The dropout is drawn again in backward from its seed: no mask is kept, or made u
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
@@ -14,50 +16,23 @@ from mindspeed.ops.dropout_add_norm.contract import Options, results, sum_dtype
 from mindspeed.ops.norm.triton_impl import Plan, is_served, normalise
 
 
-def dropout_add_layer_norm(
+def dropout_add_norm(
     x0: Tensor,
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
+    *,
+    is_rms: bool,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor | None, ...]:
     """Return the norm [, z if prenorm] [, the mask of what was kept if return_dropout_mask]."""
     if not is_served(x0):
-        return reference.dropout_add_layer_norm(
-            x0, residual, weight, bias, dropout_p, epsilon, **options
+        return reference.dropout_add_norm(
+            x0, residual, weight, bias, dropout_p, epsilon, is_rms=is_rms, **options
         )
-    plan = Plan(epsilon, is_rms=False, drop=dropout_p)
-    return _run(plan, x0, residual, weight, bias, options)
-
-
-def dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor | None, ...]:
-    """Return the norm [, z if prenorm] [, the mask of what was kept if return_dropout_mask]."""
-    if not is_served(x0):
-        return reference.dropout_add_rms_norm(
-            x0, residual, weight, bias, dropout_p, epsilon, **options
-        )
-    plan = Plan(epsilon, is_rms=True, drop=dropout_p)
-    return _run(plan, x0, residual, weight, bias, options)
-
-
-def _run(
-    plan: Plan,
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: Options,
-) -> Tensor | tuple[Tensor | None, ...]:
+    plan = Plan(epsilon, is_rms=is_rms, drop=dropout_p)
     rowscale, layerscale = options.get("rowscale"), options.get("layerscale")
     wants_mask = options.get("return_dropout_mask", False)
     kind = sum_dtype(x0, residual, options.get("residual_in_fp32", False))
@@ -73,3 +48,7 @@ def _run(
     if wants_mask and mask is None:
         mask = torch.ones(x0.shape, dtype=torch.bool, device=x0.device)
     return results(out, x0 if z is None else z, mask, options)
+
+
+dropout_add_layer_norm = functools.partial(dropout_add_norm, is_rms=False)
+dropout_add_rms_norm = functools.partial(dropout_add_norm, is_rms=True)

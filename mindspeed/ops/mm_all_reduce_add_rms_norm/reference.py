@@ -29,45 +29,10 @@ def mm_all_reduce_add_rms_norm(
     gamma: Tensor,
     hcom: Group,
     reduce_op: str = "sum",
-    *,
-    epsilon: float = 1e-6,
-    bias: Tensor | None = None,
-    antiquant_scale: Tensor | None = None,
-    antiquant_offset: Tensor | None = None,
-    dequant_scale: Tensor | None = None,
-    antiquant_group_size: int = 0,
-    comm_turn: int = 0,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum and its norm.
-
-    Args:
-        x1: (s, k) or (b, s, k), this rank's columns.
-        x2: (k, n), this rank's rows.
-        residual: (b, s, n)
-        gamma: (n,)
-        hcom: the ranks to sum over: a process group, or its name.
-        bias: (n,), added on every rank before the sum.
-        antiquant_scale: of an int8 x2: one number, (n,), or (k / antiquant_group_size, n).
-        antiquant_offset: added to an int8 x2 before the scale.
-        dequant_scale: of the product of int8 x1 and x2: one number or (n,).
-        antiquant_group_size: how many rows of x2 share a scale; 0 for all.
-        comm_turn: accepted for the sake of callers; the number of slices is fixed.
-    """
-    return mm_all_reduce_add_rms_norm_(
-        x1,
-        x2,
-        residual.clone(),
-        gamma,
-        hcom,
-        reduce_op,
-        epsilon=epsilon,
-        bias=bias,
-        antiquant_scale=antiquant_scale,
-        antiquant_offset=antiquant_offset,
-        dequant_scale=dequant_scale,
-        antiquant_group_size=antiquant_group_size,
-        comm_turn=comm_turn,
-    )
+    """Return the sum and its norm; the options are those of the operator in place."""
+    return mm_all_reduce_add_rms_norm_(x1, x2, residual.clone(), gamma, hcom, reduce_op, **options)
 
 
 def mm_all_reduce_add_rms_norm_(
@@ -86,7 +51,21 @@ def mm_all_reduce_add_rms_norm_(
     antiquant_group_size: int = 0,
     comm_turn: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Add to residual in place, and return it and its norm."""
+    """Add to residual in place, and return it and its norm.
+
+    Args:
+        x1: (s, k) or (b, s, k), this rank's columns.
+        x2: (k, n), this rank's rows.
+        residual: (b, s, n)
+        gamma: (n,)
+        hcom: the ranks to sum over: a process group, or its name.
+        bias: (n,), added on every rank before the sum.
+        antiquant_scale: of an int8 x2: one number, (n,), or (k / antiquant_group_size, n).
+        antiquant_offset: added to an int8 x2 before the scale.
+        dequant_scale: of the product of int8 x1 and x2: one number or (n,).
+        antiquant_group_size: how many rows of x2 share a scale; 0 for all.
+        comm_turn: accepted for the sake of callers; the number of slices is fixed.
+    """
     if x2.dtype == torch.int8 and x1.dtype != torch.int8:
         scale, offset = antiquant_scale, antiquant_offset
         x2 = _widen(x2, scale, offset, antiquant_group_size).to(x1.dtype)
