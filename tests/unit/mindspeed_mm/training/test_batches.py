@@ -1,0 +1,93 @@
+"""A script's own loader, unchanged: shared by ranks, without end, from any place on."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from mindspeed.config import ConfigError
+from mindspeed_mm.training.batches import Batches
+from mindspeed_mm.training.world import Layout
+
+SIZE = 13
+"""Seven batches of two an epoch, the last one smaller."""
+
+
+def layout(dp: int = 1, rank: int = 0) -> Layout:
+    return Layout(dp, rank, 1, dp, rank, 1, 2, 2 * dp)
+
+
+def take(loader: Any, count: int, dp: int = 1, rank: int = 0, consumed: int = 0) -> list[Any]:
+    batches = Batches(loader, "train", layout(dp, rank), seed=3).endless(consumed)
+    return [batch.tolist() for batch in islice(batches, count)]
+
+
+def shuffled(**more: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(SIZE), batch_size=2, shuffle=True, **more)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch's numbers", "a generator of its own"])
+def test_ranks_share_one_order_whatever_their_number(own: bool) -> None:
+    def make() -> DataLoader[Any]:
+        return shuffled(generator=torch.Generator().manual_seed(5) if own else None)
+
+    alone = take(make(), 18)
+    epochs = [sorted(sum(alone[n : n + 7], [])) for n in (0, 7)]
+    assert epochs == [list(range(SIZE))] * 2 and alone[:7] != alone[7:14]
+    for dp in (2, 3):
+        ranks = [take(make(), 18 // dp, dp, rank) for rank in range(dp)]
+        together = [batch for batches in zip(*ranks) for batch in batches]
+        assert together == alone
+        # Two samples a rank and round: so the second round of this one is where another goes on.
+        assert take(make(), 3, consumed=4 * dp) == alone[2 * dp : 2 * dp + 3]
+
+
+def test_numbers_of_the_step_are_left_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    take(shuffled(), 1)
+    assert torch.equal(torch.rand(1), expected)
+    assert take(shuffled(), 7) == take(shuffled(), 7)
+
+
+def test_a_sampler_that_knows_ranks_is_used_as_it_is() -> None:
+    def make(rank: int) -> DataLoader[Any]:
+        data = torch.arange(SIZE - 1)
+        sampler = DistributedSampler(data, num_replicas=2, rank=rank, seed=1)  # type: ignore[arg-type]
+        return DataLoader(data, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+    first, second = (take(make(rank), 6, 2, rank) for rank in (0, 1))
+    assert sorted(sum(first[:3] + second[:3], [])) == list(range(SIZE - 1))
+    assert first[:3] != first[3:], "another epoch, another order"
+    assert take(make(0), 2, 2, 0, consumed=16) == first[4:6]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_streams_and_iterators_are_read_up_to_the_place() -> None:
+    assert take(DataLoader(Stream(), batch_size=2), 4, consumed=4) == [
+        [4, 5],
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    numbers = (torch.tensor([n]) for n in range(9))
+    assert take(numbers, 2, consumed=6) == [[3], [4]]
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="give --micro-batch-size 4"):
+        Batches(DataLoader(torch.arange(9), batch_size=4), "train", layout(), 0)  # type: ignore[arg-type]
+    for loader in (DataLoader(torch.arange(1), batch_size=2, drop_last=True), []):  # type: ignore
+        with pytest.raises(ConfigError, match="the train loader gives no batch"):
+            take(loader, 1)
+    with pytest.raises(ConfigError, match="give --train-iters"):
+        Batches(iter([]), "train", layout(), 0).samples_per_epoch()
+    assert Batches(shuffled(), "train", layout(2), 0).samples_per_epoch() == 14
