@@ -51,10 +51,9 @@ class BatchOrder(Sampler[list[int]]):
         return -(-self._total // self.step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        start = self.position
-        while start < self.end_of_epoch(self.position):
+        # Taken once: the position moves on while batches are prepared ahead of it.
+        for start in range(self.position, self.end_of_epoch(self.position), self.step):
             yield self._batch(start)
-            start += self.step
 
     def end_of_epoch(self, position: int) -> int:
         """Return where the epoch of a position ends."""

@@ -1,20 +1,16 @@
 """Records to samples: the tokens and tensors of transformers' own processors, labels of our own."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from mindspeed.config import ConfigError, build
-from mindspeed_mm.data.dataset import open_datasets
-from mindspeed_mm.data.options import DatasetOptions
-from mindspeed_mm.data.processor import MediaProcessor, load_processor
+from mindspeed.config import ConfigError
+from mindspeed_mm.data.processor import load_processor
 from tests import small_processors
 
 MODELS = ("qwen2_5_vl", "internvl", "llava")
-SIZES = {"a.png": (40, 16), "b.png": (16, 30), "c.png": (9, 9)}
+IMAGES = ("a.png", "b.png", "c.png")
 TALK = [
     ("user", "Look: <image> and <image>. What is <|im_end|>?"),
     ("assistant", "A dog."),
@@ -23,48 +19,15 @@ TALK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Return a folder for each processor, and one with images."""
-    root = tmp_path_factory.mktemp("mm")
-    for model in MODELS:
-        getattr(small_processors, f"save_{model}")(root / model)
-    random = np.random.default_rng(0)
-    for name, (width, height) in SIZES.items():
-        pixels = random.integers(0, 255, (height, width, 3), np.uint8)
-        Image.fromarray(pixels).save(root / name)
-    return root
-
-
-def options(folders, records, *, model="qwen2_5_vl", attr=None, basic=None, more=None):
-    path = folders / "records.json"
-    path.write_text(json.dumps(records))
-    values = {
-        "attr": attr or {},
-        "basic_parameters": {"dataset": str(path), **(basic or {})},
-        "preprocess_parameters": {"model_name_or_path": str(folders / model), **(more or {})},
-    }
-    return build(DatasetOptions, values)
-
-
-def open_all(given):
-    parameters = given.preprocess_parameters
-    return open_datasets(given, MediaProcessor(load_processor(parameters), parameters))
-
-
-def samples(folders, records, **more):
-    return [one for row in open_all(options(folders, records, **more)) for one in row]
-
-
-def talk(turns=TALK, images=tuple(SIZES)):
+def talk(turns=TALK, images=IMAGES):
     names = {"user": "human", "assistant": "gpt"}
     said = [{"from": names[role], "value": text} for role, text in turns]
     return {"conversations": said, "images": list(images)}
 
 
-def reference(folders, model, turns=TALK, images=tuple(SIZES)):
+def reference(data, model, turns=TALK, images=IMAGES):
     """Return what transformers makes of the whole conversation at once."""
-    processor = load_processor(options(folders, [], model=model).preprocess_parameters)
+    processor = load_processor(data.options([], model=model).preprocess_parameters)
     messages = []
     for role, text in turns:
         parts = []
@@ -73,15 +36,15 @@ def reference(folders, model, turns=TALK, images=tuple(SIZES)):
             parts += [{"type": "text", "text": piece}] if piece else []
         messages.append({"role": role, "content": parts})
     text = processor.apply_chat_template(messages, tokenize=False)
-    opened = [Image.open(folders / name).convert("RGB") for name in images]
+    opened = [Image.open(data.root / name).convert("RGB") for name in images]
     return processor, processor(text=[text], images=opened, return_tensors="pt")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_samples_equal_what_the_processor_makes_of_the_whole(folders, model):
+def test_samples_equal_what_the_processor_makes_of_the_whole(data, model):
     turns = [(role, text.replace("<|im_end|>", "it")) for role, text in TALK]
-    (sample,) = samples(folders, [talk(turns)], model=model)
-    processor, right = reference(folders, model, turns)
+    (sample,) = data.samples([talk(turns)], model=model)
+    processor, right = reference(data, model, turns)
     assert sample.ids.tolist() == right["input_ids"][0].tolist()
     for name, tensors in sample.tensors.items():
         assert torch.equal(torch.cat(tensors), torch.as_tensor(right[name]))
@@ -93,45 +56,45 @@ def test_samples_equal_what_the_processor_makes_of_the_whole(folders, model):
     assert (sample.labels[sample.labels != -100] == learnt).all()
 
 
-def test_special_tokens_in_the_data_stay_text(folders):
-    (sample,) = samples(folders, [talk()])
+def test_special_tokens_in_the_data_stay_text(data):
+    (sample,) = data.samples([talk()])
     tokenizer = small_processors.qwen2_5_vl().tokenizer
     assert (sample.ids == tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == len(TALK)
     assert TALK[0][1].partition("What")[2] in tokenizer.decode(sample.ids)
 
 
-def test_label_masks(folders):
+def test_label_masks(data):
     tokenizer = small_processors.qwen2_5_vl().tokenizer
-    (sample,) = samples(folders, [talk()], basic={"mask_history": True})
+    (sample,) = data.samples([talk()], basic={"mask_history": True})
     learnt = tokenizer.decode(sample.ids[sample.labels != -100])
     assert learnt == "I am a small model.<|im_end|>"
-    (sample,) = samples(folders, [talk()], basic={"train_on_prompt": True})
+    (sample,) = data.samples([talk()], basic={"train_on_prompt": True})
     images = sample.ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert (sample.labels == np.where(images, -100, sample.ids)).all() and images.any()
 
 
-def test_layouts_say_the_same(folders):
+def test_layouts_say_the_same(data):
     """ShareGPT with other names, OpenAI with parts, and alpaca with history."""
-    plain = samples(folders, [talk()])[0]
+    plain = data.samples([talk()])[0]
     messages = [{"role": role, "content": text} for role, text in TALK]
     named = {"messages": "messages", "role_tag": "role", "content_tag": "content"}
     named |= {"user_tag": "user", "assistant_tag": "assistant", "images": "pictures"}
     named |= {"observation_tag": None, "system_tag": "system"}
-    record = {"messages": messages, "pictures": list(SIZES)}
+    record = {"messages": messages, "pictures": list(IMAGES)}
     parts = [
         {"role": "user", "content": _openai(TALK[0][1], ["a.png", "b.png"])},
         {"role": "assistant", "content": TALK[1][1]},
         {"role": "user", "content": _openai(TALK[2][1], ["c.png"])},
         {"role": "assistant", "content": [{"type": "text", "text": TALK[3][1]}]},
     ]
-    alpaca = {"instruction": TALK[2][1], "output": TALK[3][1], "images": list(SIZES)}
+    alpaca = {"instruction": TALK[2][1], "output": TALK[3][1], "images": list(IMAGES)}
     alpaca["turns"] = [[TALK[0][1], TALK[1][1]]]
     found = [
-        samples(folders, [record], attr=named)[0],
-        samples(folders, [{"messages": parts}], attr={"formatting": "openai"})[0],
-        samples(folders, [alpaca], attr={"formatting": "alpaca", "history": "turns"})[0],
+        data.samples([record], attr=named)[0],
+        data.samples([{"messages": parts}], attr={"formatting": "openai"})[0],
+        data.samples([alpaca], attr={"formatting": "alpaca", "history": "turns"})[0],
     ]
-    by_name = samples(folders, [talk()], basic={"template": "chatml"})[0]
+    by_name = data.samples([talk()], basic={"template": "chatml"})[0]
     assert by_name.ids.tolist() == plain.ids.tolist()[:-1]  # without the last line break
     for other in found:
         assert other.ids.tolist() == plain.ids.tolist()
@@ -148,27 +111,27 @@ def _openai(text, images):
     return parts
 
 
-def test_text_is_cut_and_images_are_not(folders):
-    whole = samples(folders, [talk()])[0]
+def test_text_is_cut_and_images_are_not(data):
+    whole = data.samples([talk()])[0]
     image = small_processors.qwen2_5_vl().tokenizer.convert_tokens_to_ids("<|image_pad|>")
     first = int(np.flatnonzero(whole.ids == image)[0])
-    cut = samples(folders, [talk()], basic={"cutoff_len": len(whole) - 5})[0]
+    cut = data.samples([talk()], basic={"cutoff_len": len(whole) - 5})[0]
     assert cut.ids.tolist() == whole.ids.tolist()[:-5]
     answer = int(np.flatnonzero(whole.labels != -100)[0])
-    shorter = samples(folders, [talk()], basic={"cutoff_len": answer + 1})[0]
+    shorter = data.samples([talk()], basic={"cutoff_len": answer + 1})[0]
     assert len(shorter) == answer + 1 and len(shorter.tensors["image_grid_thw"]) == 2
-    dataset = open_all(options(folders, [talk()], basic={"cutoff_len": first + 3}))
+    dataset = data.open([talk()], basic={"cutoff_len": first + 3})
     with pytest.raises(ConfigError, match="json, line 1: the image behind token .* would be cut"):
         dataset[0]
     skips = {"cutoff_len": first + 3, "on_bad_record": "skip"}
-    (skipped,) = open_all(options(folders, [talk()], basic=skips))[0]
+    (skipped,) = data.open([talk()], basic=skips)[0]
     assert "would be cut" in skipped.reason
-    (unusable,) = open_all(options(folders, [talk()], basic={"cutoff_len": first}))[0]
+    (unusable,) = data.open([talk()], basic={"cutoff_len": first})[0]
     assert unusable.reason == "nothing to learn is left" and not unusable.is_bad
 
 
-def test_sizes_of_images(folders):
-    (sample,) = samples(folders, [talk()], more={"image_max_pixels": 128})
+def test_sizes_of_images(data):
+    (sample,) = data.samples([talk()], more={"image_max_pixels": 128})
     grids = torch.cat(sample.tensors["image_grid_thw"])
     assert (grids.prod(1) * small_processors.PATCH**2 <= 192).all()
 
@@ -183,20 +146,20 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_bad_records_are_named_or_skipped_and_counted(folders, message):
+def test_bad_records_are_named_or_skipped_and_counted(data, message):
     records = [talk(), BAD[message], talk()]
     with pytest.raises(ConfigError, match=f"records.json, line 1: .*{message}"):
-        open_all(options(folders, records))
-    dataset = open_all(options(folders, records, basic={"on_bad_record": "skip"}))
+        data.open(records)
+    dataset = data.open(records, basic={"on_bad_record": "skip"})
     assert len(dataset) == 2 and message in dataset.skipped[0].reason
 
 
-def test_damaged_images_are_named_or_skipped(folders):
-    (folders / "half.png").write_bytes((folders / "a.png").read_bytes()[:200])
+def test_damaged_images_are_named_or_skipped(data):
+    (data.root / "half.png").write_bytes((data.root / "a.png").read_bytes()[:200])
     record = talk([("user", "<image>"), ("assistant", "x")], ["half.png"])
     with pytest.raises(ConfigError, match="line 1: the image .*half.png cannot be read"):
-        open_all(options(folders, [record]))[0]
-    (skipped,) = open_all(options(folders, [record], basic={"on_bad_record": "skip"}))[0]
+        data.open([record])[0]
+    (skipped,) = data.open([record], basic={"on_bad_record": "skip"})[0]
     assert "half.png cannot be read" in skipped.reason
 
 
@@ -211,6 +174,6 @@ def test_damaged_images_are_named_or_skipped(folders):
         ("more", {"model_name_or_path": "no/where"}, "no/where is no folder"),
     ],
 )
-def test_wrong_options(folders, section, values, message):
+def test_wrong_options(data, section, values, message):
     with pytest.raises(ConfigError, match=message):
-        open_all(options(folders, [talk()], **{section: values}))
+        data.open([talk()], **{section: values})

@@ -1,0 +1,95 @@
+"""Batches for real models: padding, stand-ins and packing change no loss."""
+
+import pytest
+from torch.nn.functional import cross_entropy
+
+from mindspeed_mm.data import build_mm_dataloader
+from tests import small_vlm
+
+MODELS = ("qwen2_5_vl", "internvl")
+
+
+def talk(question, answer, *images):
+    said = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {"conversations": said, "images": list(images)}
+
+
+RECORDS = [
+    talk("<image> and <image>: what is it?", "A lazy dog.", "a.png", "b.png"),
+    talk("Who are you?", "I am a small model, and I know little."),
+    talk("How much is 12 + 30? <image>", "It is 42.", "c.png"),
+    talk("The quick brown fox?", "It jumps."),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, data):
+    """Return a small model in float64; its config lies beside its processor."""
+    made = getattr(small_vlm, request.param)().double()
+    made.config.architectures = [type(made).__name__]
+    made.config.save_pretrained(data.root / request.param)
+    made.folder = request.param
+    return made
+
+
+def batches(dataset, size, **more):
+    param = {"batch_size": size, "shuffle": False, **more}
+    return list(build_mm_dataloader(dataset, param))
+
+
+def run(model, batch):
+    """Return the sum of the losses of a batch, and the gradients of the image encoder."""
+    floats = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+    labels = floats.pop("labels")
+    model.zero_grad()
+    logits = model(**floats, use_cache=False).logits
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    return loss.item(), [p.grad for n, p in model.named_parameters() if "vis" in n]
+
+
+@pytest.fixture(scope="module")
+def alone(model, data):
+    """Return the sum of the losses of every record, each without company."""
+    found = []
+    for record in RECORDS:
+        (batch,) = batches(data.open([record], model=model.folder), 1)
+        assert ("pixel_values" in batch) == bool(record["images"])
+        found.append(run(model, batch)[0])
+    return found
+
+
+def test_stand_ins_change_nothing(model, data, alone):
+    found = batches(data.open(RECORDS, model=model.folder), 1)
+    for batch, right in zip(found, alone, strict=True):
+        loss, vision = run(model, batch)
+        assert loss == pytest.approx(right, rel=1e-12)
+        # All ranks run the image encoder, also for a record without images.
+        assert all(grad is not None for grad in vision)
+    assert not any(grad.any() for grad in vision)
+
+
+def test_padding_changes_nothing(model, data, alone):
+    first, second = batches(data.open(RECORDS, model=model.folder), 2)
+    assert first["input_ids"].shape[1] % 8 == 0 and set(first) == set(second)
+    assert run(model, first)[0] == pytest.approx(sum(alone[:2]), rel=1e-12)
+    assert run(model, second)[0] == pytest.approx(sum(alone[2:]), rel=1e-12)
+
+
+def test_packed_samples_do_not_see_each_other(model, data, alone):
+    basic = {"packing": True, "cutoff_len": 96}
+    dataset = data.open(RECORDS, model=model.folder, basic=basic)
+    assert len(dataset) < len(RECORDS)
+    for size in (1, 2):
+        found = batches(dataset, size, drop_last=False)
+        assert "attention_mask" not in found[0] and found[0]["input_ids"].shape[0] == 1
+        total = sum(run(model, batch)[0] for batch in found)
+        assert total == pytest.approx(sum(alone), rel=1e-12)
+
+
+def test_a_batch_without_samples_has_nothing_to_learn(model, data):
+    dataset = data.open(RECORDS, model=model.folder)
+    batch = dataset.collator(8)([])
+    assert (batch["labels"] == -100).all()
+    loss, vision = run(model, batch)
+    assert loss == 0 and not any(grad.any() for grad in vision)
