@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +233,7 @@ def _signed(conversation: Conversation) -> Conversation:
         return MARK.sub(lambda match: SIGN_OF[MARKS[match[0]]], SIGN.sub("", text))
 
     messages = tuple(m._replace(content=sign(m.content)) for m in conversation.messages)
-    return replace(conversation, messages=messages, system=sign(conversation.system))
+    return Conversation(messages, sign(conversation.system), conversation.tools)
 
 
 def _said(conversation: Conversation) -> str:
