@@ -94,7 +94,10 @@ def test_dropout_drops_what_its_mask_says(function):
     (grad,) = torch.autograd.grad(z, x, torch.ones_like(z))
     assert torch.equal(grad != 0, mask)
     torch.manual_seed(5)
-    assert torch.equal(out, function(x, residual, weight, None, 0.1, EPS))
+    again, same_z = function(x, residual, weight, None, 0.1, EPS, prenorm=True)
+    assert torch.equal(z, same_z)
+    # A kernel that writes a mask lies otherwise in registers, and adds up in another order.
+    assert error(again, out) < 1e-3
 
 
 def test_one_launch_forward_and_two_backward():
