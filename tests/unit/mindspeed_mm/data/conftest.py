@@ -10,9 +10,8 @@ from mindspeed.config import build
 from mindspeed_mm.data.dataset import open_datasets
 from mindspeed_mm.data.options import DatasetOptions
 from mindspeed_mm.data.processor import MediaProcessor, load_processor
-from tests import small_processors
+from tests.mm import processors
 
-MODELS = ("qwen2_5_vl", "internvl", "llava")
 SIZES = {"a.png": (40, 16), "b.png": (16, 30), "c.png": (9, 9)}
 
 
@@ -51,8 +50,8 @@ class Data:
 def data(tmp_path_factory):
     """Return the builder of data sets."""
     root = tmp_path_factory.mktemp("mm")
-    for model in MODELS:
-        getattr(small_processors, f"save_{model}")(root / model)
+    for model in processors.MAKERS:
+        processors.save(model, root / model)
     random = np.random.default_rng(0)
     for name, (width, height) in SIZES.items():
         pixels = random.integers(0, 255, (height, width, 3), np.uint8)

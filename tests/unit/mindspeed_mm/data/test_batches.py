@@ -4,7 +4,7 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 from mindspeed_mm.data import build_mm_dataloader
-from tests import small_vlm
+from tests.mm import processors
 
 MODELS = ("qwen2_5_vl", "internvl")
 
@@ -25,8 +25,7 @@ RECORDS = [
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, data):
     """Return a small model in float64; its config lies beside its processor."""
-    made = getattr(small_vlm, request.param)().double()
-    made.config.architectures = [type(made).__name__]
+    made = processors.new_model(request.param).double()
     made.config.save_pretrained(data.root / request.param)
     made.folder = request.param
     return made

@@ -7,7 +7,7 @@ from PIL import Image
 
 from mindspeed.config import ConfigError
 from mindspeed_mm.data.processor import load_processor
-from tests import small_processors
+from tests.mm import processors
 
 MODELS = ("qwen2_5_vl", "internvl", "llava")
 IMAGES = ("a.png", "b.png", "c.png")
@@ -58,13 +58,13 @@ def test_samples_equal_what_the_processor_makes_of_the_whole(data, model):
 
 def test_special_tokens_in_the_data_stay_text(data):
     (sample,) = data.samples([talk()])
-    tokenizer = small_processors.qwen2_5_vl().tokenizer
+    tokenizer = processors.qwen2_5_vl().tokenizer
     assert (sample.ids == tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == len(TALK)
     assert TALK[0][1].partition("What")[2] in tokenizer.decode(sample.ids)
 
 
 def test_label_masks(data):
-    tokenizer = small_processors.qwen2_5_vl().tokenizer
+    tokenizer = processors.qwen2_5_vl().tokenizer
     (sample,) = data.samples([talk()], basic={"mask_history": True})
     learnt = tokenizer.decode(sample.ids[sample.labels != -100])
     assert learnt == "I am a small model.<|im_end|>"
@@ -113,7 +113,7 @@ def _openai(text, images):
 
 def test_text_is_cut_and_images_are_not(data):
     whole = data.samples([talk()])[0]
-    image = small_processors.qwen2_5_vl().tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    image = processors.qwen2_5_vl().tokenizer.convert_tokens_to_ids("<|image_pad|>")
     first = int(np.flatnonzero(whole.ids == image)[0])
     cut = data.samples([talk()], basic={"cutoff_len": len(whole) - 5})[0]
     assert cut.ids.tolist() == whole.ids.tolist()[:-5]
@@ -133,7 +133,7 @@ def test_text_is_cut_and_images_are_not(data):
 def test_sizes_of_images(data):
     (sample,) = data.samples([talk()], more={"image_max_pixels": 128})
     grids = torch.cat(sample.tensors["image_grid_thw"])
-    assert (grids.prod(1) * small_processors.PATCH**2 <= 192).all()
+    assert (grids.prod(1) * processors.PATCH**2 <= 192).all()
 
 
 BAD = {

@@ -1,8 +1,11 @@
-"""Processors of vision-language models, small, made of transformers' own classes."""
+"""Small processors of transformers' own classes, and tiny models that fit them."""
 
 import copy
 from pathlib import Path
 
+import torch
+
+from tests.mm import tiny
 from tests.small_tokenizers import byte_level
 
 VISION = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
@@ -28,6 +31,8 @@ LLAVA_TEMPLATE = (
 )
 PATCH = 4
 """Pixels a side of a patch; the Qwen processor merges 2 x 2 of them."""
+VOCABULARY = 448
+"""A few more than the tokenizers have."""
 
 
 def tokenizer(**special):
@@ -49,7 +54,7 @@ def qwen2_5_vl():
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     images = Qwen2VLImageProcessorPil(
-        patch_size=PATCH, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=1024
+        patch_size=PATCH, temporal_patch_size=1, merge_size=2, min_pixels=64, max_pixels=1024
     )
     made = _without_video(Qwen2_5_VLProcessor)
     return made(images, tokenizer(**VISION), chat_template=QWEN_TEMPLATE)
@@ -87,19 +92,29 @@ def llava():
     )
 
 
-def save_qwen2_5_vl(folder):
-    """Write the files of the Qwen processor."""
-    qwen2_5_vl().save_pretrained(Path(folder))
+MAKERS = {"qwen2_5_vl": qwen2_5_vl, "internvl": internvl, "llava": llava}
 
 
-def save_internvl(folder):
-    """Write the files of the InternVL processor."""
-    internvl().save_pretrained(Path(folder))
+def save(name, folder):
+    """Write the files of a processor."""
+    MAKERS[name]().save_pretrained(Path(folder))
 
 
-def save_llava(folder):
-    """Write the files of the LLaVA processor."""
-    llava().save_pretrained(Path(folder))
+def new_model(name):
+    """Build the model that fits the Qwen or the InternVL processor, the same every time."""
+    import transformers
+
+    class_name, values, text, vision = tiny.CONFIGS[name]
+    words = MAKERS[name]().tokenizer
+    tokens = {"vision_start_token_id": "<|vision_start|>", "video_token_id": "<|video_pad|>"}
+    tokens["image_token_id"] = "<IMG_CONTEXT>" if name == "internvl" else "<|image_pad|>"
+    ids = {key: words.convert_tokens_to_ids(tokens[key]) for key in tokens.keys() & values.keys()}
+    text = {**text, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    model_class = getattr(transformers, class_name)
+    config = model_class.config_class(**values | ids, text_config=text, vision_config=vision)
+    config.architectures = [class_name]
+    torch.manual_seed(0)
+    return model_class(config)
 
 
 def _without_video(known):
