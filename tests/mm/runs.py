@@ -133,9 +133,13 @@ def train_once(run: Run, callbacks: Callbacks) -> int:
 
 def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of a run and the weights it saved last."""
-    losses = read_losses(str(folder / "log.jsonl"), "loss")
+    return read_losses(str(folder / "log.jsonl"), "loss"), outcome_weights(folder)
+
+
+def outcome_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a run saved last."""
     tensors = read_checkpoint(folder)
-    return losses, {n.removeprefix("model."): t for n, t in tensors.items() if n[:6] == "model."}
+    return {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
 
 
 def plain_loop(

@@ -1,0 +1,209 @@
+"""What happens in a run, and in which order: callbacks, reductions, bad numbers, evaluations."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mindspeed_llm.training.course import NotANumber
+from mindspeed_mm.training import get_args
+from mindspeed_mm.training.callbacks import Callbacks
+from mindspeed_mm.training.sections import ProfileOptions, ToolConfig, TraceOptions
+from tests.mm import runs
+from tests.ranks import run_ranks
+
+SHARDED = {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}"]}
+IGNORED = -100
+STEPS, BATCH, UNITS = 3, 8, 4
+"""Two ranks with four micro-batches each; three layers and the root are gathered in turn."""
+
+
+class Diary:
+    """The document's callbacks, in its short form or Megatron's full form; notes their calls."""
+
+    def __init__(self, is_full: bool, poison: int | None = None, is_uneven: bool = False) -> None:
+        self.events: list[str] = []
+        self._poison, self._plain = poison, runs.user_callbacks()
+        self._is_full, self._is_uneven = is_full, is_uneven
+
+    def callbacks(self) -> Callbacks:
+        def model_provider(pre_process: bool = True, post_process: bool = True) -> Any:
+            self.events.append("model_provider")
+            model = self._plain.model()
+            model.register_forward_pre_hook(lambda *_: self.events.append("model"))
+            return model
+
+        def full_data(train_val_test_num_samples: Any) -> Any:
+            assert train_val_test_num_samples[0] == STEPS * BATCH
+            return short_data()
+
+        def short_data() -> Any:
+            self.events.append("train_valid_test_datasets_provider")
+            return self._plain.datasets_provider()
+
+        data = full_data if self._is_full else short_data
+        return Callbacks(model_provider, data, self.forward_step)
+
+    def get_batch(self, data_iterator: Any) -> Any:
+        self.events.append("get_batch")
+        return next(data_iterator)
+
+    def forward_step(self, data_iterator: Any, model: Any) -> Any:
+        batch = self.get_batch(data_iterator)
+        tokens = batch["tokens"]
+        return (model(tokens[:, :-1], batch["pictures"]), tokens[:, 1:]), self.loss_func
+
+    def loss_func(self, output_tensor: Any) -> Any:
+        self.events.append("loss_func")
+        logits, targets = output_tensor
+        if self._is_uneven:
+            targets = uneven(targets)
+        how = "sum" if self._is_full else "mean"
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=how)
+        if loss.requires_grad:
+            loss.register_hook(lambda _: self.events.append("backward"))
+        if self._poison == get_args().iteration and dist.get_rank() == 1:
+            loss = loss * float("nan")
+        if not self._is_full:
+            return loss
+        count = (targets != IGNORED).sum()
+        return loss, count, {"loss": torch.stack([loss.detach(), count])}
+
+
+def uneven(targets: torch.Tensor) -> torch.Tensor:
+    """Leave out some targets of a sample, how many its first one decides."""
+    targets = targets.clone()
+    targets[:, : int(targets[0, 0]) % 5] = IGNORED
+    return targets
+
+
+class Reductions(TorchDispatchMode):
+    """Counts what reduces gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name == "c10d::_reduce_scatter_base_"
+        return func(*args, **(kwargs or {}))
+
+
+def flags(folder: str, name: str, **changes: Any) -> dict[str, Any]:
+    base = {"train_iters": STEPS, "global_batch_size": BATCH, "eval_iters": 1, "eval_interval": 3}
+    return runs.options(Path(folder) / name, **base | changes)
+
+
+def observe(folder: str) -> dict[str, Any]:
+    """Run everything in one rank."""
+    seen: dict[str, Any] = {}
+    per_token = {"calculate_per_token_loss": True}
+    for name, diary, changes in (
+        ("short", Diary(False), {}),
+        ("full", Diary(True), {}),
+        ("uneven", Diary(True, is_uneven=True), {}),
+        ("per token", Diary(True, is_uneven=True), per_token),
+    ):
+        hook = register_optimizer_step_post_hook(lambda *_, d=diary: d.events.append("update"))
+        run = runs.make_run(flags(folder, name, **changes), SHARDED)
+        with Reductions() as reductions:
+            runs.train_once(run, diary.callbacks())
+        hook.remove()
+        seen[name] = (diary.events, reductions.count)
+    seen["saved"] = _poisoned(folder, "once", 2, max_nan_iterations=2)
+    with pytest.raises(NotANumber, match="in 1 steps up to 2"):
+        _poisoned(folder, "stop", 2, max_nan_iterations=1)
+    _trace(folder)
+    return seen
+
+
+def _poisoned(folder: str, name: str, poison: int, **changes: Any) -> int:
+    run = runs.make_run(flags(folder, name, save_interval=1, **changes), SHARDED)
+    return runs.train_once(run, Diary(False, poison).callbacks())
+
+
+def _trace(folder: str) -> None:
+    steps = TraceOptions(start_step=2, end_step=3, save_path=f"{folder}/traces")
+    tool = ToolConfig(profile=ProfileOptions(enable=True, ranks=(1,), static_param=steps))
+    run = runs.make_run(flags(folder, "traced"), SHARDED)
+    run = dataclasses.replace(run, mm=dataclasses.replace(run.mm, tool=tool))
+    runs.train_once(run, Diary(False).callbacks())
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, run_ranks(observe, 2, str(folder))[0]
+
+
+@pytest.mark.parametrize("form", ["short", "full"])
+def test_callbacks_come_in_the_order_of_the_diagram(seen: Any, form: str) -> None:
+    events, _ = seen[1][form]
+    micro_batch = ["get_batch", "model", "loss_func", "backward"]
+    step = [*micro_batch * 4, "update"]
+    evaluation = ["get_batch", "model", "loss_func"] * 4
+    start = ["model_provider", "train_valid_test_datasets_provider"]
+    assert events == [*start, *step * STEPS, *evaluation]
+
+
+def test_gradients_are_reduced_once_a_step(seen: Any) -> None:
+    assert seen[1]["short"][1] == STEPS * UNITS
+
+
+def test_forms_agree_and_the_evaluation_is_that_of_the_weights(seen: Any) -> None:
+    folder, _ = seen
+    short, full = (_lines(folder / name) for name in ("short", "full"))
+    for name in ("loss", "grad norm", "validation loss"):
+        expected = [line[name] for line in short if name in line]
+        assert [line[name] for line in full if name in line] == pytest.approx(expected, abs=1e-6)
+    model, data = runs.UserModel(), runs.UserData(8)
+    model.load_state_dict(runs.outcome_weights(folder / "short"))
+    mean = sum(runs.user_loss(model, data[n]).item() for n in range(BATCH)) / BATCH
+    assert short[-1]["validation loss"] == pytest.approx(mean, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["uneven", "per token"])
+def test_means_over_micro_batches_and_over_tokens(seen: Any, name: str) -> None:
+    torch.manual_seed(7)
+    model, data = runs.UserModel(), runs.UserData()
+    sums, counts = [], []
+    for sample in (data[n] for n in range(BATCH)):
+        tokens = sample["tokens"][None]
+        targets = uneven(tokens[:, 1:])
+        logits = model(tokens[:, :-1], sample["pictures"][None])
+        sums.append(cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+        counts.append((targets != IGNORED).sum())
+    assert len(set(map(int, counts))) > 1
+    mean_of_means = torch.stack([s / n for s, n in zip(sums, counts)]).mean()
+    loss = sum(sums) / sum(counts) if name == "per token" else mean_of_means
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    first = _lines(seen[0] / name)[0]
+    assert first["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert first["grad norm"] == pytest.approx(norm.item(), abs=1e-5)
+
+
+def test_bad_numbers_of_one_rank_change_nothing_on_any(seen: Any) -> None:
+    folder, values = seen
+    assert values["saved"] == STEPS
+    first, second, third = (
+        runs.read_checkpoint(folder / "once" / f"iter_{n:07d}") for n in (1, 2, 3)
+    )
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+    assert not all(torch.equal(third[name], tensor) for name, tensor in first.items())
+    kept = sorted(path.name for path in (folder / "stop").glob("iter_*"))
+    assert kept == ["iter_0000001"]
+
+
+def test_the_named_rank_writes_a_trace(seen: Any) -> None:
+    (trace,) = (seen[0] / "traces").iterdir()
+    assert trace.name == "trace_rank1_step2.json" and json.loads(trace.read_text())["traceEvents"]
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
