@@ -20,12 +20,17 @@ def record(question, rows, folder=_RESULTS):
     }
     path = Path(folder) / f"{question}.csv"
     path.parent.mkdir(exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *context], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(row | context for row in rows)
+    known = []
+    if path.exists():
+        with path.open(newline="") as file:
+            known = list(csv.DictReader(file))
+    # A question may get more columns than it had: rows of before leave them empty.
+    rows = [row | context for row in rows]
+    columns = [*rows[0], *(name for name in (known[0] if known else ()) if name not in rows[0])]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*known, *rows])
 
 
 def _device_name():

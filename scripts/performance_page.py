@@ -96,7 +96,7 @@ def train_step(rows: list[Row]) -> Iterator[str]:
     """Show the last race of each model, the fastest first."""
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
     head = ["stack", "micro-batch", "tokens/s", "slowest - fastest", "model TFLOP/s", "peak GiB"]
-    head += ["least time / time", "loss"]
+    head += ["least time / time", "in a long row", "loss"]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         group = [row for row in rows if row["shape"] == shape]
         group.sort(key=lambda row: (row["micro_batch"], -float(row["tokens_per_s"])))
@@ -110,6 +110,7 @@ def train_step(rows: list[Row]) -> Iterator[str]:
                 row["model_tflops"],
                 row["peak_gib"],
                 row["roofline_ratio"],
+                row.get("sustained_ratio") or "-",
                 row["loss"],
             ]
             for row in group

@@ -5,15 +5,26 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-def roofline(shape, batch):
-    """Return the seconds of each part of a step of `batch` sequences, and the measured rates."""
+def roofline(shape, batch, clock):
+    """Return the seconds of each part of a step of `batch` sequences, timed by `clock`."""
     tokens = batch * shape.sequence
-    bandwidth = _copy_bandwidth()
+    products = (count * _product(tokens, *sizes, clock) for *sizes, count in _products(shape))
     return {
-        "products": sum(count * _product(tokens, *sizes) for *sizes, count in _products(shape)),
-        "attention": shape.layers * _attention(shape, batch),
-        "bytes": _bytes(shape, tokens) / bandwidth,
+        "products": sum(products),
+        "attention": shape.layers * _attention(shape, batch, clock),
+        "bytes": _bytes(shape, tokens) / _copy_bandwidth(clock),
     }
+
+
+def short(work):
+    """Return the seconds of one `work`, at the clocks of a device that did little before."""
+    return _seconds(work, warm_up=3, repeats=10)
+
+
+def sustained(work):
+    """Return the seconds of one `work` in a long row of them, at the clocks that power allows."""
+    count = max(10, round(0.3 / short(work)))
+    return _seconds(work, warm_up=count, repeats=count)
 
 
 def _products(shape):
@@ -39,12 +50,12 @@ def _bytes(shape, tokens):
     return 2 * (add_and_norm + rotary + swiglu + cross_entropy + embedding)
 
 
-def _product(tokens, width_in, width_out):
+def _product(tokens, width_in, width_out, clock):
     x, weight, grad = _draw(tokens, width_in), _draw(width_out, width_in), _draw(tokens, width_out)
-    return _seconds(lambda: (x @ weight.t(), grad @ weight, grad.t() @ x))
+    return clock(lambda: (x @ weight.t(), grad @ weight, grad.t() @ x))
 
 
-def _attention(shape, batch):
+def _attention(shape, batch, clock):
     q, k, v = (
         _draw(batch, shape.sequence, heads, shape.head_size).transpose(1, 2).requires_grad_()
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -59,22 +70,22 @@ def _attention(shape, batch):
     times = []
     for backend in backends:
         with sdpa_kernel(backend):
-            times.append(_seconds(both))
+            times.append(clock(both))
     return min(times)
 
 
-def _copy_bandwidth():
+def _copy_bandwidth(clock):
     source = torch.randn(2**30, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+    return 2 * source.nbytes / clock(lambda: target.copy_(source))
 
 
 def _draw(*sizes):
     return torch.randn(sizes, device="cuda", dtype=torch.bfloat16)
 
 
-def _seconds(work, repeats=10):
-    for _ in range(3):
+def _seconds(work, warm_up, repeats):
+    for _ in range(warm_up):
         work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
