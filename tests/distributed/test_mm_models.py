@@ -7,82 +7,57 @@ from tests.distributed.mm_models import train, train_sharded
 from tests.mm import tiny
 from tests.ranks import run_ranks
 
-WRAP = {
-    "internvl": ["model.vision_tower.encoder.layer.{*}", "model.language_model.layers.{*}"],
-    "qwen2_5_vl": ["model.visual.blocks.{*}", "model.language_model.layers.{*}"],
-}
-META = {"init_model_with_meta_device": True}
-
-
-def options(name, **more):
-    return {"sharding_size": "auto", "sub_modules_to_wrap": WRAP[name], **more}
-
+EYES = {"internvl": "model.vision_tower.encoder.layer.{*}", "qwen2_5_vl": "model.visual.blocks.{*}"}
+LAYERS = "model.language_model.layers.{*}"
 
 CASES = {
-    "meta device": (META, {}),
-    "tied, from the meta device": (META, {}),
-    "recompute, chunked loss, ZeRO-2, prefetch": (
+    # The model, its section, and what the FSDP2 options add to sharded layers.
+    "tied, from the meta device": ("internvl", {"init_model_with_meta_device": True}, {}),
+    "chunked loss, recompute, ZeRO-2": (
+        "internvl",
         {"loss_cfg": {"compute_mode": "chunk", "chunk_size": 5}},
         {
-            "recompute_modules": ["model.language_model.layers.{*}"],
+            "recompute_modules": [LAYERS],
             "reshard_after_forward": False,
-            "num_to_forward_prefetch": 1,
-            "num_to_backward_prefetch": 2,
+            "sub_modules_to_wrap": [EYES["internvl"], LAYERS, "lm_head"],
         },
     ),
-    "replicated, not reentrant, all tokens in one chunk": (
-        {"loss_cfg": {"compute_mode": "dynamic_chunk"}},
-        {
-            "sharding_size": 1,
-            "recompute_modules": ["model.language_model.layers.{0}"],
-            "use_reentrant": False,
-        },
+    "chunks of tokens, replicated": (
+        "qwen2_5_vl",
+        {"loss_cfg": {"compute_mode": "dynamic_chunk", "chunk_size": 7}},
+        {"sharding_size": 1},
     ),
     "frozen eyes, ignored, offloaded": (
+        "qwen2_5_vl",
         {"image_encoder": {"vision_encoder": {"freeze": True}}},
-        {"offload_to_cpu": True},
+        {
+            "offload_to_cpu": True,
+            "ignored_modules": [EYES["qwen2_5_vl"]],
+            "sub_modules_to_wrap": [LAYERS],
+        },
     ),
 }
-IGNORED = {"internvl": "model.vision_tower", "qwen2_5_vl": "model.visual.blocks.{*}"}
-
-
-def settings(name, case):
-    section, more = CASES[case]
-    more = options(name, **more)
-    if "ignored" in case:
-        more |= {
-            "ignored_modules": [IGNORED[name]],
-            "sub_modules_to_wrap": ["model.language_model.layers.{*}"],
-        }
-    return section, more
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def sharded(tmp_path_factory):
     root = tmp_path_factory.mktemp("mm")
-    return {
-        (name, tied): tiny.save(name, root / f"{name}-{tied}", tied)
-        for name in WRAP
-        for tied in (True, False)
-    }
-
-
-@pytest.fixture(scope="module")
-def sharded(folders):
-    keys = [(name, case) for name in WRAP for case in CASES]
-    cases = [(name, folders[name, "tied" in case], *settings(name, case)) for name, case in keys]
+    cases = []
+    for case, (name, section, more) in CASES.items():
+        folder = tiny.save(name, root / case, tied="tied" in case)
+        wrap = {"sharding_size": "auto", "sub_modules_to_wrap": [EYES[name], LAYERS]}
+        cases.append((name, folder, section, wrap | more))
     ranks = run_ranks(train_sharded, 2, cases, timeout=240)
-    return {key: [rank[i] for rank in ranks] for i, key in enumerate(keys)}
+    return {case: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
 
 
-def reference(name, case):
+def reference(case):
     """Train a plain model of transformers in this process, with its own loss."""
+    name = CASES[case][0]
     model = tiny.new_model(name, "tied" in case)
     if "frozen" in case:
-        eyes = model.model.vision_tower if name == "internvl" else model.model.visual
-        eyes.requires_grad_(False)
-        if name == "qwen2_5_vl":
-            eyes.merger.requires_grad_(True)
+        model.model.visual.requires_grad_(False)
+        model.model.visual.merger.requires_grad_(True)
     losses = train(Plain(model), name)
     return losses, {f"model.{key}": value for key, value in model.state_dict().items()}
 
@@ -99,10 +74,9 @@ class Plain(torch.nn.Module):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", WRAP)
-def test_twenty_steps_equal_those_of_one_process(sharded, name, case):
-    losses, weights = reference(name, case)
+def test_twenty_steps_equal_those_of_one_process(sharded, case):
+    losses, weights = reference(case)
     assert losses[0] - losses[-1] > 0.01  # it learns
-    for rank_losses, rank_weights in sharded[name, case]:
+    for rank_losses, rank_weights in sharded[case]:
         torch.testing.assert_close(rank_losses, losses, rtol=1e-5, atol=0)
         torch.testing.assert_close(rank_weights, weights, rtol=1e-5, atol=1e-5)
