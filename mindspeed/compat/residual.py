@@ -21,9 +21,11 @@ def wrap_get_bias_dropout_add(original: Callable[..., Add]) -> Callable[..., Add
 
         def add(x_with_bias: Pair, residual: Tensor, prob: float) -> Tensor:
             x, bias = x_with_bias
-            if bias is not None or (training and prob) or not x.requires_grad:
+            is_plain = bias is None and not (training and prob) and x.requires_grad
+            # Which of two types the sum has depends on the version of Megatron.
+            if not is_plain or x.dtype != residual.dtype:
                 return fused(x_with_bias, residual, prob)
-            return residual.to(x.dtype) + x
+            return residual + x
 
         return add
 

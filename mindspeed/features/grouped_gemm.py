@@ -7,6 +7,7 @@ from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
 from mindspeed.patching import Patch
+from mindspeed.patching.finding import is_installed
 
 
 class MoeGroupedGemm(Feature):
@@ -55,9 +56,12 @@ class MoeWeightGradientFusion(Feature):
             )
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Wrap the product that GroupedMLP calls."""
+        """Wrap the product that GroupedMLP calls, where Megatron still has that class."""
+        module = "megatron.core.transformer.moe.grouped_gemm_util"
+        if not is_installed(module):
+            return
         yield Patch.wrap(
-            "megatron.core.transformer.moe.grouped_gemm_util:ops.gmm",
+            f"{module}:ops.gmm",
             "mindspeed.compat.grouped_gemm.accumulation:wrap_gmm",
             why="GroupedMLP calls this function; nothing selects another or tells it the parameter",
         )
