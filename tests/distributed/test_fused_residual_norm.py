@@ -1,9 +1,11 @@
 """Residual sums that come with their norm train a GPT to the same bits as sums that do not."""
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.gpt.layout import Layout
 from tests.ranks import run_ranks
@@ -84,3 +86,59 @@ def test_the_last_sum_of_a_stage_has_no_norm():
 )
 def test_sums_stay_alone_where_a_norm_does_not_follow(layout):
     assert _both(layout) == 0
+
+
+def _scaled(module, args, output):
+    return output[0] * 1.5, *output[1:]
+
+
+def _hooked(model):
+    model.decoder.layers[0].register_forward_hook(_scaled)
+
+
+def _checkpointed(use_reentrant):
+    def prepare(model):
+        layer = model.decoder.layers[0]
+        plain = layer.forward
+
+        def forward(hidden_states, **rest):
+            rest = functools.partial(plain, **rest)
+            return checkpoint(rest, hidden_states, use_reentrant=use_reentrant)
+
+        layer.forward = forward
+
+    return prepare
+
+
+PREPARED = {
+    "experts": ("te", "gated experts", None),
+    "a hook that replaces a sum": ("te", "llama", _hooked),
+    "recompute that Megatron does not know of": ("te", "llama", _checkpointed(False)),
+    "reentrant recompute": ("te", "llama", _checkpointed(True)),
+}
+
+
+def _compare(name):
+    import mindspeed
+    from tests.distributed.te_model import build, gradients, step
+
+    spec, shape, prepare = PREPARED[name]
+    options = {"normalization": "RMSNorm"} if shape == "gated experts" else {}
+    results = []
+    for is_on in (False, True):
+        mindspeed.enable(use_fused_residual_norm=is_on)
+        model = build(spec, shape, **options)
+        if prepare is not None:
+            prepare(model)
+        results.append((step(model), gradients(model)))
+    kinds = {type(layer.mlp_bda).__name__ for layer in model.decoder.layers}
+    return results, kinds
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_same_gradients_whatever_happens_to_a_sum(name):
+    ((plain, fused), kinds) = run_ranks(_compare, 1, name)[0]
+    assert kinds == {"NormedSum"}
+    assert torch.equal(plain[0], fused[0])
+    for parameter, gradient in plain[1].items():
+        assert torch.equal(gradient, fused[1][parameter]), parameter
