@@ -40,7 +40,7 @@ ROWS = {
     "transformers-compiled:2,transformers-liger:2,transformers-liger:4,torchtitan:2,"
     "torchtitan-compiled:2,torchtitan-compiled:4,ours:2,ours:4,ours-deterministic:2,"
     "megatron-liger-optimizer:2,ours-optimizer:2",
-    "llama3-8b": "megatron-liger:1,torchtitan-compiled:1,ours:1",
+    "llama3-8b": "torchtitan-compiled:1,ours:1",
     "tiny": "ours:2",
 }
 STEPS, WARM_UP = 4, 3
@@ -92,15 +92,22 @@ def race(options):
             rows[row].begin()
         for row in batch:
             if not rows[row].has_begun():
-                print(f"{row} is left out: it could not be built here, see above", flush=True)
-                rows.pop(row).end()
+                _leave_out(row, rows)
     answers = {row: [] for row in rows}
     for _ in range(options.rounds):
-        for row, worker in rows.items():
-            answers[row].append(worker.measure())
+        for row in list(rows):
+            answers[row].append(rows[row].measure())
+            if answers[row][-1] is None:
+                del answers[row]
+                _leave_out(row, rows)
     for worker in rows.values():
         worker.end()
     return answers
+
+
+def _leave_out(row, rows):
+    print(f"{row} is left out: it could not run here, see above", flush=True)
+    rows.pop(row).end()
 
 
 def report(answers, options):
