@@ -21,6 +21,8 @@ from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
 from mindspeed_mm.models.ulysses import ContextParallel
 from mindspeed_mm.models.weights import load_pretrained, meta_parameters
 
+NEEDED = ("logits", "aux_loss")
+
 
 class TransformersModel(MultiModalModule):
     """A model of transformers and its loss; the model itself is `.model`."""
@@ -38,6 +40,7 @@ class TransformersModel(MultiModalModule):
             self.model = _build(model_class, hf_config)
             if not _is_on_meta(self.model):
                 load_pretrained(self.model, config.init_from_hf_path)
+        self.model.register_forward_hook(_only_needed)
         self.model.train()
         self._freeze()
         self._parallel: ContextParallel | None = None
@@ -154,6 +157,11 @@ def _build(model_class: Any, hf_config: Any) -> Any:
         return model_class._from_config(hf_config, dtype=torch.float32)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{model_class.__name__}: {' '.join(str(error).split())}") from None
+
+
+def _only_needed(model: nn.Module, args: Any, output: Any) -> Any:
+    """Let go of features and the like, which FSDP2 would otherwise prepare a backward pass for."""
+    return type(output)(**{name: output[name] for name in NEEDED if name in output})
 
 
 def _attention(config: ModelConfig, hf_config: Any) -> Any:
