@@ -11,6 +11,7 @@ clipped, and AdamW on float32 weights. Peers whose package is missing are left o
 """
 
 import argparse
+import functools
 import importlib
 import statistics
 import sys
@@ -74,11 +75,12 @@ def work(row, options):
     """Be the process of one row."""
     peer, _, batch = row.partition(":")
     step = build(peer, SHAPES[options.shape], int(batch))
+    look = None
     if options.profile == row:
         from timeline import write_profile
 
-        write_profile(step, f"profile_{row.replace(':', '_')}.txt")
-    serve(step, STEPS, WARM_UP)
+        look = functools.partial(write_profile, f"profile_{row.replace(':', '_')}.txt")
+    serve(step, STEPS, WARM_UP, look)
 
 
 def race(options):

@@ -9,13 +9,18 @@ import sys
 import time
 
 
-def serve(step, steps, warm_up):
-    """In a worker: warm up for the first line on standard input, run `steps` for each other one."""
+def serve(step, steps, warm_up, look=None):
+    """In a worker: warm up for the first line on standard input, run `steps` for each other one.
+
+    `look` is called with the step when that is warm and the device is this worker's alone.
+    """
     import torch
 
     sys.stdin.readline()
     for _ in range(warm_up):
         step()
+    if look is not None:
+        look(step)
     torch.cuda.empty_cache()
     _answer({})
     for _ in sys.stdin:

@@ -69,7 +69,7 @@ def case(batch, heads, groups, tokens, dim, dtype=torch.bfloat16):
             "flash": by(SDPBackend.FLASH_ATTENTION),
         },
         reference=exact,
-        must_repeat=False,  # cuDNN's backward adds in any order; in deterministic mode it is flash's
+        must_repeat=False,  # cuDNN's backward adds in any order; deterministic mode avoids it
         work=work | {"full": work["fwd"] + work["bwd"]},
     )
 

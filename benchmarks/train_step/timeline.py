@@ -10,7 +10,7 @@ WARM_UP, STEPS = 8, 3
 LONG_GAP = 5  # microseconds; the next of two queued kernels starts sooner
 
 
-def write_profile(step, path):
+def write_profile(path, step):
     """Write the kernels of some steps in a row, from the one that takes most of the time on."""
     for _ in range(WARM_UP):  # clocks fall while the device gets warm
         step()
