@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) * up, with gate and up packed as the two halves of one tensor."""
+"""SwiGLU: silu(gate) * up, with gate and up as the two halves of one tensor, or as two."""
 
 from mindspeed.ops.dispatch import Impl, Op
 
@@ -12,6 +12,13 @@ swiglu = Op(
         Impl("npu", f"{_ROOM}.npu_impl:swiglu", device="npu", needs=("torch_npu",)),
     ),
     check=f"{_ROOM}.reference:check",
+)
+
+silu_mul = Op(
+    "silu_mul",
+    reference=f"{_ROOM}.reference:silu_mul",
+    impls=(Impl("triton", f"{_ROOM}.triton_impl:silu_mul", device="cuda", needs=("triton",)),),
+    check=f"{_ROOM}.reference:check_two",
 )
 
 swiglu_gradient = Op(

@@ -55,6 +55,11 @@ class _SwiGLU(torch.autograd.Function):
         return grad_x.to(x.dtype), None, grad_bias, grad_weights
 
 
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up of two tensors of one shape."""
+    return _SwiGLU.apply(torch.stack([gate, up]), 0, None, None).squeeze(0)
+
+
 @torch.no_grad()
 def swiglu_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of x (..., 2F) for `grad` (..., F), and once more swiglu(x)."""
@@ -97,3 +102,14 @@ def check(
                 f"swiglu needs {name} of shape {tuple(shape)} for x of shape {tuple(x.shape)}, "
                 f"got {tuple(given.shape)}"
             )
+
+
+def check_two(gate: Tensor, up: Tensor) -> None:
+    """Refuse two tensors that do not belong together."""
+    if not gate.is_floating_point():
+        raise ValueError(f"silu_mul needs floating-point numbers, got {gate.dtype}")
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"silu_mul needs gate and up of one shape and type, got {tuple(gate.shape)} "
+            f"{gate.dtype} and {tuple(up.shape)} {up.dtype}"
+        )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mindspeed.ops import npu_swiglu
-from mindspeed.ops.swiglu import swiglu, swiglu_gradient
+from mindspeed.ops.swiglu import silu_mul, swiglu, swiglu_gradient
 
 
 def reference(x, dim=-1, bias=None, weights=None):
@@ -134,3 +134,32 @@ def test_gradient_and_output_in_one(implementation, dtype):
     torch.testing.assert_close(grad_x.double(), exact.grad, rtol=rtol, atol=1e-6)
     torch.testing.assert_close(y.double(), reference(x.detach()), rtol=4 * rtol, atol=1e-6)
     assert swiglu_gradient(grad, x.detach())[0].dtype == y.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 7), (2, 5, 300), (0, 4)], ids=str)
+@pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+def test_two_tensors_match_float64(shape, dtype, kernel):
+    function = silu_mul
+    if kernel:
+        function = importlib.import_module("mindspeed.ops.swiglu.triton_impl").silu_mul
+    torch.manual_seed(3)
+    # One of them with other strides than the other.
+    gate = torch.randn(shape[::-1], dtype=dtype).movedim(-1, 0).reshape(shape).requires_grad_()
+    up = torch.randn(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2].requires_grad_()
+    grad = torch.randn(shape, dtype=dtype)
+    y = function(gate, up)
+    got = torch.autograd.grad(y, (gate, up), grad)
+    exact = reference(torch.cat([gate, up], -1))
+    want = torch.autograd.grad(exact, (gate, up), grad.double())
+    step = torch.finfo(dtype).eps
+    for one, other in zip((y, *got), (exact, *want)):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other.double(), rtol=4 * step, atol=4 * step)
+
+
+def test_two_tensors_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="one shape and type"):
+        silu_mul(torch.ones(2, 3), torch.ones(3, 2))
+    with pytest.raises(ValueError, match="floating-point"):
+        silu_mul(torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32))
