@@ -37,8 +37,11 @@ class Medium(NamedTuple):
     def check(self) -> Medium:
         """Return this medium if its file is there, else say what is wrong."""
         for source in self.source if isinstance(self.source, list) else [self.source]:
-            if isinstance(path := _path_or_bytes(source, self), Path) and not path.exists():
-                raise MalformedRecord(f"the {self.kind} {path} does not exist")
+            found = _path_or_bytes(source, self)
+            if isinstance(found, Path) and not found.exists():
+                raise MalformedRecord(f"the {self.kind} {found} does not exist")
+            if self.kind == "video" and not isinstance(self.source, list) and _is_film(found):
+                _import_av(found)
         return self
 
 
@@ -120,12 +123,29 @@ def _frames(medium: Medium) -> tuple[int, float, Iterator[Image.Image]]:
         parts = [_path_or_bytes(one, medium) for one in source]
         return len(parts), UNTIMED_FPS, map(_decode_image, parts)
     found = _path_or_bytes(source, medium)
-    if isinstance(found, Path) and found.is_dir():
+    if _is_film(found):
+        return _open_film(found)
+    assert isinstance(found, Path)
+    if found.is_dir():
         files = sorted(path for path in found.iterdir() if path.is_file())
         return len(files), UNTIMED_FPS, map(_decode_image, files)
-    if isinstance(found, Path) and found.suffix.lower() in ANIMATIONS:
-        return _open_animation(found)
-    return _open_film(found)
+    return _open_animation(found)
+
+
+def _is_film(source: Path | bytes) -> bool:
+    """Tell whether a video needs a decoder; folders of frames and animated images do not."""
+    return isinstance(source, bytes) or not (source.is_dir() or source.suffix.lower() in ANIMATIONS)
+
+
+def _import_av(source: Path | bytes) -> Any:
+    try:
+        import av
+    except ImportError:
+        raise RuntimeError(
+            f"the video {_name(source)} needs PyAV to be read: pip install av, or give a folder "
+            "of frames"
+        ) from None
+    return av
 
 
 def _open_animation(path: Path) -> tuple[int, float, Iterator[Image.Image]]:
@@ -139,13 +159,7 @@ def _open_animation(path: Path) -> tuple[int, float, Iterator[Image.Image]]:
 
 
 def _open_film(source: Path | bytes) -> tuple[int, float, Iterator[Image.Image]]:
-    try:
-        import av
-    except ImportError:
-        raise RuntimeError(
-            f"the video {_name(source)} needs PyAV to be read: pip install av, or give a folder "
-            "of frames"
-        ) from None
+    av = _import_av(source)
     errors = (av.FFmpegError, OSError, IndexError, ValueError)
     try:
         file = av.open(io.BytesIO(source) if isinstance(source, bytes) else str(source))
