@@ -31,6 +31,7 @@ class Options(BaseModel):
             return split_commas(value, element(annotation))
         if isinstance(value, list) and get_origin(annotation) is tuple:
             return tuple(value)  # YAML and argparse have lists only; a frozen object holds tuples
-        if isinstance(value, bool) and choices(annotation):
+        allowed = choices(annotation)
+        if isinstance(value, bool) and allowed and not any(value is one for one in allowed):
             raise ValueError(f"give {in_words(annotation)}")  # pydantic takes True for Literal[1]
         return value

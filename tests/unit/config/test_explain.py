@@ -1,5 +1,7 @@
 """Keyword arguments: strict, unchangeable, and wrong ones told as they were written."""
 
+from typing import Literal
+
 import pytest
 from pydantic import ValidationError, field_validator, model_validator
 
@@ -81,3 +83,19 @@ def test_sections_are_told_by_their_path(values, message):
     with pytest.raises(ConfigError) as error:
         build(House, values)
     assert str(error.value).startswith(message)
+
+
+class Fixed(Options):
+    """A switch of which only one side is served, and a number."""
+
+    is_fast: Literal[True] | None = None
+    """Only true."""
+    level: Literal[0, 1] = 0
+    """A number, which true is not."""
+
+
+def test_the_one_value_of_a_switch_can_be_given():
+    assert build(Fixed, {"is_fast": True}).is_fast is True
+    for wrong in ({"is_fast": False}, {"level": True}):
+        with pytest.raises(ConfigError, match="is not allowed"):
+            build(Fixed, wrong)
