@@ -75,9 +75,9 @@ class MediaProcessor:
 
     def _run(self, opened: Image.Image | Clip) -> Expansion:
         text = [self._text(opened)]
-        given = {"text": text, "return_tensors": "pt", "add_special_tokens": False}
+        given: dict[str, Any] = {"text": text, "return_tensors": "pt", "add_special_tokens": False}
         if isinstance(opened, Clip):
-            facts = {"total_num_frames": opened.total, "fps": opened.fps}
+            facts: dict[str, Any] = {"total_num_frames": opened.total, "fps": opened.fps}
             facts |= {"frames_indices": opened.indices, "duration": opened.total / opened.fps}
             given |= {"videos": [opened.frames], "video_metadata": [facts]}
             given["do_sample_frames"] = False

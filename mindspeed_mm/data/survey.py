@@ -6,9 +6,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
@@ -53,8 +53,8 @@ class Survey:
     skipped: list[Skipped] = field(default_factory=list)
 
 
-class _Looks(Sequence[Finding]):
-    """The records as findings; a sequence, so that a loader's processes can share the work."""
+class _Looks(Dataset[Finding]):
+    """The records as findings; a data set, so that a loader's processes can share the work."""
 
     def __init__(self, records: Records, encoder: Encoder, measures: bool) -> None:
         self._records, self._encoder, self._measures = records, encoder, measures
@@ -62,7 +62,7 @@ class _Looks(Sequence[Finding]):
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, index: Any) -> Finding:
+    def __getitem__(self, index: int) -> Finding:
         records = self._records
         try:
             record, folder = records[index], records.folder(index)
@@ -82,7 +82,7 @@ def survey(
     """Look at every record; with `measures` also at its images, for its length in tokens."""
     found = Survey()
     looks: Iterable[Finding] = DataLoader(
-        _Looks(records, encoder, measures),  # type: ignore[arg-type]
+        _Looks(records, encoder, measures),
         batch_size=None,
         num_workers=min(workers, len(records)),
     )
