@@ -105,6 +105,9 @@ class ModelConfig(Options):
     """Run the Python files of that folder. Only for folders you would run yourself."""
     attn_implementation: str | None = None
     """Attention of transformers: eager, sdpa, flash_attention_2, ...; without it its choice."""
+    fused_ops: bool | None = None
+    """Norms, SwiGLU and attention by the operators of mindspeed; without it where the device has
+    kernels for them. Modules that compute anything else are left alone."""
     tie_word_embeddings: bool | None = None
     """Whether embedding and head are one; without it as config.json says. An untied head starts as
     a copy of the embedding."""

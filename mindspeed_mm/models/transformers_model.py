@@ -14,6 +14,7 @@ from mindspeed.fsdp import FsdpOptions
 from mindspeed.ops.cross_entropy import cross_entropy
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.fused import fuse, is_wanted
 from mindspeed_mm.models.loss import IGNORED, LossHead, mean, next_tokens
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.parts import add_adapters, freeze
@@ -42,6 +43,8 @@ class TransformersModel(MultiModalModule):
                 load_pretrained(self.model, config.init_from_hf_path)
         self.model.register_forward_hook(_only_needed)
         self.model.train()
+        if is_wanted(config.fused_ops):
+            fuse(self.model)
         self._freeze()
         self._parallel: ContextParallel | None = None
         self._head: LossHead | None = None

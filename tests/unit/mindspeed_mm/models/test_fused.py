@@ -1,0 +1,70 @@
+"""Fused operators change no number of a model, and only what computes the same is fused."""
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_mm.models.fused import fuse
+from tests.mm import tiny
+
+# Norms and SwiGLU of two text layers and, where the vision tower has them, of its two blocks.
+EXPECTED = {
+    "internvl": {"RMSNorm": 5, "SwiGLU": 2},
+    "llava": {"RMSNorm": 5, "SwiGLU": 2},
+    "qwen2_vl": {"RMSNorm": 5, "SwiGLU": 2},
+    "qwen2_5_vl": {"RMSNorm": 10, "SwiGLU": 4},
+    "qwen3_vl": {"RMSNorm": 9, "SwiGLU": 2},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_fused_model_computes_the_same(name):
+    plain, fused = tiny.new_model(name), tiny.new_model(name)
+    found = fuse(fused)
+    assert {kind: found[kind] for kind in ("RMSNorm", "SwiGLU")} == EXPECTED[name]
+    assert found["attention"]
+    batch = tiny.batch(name)
+    if name != "internvl":
+        batch["attention_mask"][1, -3:] = 0  # a mask that is needed as well
+    results = []
+    for model in (plain, fused):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(results[0]) > 20
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+
+
+def test_only_what_computes_the_same_is_fused():
+    class OnePlus(nn.Module):
+        """Looks like the norm of other models, but means another."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-6
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+    class Gelu(nn.Module):
+        """An MLP with the parts of SwiGLU and another activation."""
+
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8) for _ in range(3))
+            self.act_fn = nn.GELU()
+
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    assert not fuse(nn.ModuleList([OnePlus(), Gelu(), nn.LayerNorm(8), nn.Linear(8, 8)]))
+
+
+def test_a_norm_of_another_type_than_its_input_answers_as_before():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(8)
+    x = torch.randn(3, 8).bfloat16()
+    before = norm(x)
+    assert fuse(norm) == {"RMSNorm": 1}
+    assert torch.equal(norm(x), before) and before.dtype == torch.float32
