@@ -7,6 +7,7 @@ alignment and the numbers themselves. By these the binary is found here.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from mindspeed import device
 
 _ALIGNED, _INT32 = 16, 31
 
@@ -33,6 +36,13 @@ class _Binary:
 
 
 _binaries: dict[tuple[Any, ...], _Binary] = {}
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def multiprocessors() -> int:
+    """Return how many programs run side by side on the current device, for a compiler too."""
+    return device.current().multiprocessors()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

@@ -1,7 +1,7 @@
 """Sum of columns in two launches: stripes of rows, then the stripes. No atomics.
 
 torch's reduction over the first dimension reads few bytes at a time and runs at a third of the
-memory's speed; here each thread keeps several 16-byte loads in flight.
+memory's speed; here every thread keeps several 16-byte loads in flight.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed.ops.column_sum import reference
-from mindspeed.ops.launch import launch
+from mindspeed.ops.launch import launch, multiprocessors
 
-_COLUMNS, _ROWS = 256, 32  # of a tile: 64 numbers a thread
-_PROGRAMS = 1024  # about two waves of four a processor
+_COLUMNS, _ROWS = 256, 16  # of a tile: 32 numbers a thread
+_PROGRAMS = 4  # a multiprocessor: all run at once, and each has the next tiles on their way
 _LAST_TILE = 8192
 
 
@@ -26,7 +26,8 @@ def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return reference.column_sum(x, dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
     tiles = triton.cdiv(width, _COLUMNS)
-    stripes = max(min(_PROGRAMS // tiles, triton.cdiv(height, _ROWS), _LAST_TILE // 16), 1)
+    programs = _PROGRAMS * multiprocessors()
+    stripes = max(min(programs // tiles, triton.cdiv(height, _ROWS), _LAST_TILE // 16), 1)
     steps = triton.cdiv(triton.cdiv(height, stripes), _ROWS)
     sums = x.new_empty(stripes, width, dtype=torch.float32)
     launch(
@@ -63,13 +64,13 @@ def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _sum_stripe(x, sums, height, width, stride, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    rows = tl.program_id(1) * steps * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * steps * ROWS
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for _ in range(steps):
+    for step in tl.range(0, steps, num_stages=4):
+        rows = first + step * ROWS + tl.arange(0, ROWS)
         place = x + rows[:, None].to(tl.int64) * stride + columns[None, :]
         mask = (rows < height)[:, None] & inside[None, :]
         total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        rows += ROWS
     place = sums + tl.program_id(1).to(tl.int64) * width + columns
     tl.store(place, tl.sum(total, axis=0), mask=inside)
 

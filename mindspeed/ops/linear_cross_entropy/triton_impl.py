@@ -8,7 +8,6 @@ computed again. Backward knows the weight of each token, so a loss mask costs no
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,12 +15,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mindspeed import device
 from mindspeed.ops.cross_entropy.triton_impl import Running, Task, write_gradient
+from mindspeed.ops.launch import multiprocessors
 from mindspeed.ops.linear_cross_entropy import reference
 from mindspeed.ops.linear_cross_entropy.plan import Plan, make_plan
 from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
 from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
+
+TILE = 128  # columns of a slice for each multiprocessor: none waits for the others
 
 
 def linear_cross_entropy(
@@ -47,7 +48,7 @@ def linear_cross_entropy(
 
 
 def _plan(rows: Tensor, weight: Tensor, memory: int, fused: bool) -> Plan:
-    capacity, width = memory // max(len(rows) * rows.element_size(), 1), _wave()
+    capacity, width = memory // max(len(rows) * rows.element_size(), 1), TILE * multiprocessors()
     is_trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     return make_plan(
         len(rows),
@@ -56,13 +57,6 @@ def _plan(rows: Tensor, weight: Tensor, memory: int, fused: bool) -> Plan:
         width=width,
         has_gradient=is_trained and weight.requires_grad and not fused,
     )
-
-
-@torch.compiler.assume_constant_result
-@functools.cache
-def _wave() -> int:
-    """Return the columns of a slice: a tile of 128 for every multiprocessor, so that none waits."""
-    return 128 * device.current().multiprocessors()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

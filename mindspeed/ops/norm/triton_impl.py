@@ -17,8 +17,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed import device as devices
-from mindspeed.ops.launch import launch
+from mindspeed.ops.launch import launch, multiprocessors
 from mindspeed.ops.norm.kernels import norm_backward, norm_forward, norm_reduce
 
 # A tile holds whole rows, about 4096 numbers: 32 a thread forward, where one tile is all a program
@@ -233,7 +232,6 @@ def _tile(width: int) -> Tile:
     return Tile(block, rows, *warps)
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
 def _programs(device: torch.device, warps: int) -> int:
     """Give each multiprocessor sixteen warps: the registers of backward leave room for those.
@@ -242,7 +240,7 @@ def _programs(device: torch.device, warps: int) -> int:
     """
     if device.type != "cuda":
         return 4  # Triton's interpreter: enough to have sums to add
-    most = devices.current().multiprocessors() * max(1, 16 // warps)
+    most = multiprocessors() * max(1, 16 // warps)
     return 1 << (most.bit_length() - 1)
 
 
