@@ -8,7 +8,9 @@ OLDEST_VERSION := $(shell $(PYTHON) -c 'import sys; print("0.14.0" if sys.versio
 OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
 # The tests of mindspeed itself have to pass on every supported megatron-core; these are the others.
-LLM_TESTS := tests/unit/mindspeed_llm $(shell grep -rlE "mindspeed_llm|tests.llm" tests/distributed tests/e2e --include='test_*.py')
+SUITES := mindspeed_llm|mindspeed_mm|tests.llm|tests.mm
+SUITE_TESTS := tests/unit/mindspeed_llm tests/unit/mindspeed_mm
+SUITE_TESTS += $(shell grep -rlE "$(SUITES)" tests/distributed tests/e2e --include='test_*.py')
 # Operators that nothing of Megatron calls in their tests.
 OPERATOR_TESTS := $(shell grep -rL megatron tests/unit/ops --include='test_*.py')
 
@@ -40,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: setup
 	$(PYTEST)
-	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(LLM_TESTS) $(OPERATOR_TESTS) tests/conventions)
+	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(SUITE_TESTS) $(OPERATOR_TESTS) tests/conventions)
 
 drill: setup  # about five minutes
 	$(BIN)/python -m tests.drill
