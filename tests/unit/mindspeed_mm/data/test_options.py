@@ -1,0 +1,33 @@
+"""The page of data.json: every key is on it, and its example is one."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mindspeed.config import build
+from mindspeed_mm.data import options
+
+PAGE = (Path(__file__).parents[4] / "docs/mm/data.md").read_text()
+SECTIONS = (
+    options.AttrOptions,
+    options.BasicOptions,
+    options.ProcessorOptions,
+    options.DatasetOptions,
+    options.CollateOptions,
+    options.DataloaderOptions,
+)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_is_on_the_page(section):
+    for name in section.model_fields:
+        named = rf"`{name}`|^### {name}:"
+        assert re.search(named, PAGE, re.MULTILINE), name
+
+
+def test_the_example_is_accepted():
+    example = re.search(r"```json\n(\{\n.*?)```", PAGE, re.DOTALL)
+    config = build(options.DataConfig, json.loads(example[1]))
+    assert config.dataset_param.basic_parameters.dataset == ("./data/a.json", "./data/b.json")
