@@ -31,17 +31,32 @@ LLAVA_TEMPLATE = (
 )
 PATCH = 4
 """Pixels a side of a patch; the Qwen processor merges 2 x 2 of them."""
+LLAVA = {
+    "patch_size": PATCH,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+    "chat_template": LLAVA_TEMPLATE,
+}
 VOCABULARY = 448
 """A few more than the tokenizers have."""
 
 
-def tokenizer(**special):
-    """Return a small tokenizer with more special tokens, by the names that processors look for."""
+def tokenizer(bos=None, **special):
+    """Return a small tokenizer with more special tokens, by the names that processors look for.
+
+    One with a `bos` puts it in front of every text.
+    """
+    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     plain = byte_level()
+    made = copy.deepcopy(plain.backend_tokenizer)
+    if bos is not None:
+        numbers = [(bos, made.token_to_id(bos))]
+        made.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=numbers)
     return PreTrainedTokenizerFast(
-        tokenizer_object=copy.deepcopy(plain.backend_tokenizer),
+        tokenizer_object=made,
+        bos_token=bos,
         eos_token=plain.eos_token,
         pad_token=plain.pad_token,
         extra_special_tokens=special,
@@ -82,17 +97,31 @@ def llava():
 
     side = {"height": 4 * PATCH, "width": 4 * PATCH}
     images = CLIPImageProcessorPil(size={"shortest_edge": 4 * PATCH}, crop_size=side)
-    return LlavaProcessor(
-        images,
-        tokenizer(image_token="<image>"),
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=LLAVA_TEMPLATE,
+    return LlavaProcessor(images, tokenizer("<s>", image_token="<image>"), **LLAVA)
+
+
+def llava_next():
+    """Return a processor that cuts images into tiles, more of them for longer ones."""
+    from transformers import LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
     )
 
+    side = {"height": 4 * PATCH, "width": 4 * PATCH}
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 4 * PATCH},
+        crop_size=side,
+        image_grid_pinpoints=[[16, 16], [16, 32], [32, 16], [32, 32]],
+    )
+    return LlavaNextProcessor(images, tokenizer("<s>", image_token="<image>"), **LLAVA)
 
-MAKERS = {"qwen2_5_vl": qwen2_5_vl, "internvl": internvl, "llava": llava}
+
+MAKERS = {
+    "qwen2_5_vl": qwen2_5_vl,
+    "internvl": internvl,
+    "llava": llava,
+    "llava_next": llava_next,
+}
 
 
 def save(name, folder):
