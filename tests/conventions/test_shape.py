@@ -24,10 +24,10 @@ def test_a_file_is_short_and_says_what_it_is(source):
 
 @EVERY
 def test_functions_are_short_with_few_positions(source):
-    limit = KERNEL_LINES if source.path.name == "triton_impl.py" else FUNCTION_LINES
     exceptions = allowed("positional")
     for function in functions(source):
         where = f"{source.name}:{function.name}"
+        limit = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
         assert function.end_lineno - function.lineno < limit, f"{where} is too long"
         if is_kernel(function):
             continue  # Triton has no keyword-only parameters
