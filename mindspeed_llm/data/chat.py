@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import zip_longest
 from typing import Literal, NamedTuple, Protocol
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.conversation import Conversation, Message
-from mindspeed_llm.data.template import Field, Part, Stretch, Template, fill, join
+from mindspeed_llm.data.template import Form, Part, Template, put_before_content
 from mindspeed_llm.data.tools import read_calls, tool_lines
 
 Thinking = Literal["true", "false", "none"]
+FORMS = 1000
+"""How many forms of prompts are remembered: those of as many system prompts."""
 
 
 class Piece(NamedTuple):
@@ -40,6 +44,10 @@ class TemplateFormat:
         self._entry = template.entry
         self._reasons = template.entry.template_class == "ReasoningTemplate"
         self._thinking = thinking
+        # Few prompts differ in more than the question: what is the same is put together once.
+        self._first = lru_cache(FORMS)(self._first_prompt)
+        self._later = lru_cache(FORMS)(self._later_prompt)
+        self._answer = Form(template.assistant)
         self.eos_id = template.eos_id
         self.stop_ids = template.stop_ids
         self.teaches_eos = template.teaches_eos
@@ -52,40 +60,47 @@ class TemplateFormat:
     def render(self, conversation: Conversation) -> list[Piece]:
         """Write prompts and answers in turn; a last prompt without answer is written too."""
         pieces: list[Piece] = []
-        messages = conversation.messages
+        messages, system, tools = conversation
         late_eos = self._entry.efficient_eos and self.eos_id is not None
-        for turn, place in enumerate(range(0, len(messages), 2)):
-            answer = messages[place + 1] if place + 1 < len(messages) else None
+        for turn, (asked, answer) in enumerate(zip_longest(messages[::2], messages[1::2])):
             thoughts, text = self._think(answer)
-            prompt = [*self._prompt(conversation, messages[place], turn), thoughts]
+            is_tool = asked.role == "observation"
+            form = (
+                self._later(is_tool, thoughts)
+                if turn
+                else self._first(is_tool, thoughts, system, tools)
+            )
+            values = {"content": asked.content, "idx": str(turn)}
             first_label = self.eos_id if late_eos and turn else None
-            pieces.append(Piece(join(prompt), False, first_label))
+            pieces.append(Piece(form.fill(values), False, first_label))
             if answer is not None:
-                pieces.append(Piece(self._answer(answer, text), True))
+                pieces.append(Piece(self._write_answer(answer, text), True))
         if late_eos and pieces[-1].is_answer:
             pieces.append(Piece([self.eos_id], True))  # type: ignore[list-item]
         return pieces
 
-    def _prompt(self, conversation: Conversation, message: Message, turn: int) -> list[Part]:
-        template = self._template
-        system = [] if turn else self._system(conversation)
-        inside = self._entry.template_class == "Llama2Template"
-        stretch = template.observation if message.role == "observation" else template.user
-        return [
-            *fill(template.separator if turn else template.prefix, {}),
-            *([] if inside else system),
-            *_fill_after(stretch, system if inside else [], message.content, str(turn)),
-        ]
+    def _first_prompt(self, is_tool: bool, thoughts: str, system: str, tools: str) -> Form:
+        template, said = self._template, self._system(system, tools)
+        stretch = template.observation if is_tool else template.user
+        opening = Form(template.prefix).fill({})
+        if self._entry.template_class == "Llama2Template":
+            return Form([*opening, *put_before_content(stretch, said), thoughts])
+        return Form([*opening, *said, *stretch, thoughts])
 
-    def _system(self, conversation: Conversation) -> list[Part]:
+    def _later_prompt(self, is_tool: bool, thoughts: str) -> Form:
+        template = self._template
+        stretch = template.observation if is_tool else template.user
+        return Form([*Form(template.separator).fill({}), *stretch, thoughts])
+
+    def _system(self, given: str, given_tools: str) -> list[Part]:
         default = self._entry.default_system
-        text = conversation.system or (default if isinstance(default, str) else "\n".join(default))
-        tools = tool_lines(conversation.tools)
+        text = given or (default if isinstance(default, str) else "\n".join(default))
+        tools = tool_lines(given_tools)
         if not (text or tools or self._entry.force_system):
             return []
         template = self._template
-        described = fill(template.tools, {"content": tools}) if tools else []
-        return _fill_after(template.system, [text, *described], "")
+        described = Form(template.tools).fill({"content": tools}) if tools else []
+        return Form(put_before_content(template.system, [text, *described])).fill({})
 
     def _think(self, answer: Message | None) -> tuple[str, str]:
         """Return what of the thoughts goes to the prompt, and the text of the answer."""
@@ -103,20 +118,11 @@ class TemplateFormat:
         empty = opening + closing
         return ("", empty + text) if self._thinking == "true" else (empty, text)
 
-    def _answer(self, answer: Message, text: str) -> list[Part]:
+    def _write_answer(self, answer: Message, text: str) -> list[Part]:
+        if not answer.calls:
+            return self._answer.fill({"content": text})
         said: list[Part] = [text]
         for call in read_calls(answer.calls):
-            said += ["\n"] if join(said) else []
-            said += fill(self._template.function, call._asdict())
-        return _fill_after(self._template.assistant, said, "")
-
-
-def _fill_after(stretch: Stretch, front: list[Part], content: str, turn: str = "") -> list[Part]:
-    """Fill a stretch, with more parts in front of its content."""
-    filled: list[Part] = []
-    for part in stretch:
-        if isinstance(part, Field):
-            filled += [*front, content] if part.name == "content" else [turn]
-        else:
-            filled.append(part)
-    return join(filled)
+            said += ["\n"] if any(part != "" for part in said) else []
+            said += Form(self._template.function).fill(call._asdict())
+        return Form(put_before_content(self._template.assistant, said)).fill({})

@@ -1,6 +1,5 @@
 """A conversation as every handler delivers it, and the reasons why a record is none."""
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Role = Literal["user", "assistant", "observation"]
@@ -23,8 +22,7 @@ class Message(NamedTuple):
     """Calls of tools by the model, as JSON text."""
 
 
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """Messages that take turns, the first one asking."""
 
     messages: tuple[Message, ...]

@@ -14,14 +14,13 @@ import numpy as np
 import orjson
 
 from mindspeed_llm.data.indexed import Array
-from mindspeed_llm.data.tokenizer import TokenizerFacts
+from mindspeed_llm.data.tokenizer import TokenizerFacts, remove_prefix
 
 logger = logging.getLogger(__name__)
 
+ASCII = 0x7F
 PLANES = 0x40000
 """Code points from here on are in no table that this Python could have."""
-REMEMBERED, SHORT = 20_000, 256
-"""How many texts of up to how many characters are remembered: headers and system prompts recur."""
 
 TRICKY = (
     "don't DON'T I'll 'S",
@@ -51,17 +50,13 @@ class TextEncoder:
         self.facts = facts
         self._parse_special = parse_special
         self._plain = _variant(facts.backend, parse_special)
-        self._memory: dict[tuple[bool, str], Array] = {}
         self._fast = _Gigatoken.load(facts, parse_special) if accelerate else None
         self.check([*TRICKY, *facts.special])
-        without_prefix = _without_prefix(orjson.loads(facts.backend))
-        self.has_prefix = without_prefix is not None
-        self._continued = (
-            self._plain
-            if without_prefix is None
-            else _variant(orjson.dumps(without_prefix).decode(), parse_special)
-        )
-        self.prefix_after_token = self.has_prefix and _prefixes_every_section(facts.backend)
+        self._continued = self._plain
+        if facts.has_prefix:
+            content = orjson.loads(facts.backend)
+            remove_prefix(content)
+            self._continued = _variant(orjson.dumps(content).decode(), parse_special)
 
     @property
     def engine(self) -> str:
@@ -70,29 +65,13 @@ class TextEncoder:
 
     def encode(self, texts: Sequence[str], continued: bool = False) -> list[Array]:
         """Return the ids of each text."""
-        known = self._memory
-        fresh = [
-            text
-            for text in dict.fromkeys(texts)
-            if len(text) > SHORT or (continued, text) not in known
-        ]
-        ids = dict(zip(fresh, self._encode(fresh, continued)))
-        result = [ids[text] if text in ids else known[continued, text] for text in texts]
-        for text, found in ids.items():
-            if len(text) <= SHORT and len(known) < REMEMBERED:
-                known[continued, text] = found
-        return result
-
-    def encode_long(self, texts: Sequence[str]) -> list[Array]:
-        """Return the ids of each text, remembering nothing: for documents."""
-        return self._encode(texts, continued=False)
-
-    def _encode(self, texts: Sequence[str], continued: bool) -> list[Array]:
-        if self._fast is None or (continued and self.has_prefix):
+        if self._fast is None or (continued and self.facts.has_prefix):
             return _hf_encode(self._continued if continued else self._plain, texts)
         encode, plain = self._fast.encode, self._plain
         return [
-            _hf_encode(plain, [text])[0] if has_unknown_characters(text) else encode(text)
+            encode(text)
+            if text.isascii() or not has_unknown_characters(text)
+            else _hf_encode(plain, [text])[0]
             for text in texts
         ]
 
@@ -101,7 +80,7 @@ class TextEncoder:
         if self._fast is None:
             return
         for text, right in zip(samples, _hf_encode(self._plain, samples)):
-            if not np.array_equal(self._encode([text], continued=False)[0], right):
+            if not np.array_equal(self.encode([text])[0], right):
                 logger.warning(
                     "gigatoken is not used: it encodes %r unlike the Hugging Face tokenizer",
                     text[:40],
@@ -129,10 +108,8 @@ def has_unknown_characters(text: str) -> bool:
 
     Newer tables may call them letters and older ones not, so implementations differ on them.
     """
-    if text.isascii():
-        return False
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    return bool(_unknown_characters()[points].any())
+    return bool(_unknown_characters()[points[points > ASCII]].any())
 
 
 class _Gigatoken:
@@ -163,7 +140,7 @@ def _without_special(backend: str) -> str:
 
 def _hf_encode(tokenizer: Any, texts: Sequence[str]) -> list[Array]:
     found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [np.array(one.ids, dtype=np.int32) for one in found]
+    return [np.array(one.ids, np.uint32) for one in found]
 
 
 def _variant(backend: str, parse_special: bool) -> Any:
@@ -175,32 +152,3 @@ def _variant(backend: str, parse_special: bool) -> Any:
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = not parse_special
     return tokenizer
-
-
-def _without_prefix(content: dict[str, Any]) -> dict[str, Any] | None:
-    """Take away whatever puts a space in front of a text; None if nothing does."""
-    changed = False
-    for step in _steps(content, "pre_tokenizer"):
-        if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
-            step["prepend_scheme"], changed = "never", True
-        if step["type"] == "ByteLevel" and step.get("add_prefix_space"):
-            step["add_prefix_space"], changed = False, True
-    for step in _steps(content, "normalizer"):
-        if step["type"] == "Prepend":
-            step["prepend"], changed = "", True
-    return content if changed else None
-
-
-def _prefixes_every_section(backend: str) -> bool:
-    """Tell whether text behind a special token gets the space too, not only the first text."""
-    steps = _steps(orjson.loads(backend), "pre_tokenizer")
-    return not any(step.get("prepend_scheme") == "first" for step in steps)
-
-
-def _steps(content: dict[str, Any], stage: str) -> list[dict[str, Any]]:
-    step = content.get(stage)
-    if not step:
-        return []
-    if step["type"] != "Sequence":
-        return [step]
-    return list(step.get("pretokenizers") or step.get("normalizers") or [])

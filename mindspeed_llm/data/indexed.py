@@ -31,6 +31,8 @@ CODES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
+SYNCED_AT_ONCE = 16 << 20
+"""Bytes of tokens that are written before they are brought to the disk."""
 CHUNK = 1 << 20
 """Sequences handled at a time where an index may be larger than memory."""
 
@@ -121,6 +123,7 @@ class TokenWriter:
         # Without buffers: after a disk was full, closing must not try to write what is left.
         self._files = [open(path, "ab", buffering=0) for path in self._paths]
         self._sequences = self._paths[1].stat().st_size // 4
+        self._unsynced = 0
 
     @property
     def data_path(self) -> Path:
@@ -146,8 +149,14 @@ class TokenWriter:
             np.ascontiguousarray(borders + self._sequences, "<i8"),
         )
         for file, part in zip(self._files, parts):
-            _write_all(file, part.tobytes())
+            _write_all(file, part.view(np.uint8).data)
         self._sequences += len(lengths)
+        self._unsynced += parts[0].nbytes
+        if self._unsynced > SYNCED_AT_ONCE:
+            os.fsync(
+                self._files[0].fileno()
+            )  # now, while others encode, rather than all at the end
+            self._unsynced = 0
 
     def sizes(self) -> dict[str, int]:
         """Bring everything to the disk and return the name and size of each file."""
@@ -192,8 +201,7 @@ class TokenWriter:
         durable.sync(path.parent)
 
 
-def _write_all(file: io.FileIO, content: bytes) -> None:
-    rest = memoryview(content)
+def _write_all(file: io.FileIO, rest: memoryview) -> None:
     while rest:
         rest = rest[file.write(rest) :]
 

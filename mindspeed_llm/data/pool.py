@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 
 from mindspeed_llm.data.readers import Block
-from mindspeed_llm.data.work import DocumentWorker, Encoded, Plan, SampleWorker, make_worker
+from mindspeed_llm.data.work import Encoded, Plan, Worker, make_worker
 
 AHEAD = 2
 """Blocks in work per process: one at hand and one waiting."""
+TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 
 Result = tuple[Block, Encoded]
 
-_worker: DocumentWorker | SampleWorker | None = None
+_worker: Worker | None = None
 """The worker of this process, where this process is one of the pool."""
 
 
-def encode_blocks(plan: Plan, blocks: Iterable[Block], processes: int) -> Iterator[Result]:
-    """Yield the blocks in order, each with its tokens; with one process it is this one."""
+def encode_blocks(
+    plan: Plan, blocks: Iterable[Block], processes: int, let_go: Callable[[], None]
+) -> Iterator[Result]:
+    """Yield the blocks in order, each with its tokens; with one process it is this one.
+
+    A worker that is a copy of this process calls `let_go`: it gives up what only one may hold.
+    """
     if processes == 1:
         worker = make_worker(plan)
         yield from ((block, worker(block)) for block in blocks)
         return
-    # Spawned, not forked: a fork copies locks that threads of this process may hold.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start, (plan,)) as pool:
+    with _no_threads_in_tokenizers(), _make_pool(plan, processes, let_go) as pool:
         try:
             yield from _in_order(pool, blocks, processes * AHEAD)
         except BrokenProcessPool:
@@ -41,6 +49,38 @@ def encode_blocks(plan: Plan, blocks: Iterable[Block], processes: int) -> Iterat
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _make_pool(plan: Plan, processes: int, let_go: Callable[[], None]) -> ProcessPoolExecutor:
+    if _is_alone():
+        worker = make_worker(plan)  # loaded and checked once, for all
+        copies = multiprocessing.get_context("fork")
+        return ProcessPoolExecutor(processes, copies, _start, (lambda: worker, let_go))
+    fresh = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, fresh, _start, (partial(make_worker, plan), None))
+
+
+def _is_alone() -> bool:
+    """Tell whether this process can be copied: no other thread holds a lock the copy would miss.
+
+    torch has threads that Python does not know of.
+    """
+    one_thread = threading.active_count() == 1 and "torch" not in sys.modules
+    return one_thread and sys.platform == "linux"
+
+
+@contextmanager
+def _no_threads_in_tokenizers() -> Iterator[None]:
+    """Let tokenizers work in the calling thread: the processes are the parallelism."""
+    before = os.environ.get(TOKENIZER_THREADS)
+    os.environ[TOKENIZER_THREADS] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TOKENIZER_THREADS]
+        else:
+            os.environ[TOKENIZER_THREADS] = before
 
 
 def _in_order(pool: ProcessPoolExecutor, blocks: Iterable[Block], ahead: int) -> Iterator[Result]:
@@ -58,16 +98,19 @@ def _first(pending: deque[tuple[Block, Future[Encoded]]]) -> Result:
     return block, future.result()
 
 
-def _start(plan: Plan) -> None:
+def _start(get_worker: Callable[[], Worker], let_go: Callable[[], None] | None) -> None:
     """Make this process a worker that ends when its parent does, however that ends."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if let_go is not None:
+        let_go()
     parent = multiprocessing.parent_process()
     if parent is not None:
         watch = threading.Thread(target=_leave_with, args=(parent.sentinel,), daemon=True)
         watch.start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker = make_worker(plan)
+    _worker = get_worker()
+    gc.freeze()  # what is there now stays: looking through it again and again costs a tenth
 
 
 def _leave_with(sentinel: int) -> None:

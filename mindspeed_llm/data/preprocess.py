@@ -26,7 +26,7 @@ from mindspeed_llm.data.readers.blocks import BLOCK_BYTES
 from mindspeed_llm.data.rows import write_rows
 from mindspeed_llm.data.summary import SHOWN_PLACES, Summary, where
 from mindspeed_llm.data.tokenizer import TokenizerFacts
-from mindspeed_llm.data.work import Encoded, Plan, make_chat
+from mindspeed_llm.data.work import Encoded, Plan, make_chat, outputs
 from mindspeed_llm.data.workspace import Workspace
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,8 @@ class _Run:
         todo = islice(blocks(self._sources, columns, self._block_bytes), self._done, None)
         saved = told = time.monotonic()
         told_records, interval = 0, self._options.log_interval
-        for block, encoded in encode_blocks(self._plan, todo, self._processes()):
+        let_go = self._workspace.release
+        for block, encoded in encode_blocks(self._plan, todo, self._processes(), let_go):
             self._take(block, encoded)
             yield
             now = time.monotonic()
@@ -158,13 +159,9 @@ class _Run:
         return min(asked, cores, max(1, size // self._block_bytes))
 
     def _open_writers(self, sizes: dict[str, int]) -> dict[str, TokenWriter]:
-        handler = find_handler(self._options.handler_name)
-        if handler is None:
-            dtype = smallest_dtype(self._plan.facts.size)
-            keys = self._plan.keys
-        else:
-            dtype = np.dtype("<i4")
-            keys = tuple(output.key for output in handler.outputs)
+        is_text = self._plan.handler == PRETRAIN
+        dtype = smallest_dtype(self._plan.facts.size) if is_text else np.dtype("<i4")
+        keys = [output.key for output in outputs(self._plan)]
         writers = {key: TokenWriter(self._workspace.folder, key, dtype) for key in keys}
         for writer in writers.values():
             writer.cut(sizes)
@@ -181,8 +178,9 @@ class _Run:
                 f"{where(path, self._lines + line)}: {reason}; correct it, or leave such records "
                 "out with --on-bad-line skip"
             )
-        for key, (tokens, lengths, borders) in encoded.data.items():
-            self._writers[key].append(tokens, lengths, borders)
+        for key, track, content in outputs(self._plan):
+            found = encoded.tracks[track]
+            self._writers[key].append(found.column(content), found.lengths, found.borders)
         before = self._malformed()
         told = self._summary.add(encoded.counts, path, self._lines)
         for text in told[: max(0, SHOWN_PLACES - before)]:

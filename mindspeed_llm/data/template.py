@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -192,19 +193,31 @@ def split_special(text: str, special: re.Pattern[str] | None, facts: TokenizerFa
     return [facts.special[p] if i % 2 else p for i, p in enumerate(pieces) if p]
 
 
-def fill(stretch: Stretch, values: Mapping[str, str]) -> list[Part]:
-    """Put values in the places of a compiled stretch; texts that touch become one."""
-    return join([values.get(p.name, "") if isinstance(p, Field) else p for p in stretch])
+class Form:
+    """A stretch made ready to be filled many times; its texts that touch are one part."""
+
+    def __init__(self, stretch: Iterable[Part | Field]) -> None:
+        self._parts: list[Part] = []
+        self._gaps: list[tuple[int, tuple[str | Field, ...]]] = []
+        for is_text, group in groupby(stretch, lambda part: not isinstance(part, int)):
+            parts: tuple[Any, ...] = tuple(group)
+            if is_text and any(isinstance(part, Field) for part in parts):
+                self._gaps.append((len(self._parts), parts))
+                parts = ("",)
+            elif is_text:
+                parts = tuple(filter(None, ["".join(parts)]))
+            self._parts.extend(parts)
+
+    def fill(self, values: Mapping[str, str]) -> list[Part]:
+        """Put values in the places of the fields; texts that are empty are left out."""
+        parts = self._parts.copy()
+        for place, gap in self._gaps:
+            texts = [values.get(p.name, "") if isinstance(p, Field) else p for p in gap]
+            parts[place] = "".join(texts)
+        return [part for part in parts if part != ""] if "" in parts else parts
 
 
-def join(parts: Sequence[Part]) -> list[Part]:
-    """Make texts that touch one text, and leave out empty ones."""
-    joined: list[Part] = []
-    for part in parts:
-        if part == "":
-            continue
-        if joined and isinstance(part, str) and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    return joined
+def put_before_content(stretch: Stretch, front: Sequence[Part]) -> Stretch:
+    """Give a stretch more parts in front of its content."""
+    content = Field("content")
+    return tuple(p for part in stretch for p in ((*front, part) if part == content else (part,)))

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mindspeed_llm.data import durable
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when `TokenizerFacts` changes, so that nothing remembered is misread."""
 
 
@@ -45,6 +46,10 @@ class TokenizerFacts:
     strip_after: tuple[int, ...] = ()
     """Tokens that swallow the space behind them."""
     chat_template: str | None = field(default=None, repr=False)
+    has_prefix: bool = False
+    """Whether a space is put in front of a text."""
+    prefixes_sections: bool = False
+    """Whether a text behind a special token gets that space too, not only the first text."""
 
     def id_of(self, token: str | None) -> int | None:
         """Return the id of a special or added token, None for text that is none."""
@@ -61,11 +66,12 @@ class TokenizerFacts:
         pad = self.id_of(self.pad)
         return next((one for one in (pad, self.eos_id) if one is not None), 0)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A name for exactly this tokenizer."""
-        facts = asdict(self) | {"source": ""}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        others = asdict(self) | {"source": "", "backend": ""}
+        content = json.dumps(others, sort_keys=True) + self.backend
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
@@ -76,9 +82,10 @@ def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
             f"{source}: this tokenizer has no fast form: a tokenizer.json is needed beside it"
         )
     tokens = tokenizer.added_tokens_decoder
+    content = backend.to_str()
     return TokenizerFacts(
         source=source,
-        backend=backend.to_str(),
+        backend=content,
         size=len(tokenizer),
         bos=tokenizer.bos_token,
         eos=tokenizer.eos_token,
@@ -88,7 +95,37 @@ def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
         strip_before=tuple(number for number, token in tokens.items() if token.lstrip),
         strip_after=tuple(number for number, token in tokens.items() if token.rstrip),
         chat_template=tokenizer.chat_template,
+        **_prefix_facts(json.loads(content)),
     )
+
+
+def _prefix_facts(content: dict[str, Any]) -> dict[str, bool]:
+    schemes = {step.get("prepend_scheme") for step in _steps(content, "pre_tokenizer")}
+    has_prefix = remove_prefix(content)
+    return {"has_prefix": has_prefix, "prefixes_sections": has_prefix and "first" not in schemes}
+
+
+def remove_prefix(content: dict[str, Any]) -> bool:
+    """Take away whatever puts a space in front of a text; tell whether anything did."""
+    changed = False
+    for step in _steps(content, "pre_tokenizer"):
+        if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+            step["prepend_scheme"], changed = "never", True
+        if step["type"] == "ByteLevel" and step.get("add_prefix_space"):
+            step["add_prefix_space"], changed = False, True
+    for step in _steps(content, "normalizer"):
+        if step["type"] == "Prepend":
+            step["prepend"], changed = "", True
+    return changed
+
+
+def _steps(content: dict[str, Any], stage: str) -> list[dict[str, Any]]:
+    step = content.get(stage)
+    if not step:
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    return list(step.get("pretokenizers") or step.get("normalizers") or [])
 
 
 def load_facts(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 
-from mindspeed_llm.data.chat import ChatFormat, TemplateFormat, Thinking
+from mindspeed_llm.data.chat import ChatFormat, Piece, TemplateFormat, Thinking
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
 from mindspeed_llm.data.encoder import TextEncoder
@@ -16,15 +19,8 @@ from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, Context
 from mindspeed_llm.data.handlers.base import Output, as_text
 from mindspeed_llm.data.indexed import Array, smallest_dtype
 from mindspeed_llm.data.readers import Block, Problem, read
-from mindspeed_llm.data.samples import (
-    IGNORED,
-    Assembler,
-    Sample,
-    Track,
-    build,
-    learns_to_end,
-    shorten,
-)
+from mindspeed_llm.data.samples import Assembler, Batch, Sequences
+from mindspeed_llm.data.shortening import shorten
 from mindspeed_llm.data.summary import BlockCounts
 from mindspeed_llm.data.template import Template, TemplateEntry
 from mindspeed_llm.data.tokenizer import TokenizerFacts
@@ -57,13 +53,20 @@ class Plan:
 
 @dataclass
 class Encoded:
-    """The tokens of a block: per file the tokens, the lengths and, for documents, their borders."""
+    """A block: its tokens, by the `track` of the files to write, and what became of its records."""
 
     lines: int
     counts: BlockCounts
-    data: dict[str, tuple[Array, Array, Array | None]] = field(default_factory=dict)
+    tracks: list[Sequences] = field(default_factory=list)
     stopped: tuple[int, str] | None = None
     """The line and the reason of the malformed record that ends the run."""
+
+
+def outputs(plan: Plan) -> tuple[Output, ...]:
+    """Return the files that a plan writes: of documents, one a column."""
+    if plan.handler == PRETRAIN:
+        return tuple(Output(key, track, "ids") for track, key in enumerate(plan.keys))
+    return HANDLERS[plan.handler].outputs
 
 
 def make_chat(plan: Plan) -> ChatFormat:
@@ -73,12 +76,12 @@ def make_chat(plan: Plan) -> ChatFormat:
     return TemplateFormat(Template(plan.template, plan.facts), plan.thinking)
 
 
-def make_worker(plan: Plan) -> DocumentWorker | SampleWorker:
+def make_worker(plan: Plan) -> Worker:
     """Build the worker of a plan."""
     return DocumentWorker(plan) if plan.handler == PRETRAIN else SampleWorker(plan)
 
 
-class _Worker:
+class Worker(ABC):
     """What both kinds of workers share: reading, and what to do with malformed records."""
 
     def __init__(self, plan: Plan) -> None:
@@ -87,6 +90,10 @@ class _Worker:
             plan.facts, parse_special=plan.parse_special, accelerate=plan.accelerate
         )
         self._to_check = CHECKED_FIRST
+
+    @abstractmethod
+    def __call__(self, block: Block) -> Encoded:
+        """Encode one block."""
 
     def _records(self, block: Block, encoded: Encoded) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the records of a block; malformed lines are counted or end the block."""
@@ -106,20 +113,20 @@ class _Worker:
         encoded.stopped = (line, reason)
         return True
 
-    def _check(self, texts: list[str]) -> None:
+    def _check(self, texts: Iterable[str]) -> None:
         """Compare the accelerator on some of this block: more on the first, a little on others."""
-        if texts:
-            left, samples = self._to_check, []
-            for text in texts[len(texts) // 2 :]:
-                samples.append(text[:left])
-                left -= len(samples[-1])
-                if left <= 0:
-                    break
+        left, samples = self._to_check, []
+        for text in texts:
+            samples.append(text[:left])
+            left -= len(samples[-1])
+            if left <= 0:
+                break
+        if samples:
             self._encoder.check(samples)
             self._to_check = CHECKED_LATER
 
 
-class DocumentWorker(_Worker):
+class DocumentWorker(Worker):
     """Encodes plain documents, a column a file."""
 
     def __call__(self, block: Block) -> Encoded:
@@ -138,9 +145,9 @@ class DocumentWorker(_Worker):
             for key, text in zip(self._plan.keys, found):
                 texts[key].append(text)
         encoded.counts.written = len(lines)
-        for key, documents in texts.items():
-            self._check(documents)
-            encoded.data[key] = self._encode(documents, lines, encoded.counts)
+        for documents in texts.values():
+            self._check(islice(documents, len(documents) // 2, None))
+            encoded.tracks.append(self._encode(documents, lines, encoded.counts))
         return encoded
 
     def _document(self, record: dict[str, Any], key: str) -> str:
@@ -148,12 +155,10 @@ class DocumentWorker(_Worker):
             raise MalformedRecord(f"has no {key}; it has {', '.join(record)}")
         return as_text(record[key], key)
 
-    def _encode(
-        self, texts: list[str], lines: list[int], counts: BlockCounts
-    ) -> tuple[Array, Array, Array]:
+    def _encode(self, texts: list[str], lines: list[int], counts: BlockCounts) -> Sequences:
         """Encode documents as Megatron stores them: an empty one has no sequence but a border."""
         facts = self._plan.facts
-        ids = self._encoder.encode_long(texts)
+        ids = self._encoder.encode(texts)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         full = lengths > 0
         dtype = smallest_dtype(facts.size)
@@ -167,10 +172,10 @@ class DocumentWorker(_Worker):
             counts.measure(int(lengths[place]), lines[place])
         counts.tokens += len(tokens)
         counts.learnt += len(tokens)
-        return tokens, lengths[full], np.cumsum(full)
+        return Sequences(tokens, lengths[full], np.cumsum(full))
 
 
-class SampleWorker(_Worker):
+class SampleWorker(Worker):
     """Encodes conversations and what else has prompts and answers."""
 
     def __init__(self, plan: Plan) -> None:
@@ -181,6 +186,7 @@ class SampleWorker(_Worker):
             plan.columns, self._encoder, self._chat, plan.placeholder_token, plan.reward_tokens
         )
         self._handler = handler(context)
+        self._tracks = 1 + max(output.track for output in handler.outputs)
         eos_id = self._chat.eos_id if self._chat else plan.facts.eos_id
         self._stop_ids = self._chat.stop_ids if self._chat else ()
         if eos_id is not None:
@@ -200,46 +206,47 @@ class SampleWorker(_Worker):
             except MalformedRecord as error:
                 if self._refuse(encoded, line, str(error)):
                     break
-        texts = [p for tracks in rendered for piece in tracks[0] for p in piece.parts]
-        self._check([text for text in texts if isinstance(text, str)])
-        tracks = iter(self._assembler.encode([track for r in rendered for track in r]))
-        groups = [[next(tracks) for _ in r] for r in rendered]
-        kept = [self._fit(group, line, encoded.counts) for group, line in zip(groups, lines)]
-        samples = [group for group in kept if group is not None]
-        encoded.counts.written = len(samples)
-        encoded.data = {out.key: _column(samples, out) for out in self._handler.outputs}
+        self._check(_texts(rendered[len(rendered) // 2 :]))
+        batch = self._assembler.encode([track for tracks in rendered for track in tracks])
+        self._fit(batch, lines, encoded)
         return encoded
 
-    def _fit(self, tracks: list[Track], line: int, counts: BlockCounts) -> list[Sample] | None:
-        """Cut or drop what is too long or holds nothing to learn, and count what remains."""
-        sizes = [sum(piece.size for piece in track) for track in tracks]
-        limit = self._plan.limit
-        counts.measure(max(sizes), line)
-        is_cut = limit is not None and max(sizes) > limit
-        if is_cut and self._plan.too_long == "drop":
-            counts.drop(f"longer than {limit} tokens", line)
-            return None
-        samples = [build(shorten(track, limit) if is_cut else track) for track in tracks]  # type: ignore[arg-type]
-        learnt = [int((sample.labels != IGNORED).sum()) for sample in samples]
-        if min(learnt) == 0 and self._handler.learns:
-            counts.drop("nothing to learn", line)
-            return None
-        if min(len(sample.ids) for sample in samples) == 0:
-            counts.drop("no tokens", line)
-            return None
-        if is_cut:
-            counts.truncated.append(line)
-        counts.tokens += sum(len(sample.ids) for sample in samples)
-        counts.learnt += sum(learnt)
-        counts.ended += all(learns_to_end(sample.labels, self._stop_ids) for sample in samples)
-        return samples
+    def _fit(self, batch: Batch, lines: list[int], encoded: Encoded) -> None:
+        """Cut or drop what is too long or holds nothing to learn."""
+        counts, limit, cuts = encoded.counts, self._plan.limit, self._plan.too_long == "truncate"
+        sizes = self._by_record(batch.sizes).max(axis=1)
+        counts.measure(*max(zip(sizes.tolist(), lines), default=(0, 0)))
+        is_long = sizes > (limit or sys.maxsize)
+        if cuts and is_long.any():
+            tracks = zip(batch, np.repeat(is_long, self._tracks))
+            cut = [shorten(track, limit or 0) if is_cut else track for track, is_cut in tracks]
+            batch = Batch.of(cut, batch.dtype)
+        learnt, last = map(self._by_record, batch.whole.count_learnt())
+        reasons = {
+            f"longer than {limit} tokens": is_long & (not cuts),
+            "nothing to learn": (learnt.min(axis=1) == 0) & self._handler.learns,
+            "no tokens": self._by_record(batch.sizes).min(axis=1) == 0,
+        }
+        dropped = np.select([*reasons.values()], range(1, 1 + len(reasons)))
+        for place in np.flatnonzero(dropped):
+            counts.drop([*reasons][dropped[place] - 1], lines[place])
+        kept = dropped == 0
+        ended = np.all(np.isin(last, self._stop_ids), axis=1)
+        counts.truncated += [lines[place] for place in np.flatnonzero(kept & is_long)]
+        counts.written = int(kept.sum())
+        counts.learnt += int(learnt[kept].sum())
+        counts.ended += int(ended[kept].sum())
+        for track in range(self._tracks):
+            is_track = np.arange(len(batch)) % self._tracks == track
+            encoded.tracks.append(batch.join(np.repeat(kept, self._tracks) & is_track))
+            counts.tokens += len(encoded.tracks[-1].ids)
+
+    def _by_record(self, values: Array) -> Array:
+        """Arrange what there is of each sequence: a row a record."""
+        return values.reshape(-1, self._tracks)
 
 
-def _column(samples: list[list[Sample]], output: Output) -> tuple[Array, Array, None]:
-    """Join what one file takes of the samples."""
-    chosen = [group[output.track] for group in samples]
-    lengths = np.fromiter((len(sample.ids) for sample in chosen), np.int64, len(chosen))
-    if output.content == "ones":
-        return np.ones(int(lengths.sum()), np.int32), lengths, None
-    parts = [sample.ids if output.content == "ids" else sample.labels for sample in chosen]
-    return np.concatenate([*parts, np.zeros(0, np.int32)], dtype=np.int32), lengths, None
+def _texts(rendered: list[list[list[Piece]]]) -> Iterator[str]:
+    for tracks in rendered:
+        for piece in tracks[0]:
+            yield from (part for part in piece.parts if isinstance(part, str))

@@ -115,11 +115,10 @@ class Handler(ABC):
     def _text(self, record: Record, role: str) -> str:
         """Return the text of a column; null and a column that is not there are empty."""
         column = self._columns[role]
-        if not column:
-            return ""
-        if column not in record and role in self.required:
+        value = record.get(column) if column else None
+        if value is None and column and column not in record and role in self.required:
             raise MalformedRecord(f"has no {column}; it has {', '.join(record) or 'nothing'}")
-        return as_text(record.get(column), column)
+        return as_text(value, column)
 
 
 def as_text(value: Any, column: str) -> str:

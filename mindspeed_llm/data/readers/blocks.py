@@ -16,7 +16,7 @@ import orjson
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.readers.sources import Source
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 2 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -62,14 +62,22 @@ def read(block: Block) -> tuple[Iterator[Row], int]:
     """
     if block.rows is not None:
         return iter(block.rows), 0
-    data = _read_range(block)
+    data, rest = _read_range(block)
     if not block.start:
-        data = data.removeprefix(BYTE_ORDER_MARK)
-    lines = data.split(b"\n")
+        data, rest = (data + rest).removeprefix(BYTE_ORDER_MARK), b""
     parse = _parse_text if block.source.format == "txt" else _parse_object
-    numbered = ((number, line) for number, line in enumerate(lines, 1) if line)
-    rows = ((number, parse(line)) for number, line in numbered if not line.isspace())
-    return rows, len(lines) - 1
+    parsed = ((number, parse(line)) for number, line in enumerate(_lines(data, rest), 1))
+    rows = ((number, row) for number, row in parsed if row is not None)
+    return rows, data.count(b"\n") + rest.count(b"\n")
+
+
+def _lines(data: bytes, rest: bytes) -> Iterator[bytes | memoryview]:
+    """Cut data at its line breaks, without copying it; `rest` is the end of the last line."""
+    view, start = memoryview(data), 0
+    while (end := data.find(b"\n", start)) >= 0:
+        yield view[start:end]
+        start = end + 1
+    yield data[start:] + rest.removesuffix(b"\n")
 
 
 def peek(sources: Sequence[Source], count: int) -> list[tuple[Source, int, Any]]:
@@ -92,8 +100,8 @@ def _has_lines(source: Source) -> bool:
     return line.startswith(b"{") and not isinstance(_parse_object(line), Problem)
 
 
-def _read_range(block: Block) -> bytes:
-    """Read the lines that begin inside the block's byte range."""
+def _read_range(block: Block) -> tuple[bytes, bytes]:
+    """Read the lines that begin inside the block's byte range, and what the last has behind it."""
     try:
         with open(block.source.path, "rb") as file:
             if block.start:
@@ -101,26 +109,30 @@ def _read_range(block: Block) -> bytes:
                 file.readline()  # the line that began in the block before
             missing = block.end - file.tell()
             if missing <= 0:
-                return b""
+                return b"", b""
             data = file.read(missing)
-            return data if data.endswith(b"\n") else data + file.readline()
+            return data, b"" if data.endswith(b"\n") else file.readline()
     except OSError as error:
         raise ConfigError(f"{block.source.path} cannot be read: {error.strerror}") from None
 
 
-def _parse_object(line: bytes) -> dict[str, Any] | Problem:
+def _parse_object(line: bytes | memoryview) -> dict[str, Any] | Problem | None:
+    """Read one line; a blank one is nothing."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
+        if not bytes(line).strip():
+            return None
         return Problem(f"is not valid JSON: {error.msg} (column {error.colno})")
     if type(value) is not dict:
         return Problem(f"holds {kind_of(value)}, not an object such as {{...}}")
     return value or Problem("holds an empty object")
 
 
-def _parse_text(line: bytes) -> dict[str, Any] | Problem:
+def _parse_text(line: bytes | memoryview) -> dict[str, Any] | Problem | None:
+    line = bytes(line)
     try:
-        return {"text": line.decode().removesuffix("\r")}
+        return {"text": line.decode().removesuffix("\r")} if line.strip() else None
     except UnicodeDecodeError as error:
         return Problem(f"is not UTF-8 text: byte {error.start + 1} of the line")
 

@@ -31,19 +31,18 @@ def test_ids_are_those_of_transformers(kind, parse, texts):
         for text in texts
     ]
     assert [ids.tolist() for ids in encoder.encode(texts)] == expected
-    assert [ids.tolist() for ids in encoder.encode(texts * 2)] == expected * 2, "remembered"
-    assert [ids.tolist() for ids in encoder.encode_long(texts)] == expected
 
 
 @pytest.mark.parametrize("kind", ["first", "always", "prepend"])
 def test_a_text_that_goes_on_gets_no_space_in_front(kind):
-    encoder = TextEncoder(facts_of(TOKENIZERS[kind]), parse_special=False)
-    assert encoder.has_prefix
-    assert encoder.prefix_after_token == (kind != "first")
+    facts = facts_of(TOKENIZERS[kind])
+    encoder = TextEncoder(facts, parse_special=False)
+    assert facts.has_prefix
+    assert facts.prefixes_sections == (kind != "first")
     whole, first, rest = "The quick brown fox", "The quick", " brown fox"
     together = np.concatenate([encoder.encode([first])[0], encoder.encode([rest], True)[0]])
     assert together.tolist() == encoder.encode([whole])[0].tolist()
-    assert not TextEncoder(facts_of(byte_level()), parse_special=False).has_prefix
+    assert not facts_of(byte_level()).has_prefix
 
 
 def test_characters_of_the_future():
@@ -64,7 +63,7 @@ def test_the_accelerator_gives_the_same_ids(parse):
     slow = TextEncoder(facts_of(byte_level()), parse_special=parse, accelerate=False)
     assert (fast.engine, slow.engine) == ("gigatoken", "tokenizers")
     samples = [*TRICKY, TEXT, "\U0003fffd \u0378", "x<|im_end|>y", "", *byte_level().get_vocab()]
-    for right, found in zip(slow.encode_long(samples), fast.encode_long(samples)):
+    for right, found in zip(slow.encode(samples), fast.encode(samples)):
         assert right.tolist() == found.tolist()
 
 
