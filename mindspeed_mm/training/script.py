@@ -1,5 +1,6 @@
 """`pretrain`: what a script calls with its callbacks."""
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.rank import MISUSE, run_rank
 from mindspeed_mm.training.arguments import ExtraArguments, Run, Schema, parse
 from mindspeed_mm.training.callbacks import Callbacks
+
+logger = logging.getLogger(__name__)
 
 
 def pretrain(
@@ -58,8 +61,13 @@ def train(run: Run, callbacks: Callbacks) -> Progress:
     from mindspeed_mm.training.setup import prepare
 
     setup = prepare(run, callbacks)
+    loop = FsdpLoop(setup, callbacks)
     try:
-        return FsdpLoop(setup, callbacks).run()
+        return loop.run()
+    except ConfigError as error:
+        if setup.args.local_rank:  # what is wrong with data may be seen by one rank only
+            logger.error("rank %d: %s", setup.layout.rank, error)
+        raise
     finally:
         if setup.reservation is not None:
             setup.reservation.release()
