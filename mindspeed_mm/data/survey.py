@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
@@ -18,6 +19,8 @@ from mindspeed_mm.data.records import Records
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE = 64
+"""How many records a process looks at before it tells."""
 SHOWN = 10
 """How many bad records are named one by one."""
 
@@ -81,12 +84,13 @@ def survey(
 ) -> Survey:
     """Look at every record; with `measures` also at its images, for its length in tokens."""
     found = Survey()
-    looks: Iterable[Finding] = DataLoader(
+    looks: Iterable[list[Finding]] = DataLoader(
         _Looks(records, encoder, measures),
-        batch_size=None,
+        batch_size=AT_ONCE,
+        collate_fn=list,
         num_workers=min(workers, len(records)),
     )
-    for index, finding in enumerate(looks):
+    for index, finding in enumerate(chain.from_iterable(looks)):
         if finding.skipped is None:
             found.usable.append(index)
             found.sizes.append(finding.size)
