@@ -118,6 +118,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 RANKS = 4
 CASES = {
     # Four ranks share two key heads; fifteen tokens are not divided by four.
-    "qwen2_5_vl on 4": ("qwen2_5_vl", 4, 15, {}),
+    "qwen2_5_vl, fused, on 4": ("qwen2_5_vl", 4, 15, {}),
     "qwen3_vl on 2": (
         "qwen3_vl",
         2,
@@ -45,8 +45,8 @@ def share_sequences(folders):
 
 def _gradients(case, folder):
     name, size, length, options = CASES[case]
-    config = build(ModelConfig, {"init_from_hf_path": folder})
-    model = TransformersModel(config)
+    section = {"init_from_hf_path": folder, "fused_ops": "fused" in case}
+    model = TransformersModel(build(ModelConfig, section))
     groups = [dist.new_group(list(range(i, i + size))) for i in range(0, RANKS, size)]
     group = groups[dist.get_rank() // size]
     model.set_context_parallel_group(group)
