@@ -90,6 +90,8 @@ class AcceptedOptions(Options):
     """Accepted: random numbers depend on seed, step and rank only."""
     exit_on_missing_checkpoint: bool = False
     """Accepted: a missing checkpoint is always an error."""
+    log_throughput: bool = False
+    """Accepted: tokens a second are told; steps differ too much in size for one number of FLOPs."""
     dataloader_type: Literal["external"] = "external"
     """Accepted: what the data provider returns is used."""
     tokenizer_type: str | None = None

@@ -13,7 +13,12 @@ from mindspeed_llm.training.options.optimizer import (
     ScheduleOptions,
 )
 from mindspeed_llm.training.options.parallel import ParallelOptions
-from mindspeed_llm.training.options.run import CheckpointOptions, LogOptions, RunOptions
+from mindspeed_llm.training.options.run import (
+    CheckpointOptions,
+    LogOptions,
+    RunOptions,
+    ThroughputOptions,
+)
 
 SECTIONS = (
     ModelOptions,
@@ -26,6 +31,7 @@ SECTIONS = (
     ScheduleOptions,
     CheckpointOptions,
     LogOptions,
+    ThroughputOptions,
     AcceptedOptions,
 )
 
@@ -33,6 +39,7 @@ SECTIONS = (
 class StageOptions(
     AcceptedOptions,
     RunOptions,
+    ThroughputOptions,
     LossScaleOptions,
     ParallelOptions,
     LoraOptions,

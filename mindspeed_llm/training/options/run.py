@@ -37,8 +37,6 @@ class LogOptions(Options):
 
     log_interval: int = 1
     """Steps between lines."""
-    log_throughput: bool = False
-    """Add the arithmetic throughput to the line."""
     log_file: str | None = None
     """The same numbers as lines of JSON (default: log.jsonl in --save)."""
     tensorboard_dir: str | None = None
@@ -47,6 +45,13 @@ class LogOptions(Options):
     """Steps between evaluations on the validation data."""
     eval_iters: int = 0
     """Steps of one evaluation; 0 for none."""
+
+
+class ThroughputOptions(Options):
+    """What is told of the speed, beside tokens."""
+
+    log_throughput: bool = False
+    """Add the arithmetic throughput to the line."""
 
 
 class RunOptions(LogOptions, CheckpointOptions, ScheduleOptions, OptimizerOptions):
