@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from mindspeed.config import ConfigError
@@ -57,16 +58,19 @@ class Survey:
 
 
 class _Looks(Dataset[Finding]):
-    """The records as findings; a data set, so that a loader's processes can share the work."""
+    """Records as findings; a data set, so that a loader's processes can share the work."""
 
-    def __init__(self, records: Records, encoder: Encoder, measures: bool) -> None:
+    def __init__(
+        self, records: Records, encoder: Encoder, measures: bool, chosen: Sequence[int]
+    ) -> None:
         self._records, self._encoder, self._measures = records, encoder, measures
+        self._chosen = chosen
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._chosen)
 
-    def __getitem__(self, index: int) -> Finding:
-        records = self._records
+    def __getitem__(self, place: int) -> Finding:
+        records, index = self._records, self._chosen[place]
         try:
             record, folder = records[index], records.folder(index)
             if self._measures:
@@ -84,13 +88,9 @@ def survey(
 ) -> Survey:
     """Look at every record; with `measures` also at its images, for its length in tokens."""
     found = Survey()
-    looks: Iterable[list[Finding]] = DataLoader(
-        _Looks(records, encoder, measures),
-        batch_size=AT_ONCE,
-        collate_fn=list,
-        num_workers=min(workers, len(records)),
-    )
-    for index, finding in enumerate(chain.from_iterable(looks)):
+    is_shared = measures and dist.is_available() and dist.is_initialized()
+    look = _look_together if is_shared else _look
+    for index, finding in enumerate(look(records, encoder, measures, workers)):
         if finding.skipped is None:
             found.usable.append(index)
             found.sizes.append(finding.size)
@@ -105,6 +105,30 @@ def survey(
     if not found.usable:
         raise BadRecord(f"none of the {len(records)} records can be used: {_told(found.skipped)}")
     return found
+
+
+def _look(
+    records: Records, encoder: Encoder, measures: bool, workers: int, part: slice = slice(None)
+) -> Iterator[Finding]:
+    chosen = range(len(records))[part]
+    looks: Iterable[list[Finding]] = DataLoader(
+        _Looks(records, encoder, measures, chosen),
+        batch_size=AT_ONCE,
+        collate_fn=list,
+        num_workers=min(workers, len(chosen)),
+    )
+    return chain.from_iterable(looks)
+
+
+def _look_together(
+    records: Records, encoder: Encoder, measures: bool, workers: int
+) -> Iterator[Finding]:
+    """Share the records out among all ranks: to open every image takes time."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = list(_look(records, encoder, measures, workers, slice(rank, None, world)))
+    parts: list[Any] = [None] * world
+    dist.all_gather_object(parts, mine)
+    return (parts[index % world][index // world] for index in range(len(records)))
 
 
 def summary(skipped: Sequence[Skipped], total: int) -> str:

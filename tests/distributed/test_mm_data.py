@@ -41,15 +41,26 @@ def write(name, folder):
 
 def evaluate(root, shard):
     """Run every record once; return for each model the losses and how many tokens they are of."""
-    return {name: _evaluate(name, f"{root}/{name}", shard) for name in MODELS}
+    found = {name: _evaluate(name, f"{root}/{name}", shard) for name in MODELS}
+    return found | {"rows": packed(f"{root}/internvl")}
+
+
+def open_data(folder, **more):
+    basic = {"dataset": f"{folder}/rows.json", **more}
+    values = {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": folder}}
+    config = build(DataConfig, {"dataset_param": values})
+    return build_mm_dataset(config.dataset_param)
+
+
+def packed(folder):
+    """Return the tokens of every row; ranks share the work of measuring the records."""
+    rows = open_data(folder, packing=True, cutoff_len=96)
+    return [[sample.ids.tolist() for sample in row] for row in rows]
 
 
 def _evaluate(name, folder, shard):
-    basic = {"dataset": f"{folder}/rows.json"}
-    values = {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": folder}}
-    config = build(DataConfig, {"dataset_param": values})
     param = {"batch_size": 1, "shuffle": False, "drop_last": False}
-    loader = build_mm_dataloader(build_mm_dataset(config.dataset_param), param)
+    loader = build_mm_dataloader(open_data(folder), param)
     model = TransformersModel(build(ModelConfig, {"init_from_hf_path": folder}))
     if shard:
         options = FsdpOptions(sharding_size="auto", sub_modules_to_wrap=MODELS[name])
@@ -68,6 +79,7 @@ def test_ranks_without_images_or_records_run_with_the_others(tmp_path):
         write(name, tmp_path / name)
     alone = evaluate(str(tmp_path), False)
     ranks = run_ranks(evaluate, 2, str(tmp_path), True)
+    assert alone["rows"] == ranks[0]["rows"] == ranks[1]["rows"]
     for name in MODELS:
         first, second = (found[name] for found in ranks)
         assert [len(first), len(second)] == [3, 3] and second[-1][1] == 0
