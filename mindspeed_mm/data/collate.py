@@ -21,6 +21,8 @@ from mindspeed_mm.data.positions import PositionCounter
 from mindspeed_mm.data.processor import MediaProcessor
 
 Batch = dict[str, torch.Tensor]
+SIZES = {"image_sizes", "pixel_attention_mask"}
+"""Tensors that tell a model which part of `pixel_values` is image."""
 
 
 class Collator:
@@ -98,12 +100,12 @@ def _rows(rows: Sequence[Array], size: int, filling: int) -> torch.Tensor:
 
 
 def _media(tensors: Mapping[str, Sequence[torch.Tensor]]) -> Batch:
-    has_sizes = "image_sizes" in tensors
+    has_sizes = not SIZES.isdisjoint(tensors)
     return {name: _join(name, found, has_sizes) for name, found in tensors.items()}
 
 
 def _join(name: str, tensors: Sequence[torch.Tensor], has_sizes: bool) -> torch.Tensor:
-    """Join media; where `image_sizes` says how large each is, smaller ones are filled up with 0."""
+    """Join media; where the model is told how large each is, smaller ones are filled up with 0."""
     shapes = {tensor.shape[1:] for tensor in tensors}
     if len(shapes) == 1:
         return torch.cat(list(tensors))

@@ -30,6 +30,8 @@ from mindspeed_mm.data.options import OWN_TEMPLATES, AttrOptions, BasicOptions
 
 MARKS: dict[str, Kind] = {"<image>": "image", "<video>": "video"}
 MARK = re.compile("<image>|<video>")
+PARTS: dict[str, Kind] = {"image": "image", "image_url": "image"}
+PARTS |= {"video": "video", "video_url": "video"}
 SIGNS: dict[str, Kind] = {"\U0010fff2": "image", "\U0010fff3": "video"}
 """Stand for media while a template runs: private-use characters that no template touches."""
 SIGN = re.compile("([\U0010fff2\U0010fff3])")
@@ -205,25 +207,35 @@ def _with_marks(
     entries = record.get(column)
     if not isinstance(entries, list):
         return dict(record)
-    return {**record, column: [_with_mark(entry, lists) for entry in entries]}
+    named: dict[Kind, list[Any]] = {kind: [] for kind in lists}
+    marked = [_with_mark(entry, named) for entry in entries]
+    for kind, sources in named.items():
+        if sources and lists[kind]:
+            raise MalformedRecord(f"names {kind}s in its messages and in a column: use one of them")
+        lists[kind] += sources
+    return {**record, column: marked}
 
 
-def _with_mark(entry: Any, lists: dict[Kind, list[Any]]) -> Any:
+def _with_mark(entry: Any, named: dict[Kind, list[Any]]) -> Any:
     content = entry.get("content") if isinstance(entry, dict) else None
     if not isinstance(content, list):
         return entry
     parts = []
     for part in content:
-        kind = part.get("type", "") if isinstance(part, dict) else ""
-        name = kind.removesuffix("_url") if isinstance(kind, str) else ""
-        if name in SIGN_OF:
-            if kind in part:  # a part without a source takes the next one of the column
-                source = part[kind]
-                url = source.get("url") if isinstance(source, dict) and "url" in source else source
-                lists[name].append(url)
-            part = {"type": "text", "text": f"<{name}>"}
+        kind = _kind(part)
+        if kind is not None:
+            keys = (kind, f"{kind}_url", "url", "path")
+            source = next((part[key] for key in keys if part.get(key) is not None), None)
+            if source is not None:  # one without takes the next of the column
+                named[kind].append(source.get("url") if isinstance(source, dict) else source)
+            part = {"type": "text", "text": f"<{kind}>"}
         parts.append(part)
     return {**entry, "content": parts}
+
+
+def _kind(part: Any) -> Kind | None:
+    name = part.get("type") if isinstance(part, dict) else None
+    return PARTS.get(name) if isinstance(name, str) else None
 
 
 def _signed(conversation: Conversation) -> Conversation:

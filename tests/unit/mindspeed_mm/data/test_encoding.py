@@ -95,6 +95,8 @@ def test_layouts_say_the_same(data):
         data.samples([{"messages": parts}], attr={"formatting": "openai"})[0],
         data.samples([alpaca], attr={"formatting": "alpaca", "history": "turns"})[0],
     ]
+    with pytest.raises(ConfigError, match="names images in its messages and in a column"):
+        data.open([{"messages": parts, "images": ["a.png"]}], attr={"formatting": "openai"})
     by_name = data.samples([talk()], basic={"template": "chatml"})[0]
     assert by_name.ids.tolist() == plain.ids.tolist()[:-1]  # without the last line break
     for other in found:
@@ -107,7 +109,10 @@ def _openai(text, images):
     parts, left = [], list(images)
     for place, piece in enumerate(text.split("<image>")):
         if place:
-            parts.append({"type": "image_url", "image_url": {"url": left.pop(0)}})
+            forms = {"image_url": {"url": left[0]}}, {"image": left[0]}, {"path": left[0]}
+            form = forms[len(left) % 3]
+            parts.append({"type": next(iter(form)).replace("path", "image"), **form})
+            left.pop(0)
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
 
