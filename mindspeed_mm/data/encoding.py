@@ -15,7 +15,8 @@ from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.indexed import Array
 from mindspeed_llm.data.samples import IGNORED, Assembler
-from mindspeed_mm.data.conversations import MediaFormat, RecordReader, Request
+from mindspeed_mm.data.chat import MediaFormat
+from mindspeed_mm.data.conversations import RecordReader, Request
 from mindspeed_mm.data.media import Kind
 from mindspeed_mm.data.options import OWN_TEMPLATES, DatasetOptions
 from mindspeed_mm.data.processor import Expansion, MediaProcessor
