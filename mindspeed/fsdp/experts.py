@@ -36,6 +36,7 @@ class ExpertGroups:
         """Keep this rank's experts, run ep_forward for forward, and shard what is kept."""
         group = self._mesh[EXPERT]
         for child in module.modules():
+            child.expert_part = (group.get_local_rank(), group.size())
             for key, parameter in child.named_parameters(recurse=False):
                 part = parameter.detach().chunk(group.size())[group.get_local_rank()].clone()
                 child.register_parameter(key, nn.Parameter(part, parameter.requires_grad))

@@ -1,12 +1,13 @@
 """First weights for models that were built without any, the same for any number of ranks."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from mindspeed_mm.models.shards import fill
+from mindspeed_mm.models.shards import fill, own_experts
 
 NORMAL = (
     nn.Linear,
@@ -48,7 +49,7 @@ def initialize(model: nn.Module) -> None:
         if not own or all(p in done for p in own.values()):
             continue
         with torch.device("cpu"):
-            whole = {k: nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for k, p in own.items()}
+            whole = {name: nn.Parameter(_whole_like(p, module)) for name, p in own.items()}
         try:
             module._parameters.update(whole)
             init_module(module)
@@ -57,8 +58,29 @@ def initialize(model: nn.Module) -> None:
             module._parameters.update(own)
         for name, parameter in own.items():
             if parameter not in done:
-                fill(parameter, whole[name])
+                fill(parameter, own_experts(module, whole[name]))
                 done.add(parameter)
+    initialize_adapters(model)
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module, names: Container[str] | None = None) -> None:
+    """Fill low-rank adapters as peft does: what they add is zero at first."""
+    for name, parameter in model.named_parameters():
+        if names is not None and name not in names:
+            continue
+        if ".lora_A." in name:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            fill(parameter, nn.init.kaiming_uniform_(whole, a=math.sqrt(5)))
+        elif ".lora_B." in name:
+            parameter.zero_()
+
+
+def _whole_like(parameter: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """Return memory for a parameter as it is without sharding, with the experts of all ranks."""
+    _, ranks = getattr(module, "expert_part", (0, 1))
+    shape = (parameter.shape[0] * ranks, *parameter.shape[1:]) if ranks > 1 else parameter.shape
+    return torch.empty(shape, dtype=parameter.dtype)
 
 
 def _with_rules(module: nn.Module, rule: Any) -> Iterator[tuple[nn.Module, Any]]:

@@ -26,6 +26,12 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
         target.detach().to_local().copy_(aligned(values[box]))
 
 
+def own_experts(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the experts that this rank has, if the ranks share those of a module."""
+    rank, size = getattr(module, "expert_part", (0, 1))
+    return values.chunk(size)[rank] if size > 1 else values
+
+
 @contextmanager
 def meta_parameters() -> Iterator[None]:
     """Build models whose parameters take no memory; buffers, which may be computed, are real."""
@@ -47,11 +53,8 @@ def meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def materialize(model: nn.Module, device: torch.device | None = None) -> None:
-    """Give parameters on meta memory, not numbers; bring all else to the device.
-
-    Without a device: the current one, or host memory for the shards of a model that offloads.
-    """
+def give_memory(model: nn.Module, device: torch.device | None = None) -> None:
+    """Give parameters on meta memory and bring all else to the device; ties stay."""
     tied = _tied(model)
     here = mindspeed.device.current().torch_device
     shards = device or (torch.device("cpu") if _offloads(model) else here)

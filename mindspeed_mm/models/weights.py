@@ -9,13 +9,23 @@ from torch import nn
 from mindspeed.config import ConfigError
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.hf_weights import HfWeights
-from mindspeed_mm.models.initialization import initialize
-from mindspeed_mm.models.shards import fill, materialize, meta_parameters
+from mindspeed_mm.models.initialization import initialize, initialize_adapters
+from mindspeed_mm.models.shards import fill, give_memory, meta_parameters, own_experts
 
 __all__ = ["initialize", "load_pretrained", "materialize", "meta_parameters"]
 
 BASE, ADAPTER = ".base_layer", ".lora_"
 """What peft puts into the names of a layer that has an adapter, and of the adapter."""
+
+
+def materialize(model: nn.Module, device: torch.device | None = None) -> None:
+    """Give parameters on meta memory, not numbers, except adapters; bring all else to the device.
+
+    Without a device: the current one, or host memory for the shards of a model that offloads.
+    """
+    empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    give_memory(model, device)
+    initialize_adapters(model, empty)  # no folder has these
 
 
 def load_pretrained(
@@ -34,8 +44,9 @@ def load_pretrained(
     source.missing = [name for name in source.missing if name not in copied]
     if strict:
         source.check()
+    owners = dict(model.named_modules())
     for name in source.shapes:
-        _put(name, targets[name], source)
+        _put(name, targets[name], owners.get(name.rpartition(".")[0], model), source)
     for name, original in copied.items():
         with torch.no_grad():
             targets[name].copy_(targets[original])
@@ -48,8 +59,8 @@ def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace(BASE, ""): t for name, t in state.items() if ADAPTER not in name}
 
 
-def _put(name: str, target: torch.Tensor, source: HfWeights) -> None:
-    values, folder = source.shapes[name], source.folder.folder
+def _put(name: str, target: torch.Tensor, owner: nn.Module, source: HfWeights) -> None:
+    values, folder = own_experts(owner, source.shapes[name]), source.folder.folder
     if target.shape != values.shape:
         raise ConfigError(
             f"{folder}: {name} has the shape {tuple(values.shape)}, the model makes it "
@@ -60,7 +71,7 @@ def _put(name: str, target: torch.Tensor, source: HfWeights) -> None:
             f"{folder}: {name} holds {values.dtype}, the model {target.dtype}: quantized weights "
             "are not served"
         )
-    fill(target, source.read(name))
+    fill(target, own_experts(owner, source.read(name)))
 
 
 def _untied(

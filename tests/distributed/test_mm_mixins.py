@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,6 +27,7 @@ from mindspeed_mm.models.transformers.base_model import (
 )
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.distributed.mm_models import part, whole_weights
+from tests.distributed.test_fsdp_experts import Model as Mixture
 from tests.mm import tiny
 from tests.ranks import run_ranks
 
@@ -132,6 +134,37 @@ def test_first_weights_do_not_depend_on_the_ranks():
         torch.testing.assert_close(found, alone, rtol=0, atol=0)
 
 
+class MixtureOfExperts(Mixture, MultiModalModule, FSDP2Mixin, WeightInitMixin):
+    pass
+
+
+def share_experts(folder):
+    """Return this rank's part of the experts of a model: first weights, then those of a folder."""
+    with weights.meta_parameters():
+        model = MixtureOfExperts()
+    options = FsdpOptions(expert_parallel_size=2, moe_modules=("experts",), sharding_size="auto")
+    model.fully_shard(fsdp2_config=options)
+    weights.materialize(model)
+    torch.manual_seed(9)
+    model.init_weights()
+    first = whole_weights(model)
+    weights.load_pretrained(model, folder)
+    return first, whole_weights(model)
+
+
+def test_ranks_that_share_experts_have_different_ones(tmp_path):
+    plain = MixtureOfExperts()
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    saved = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    torch.manual_seed(9)
+    plain.init_weights()
+    for rank, found in enumerate(run_ranks(share_experts, 4, str(tmp_path))):
+        for wanted, values in zip((plain.state_dict(), saved), found):
+            for name, tensor in wanted.items():
+                half = tensor.chunk(2)[rank % 2] if name.startswith("experts.") else tensor
+                assert torch.equal(values[name], half), name
+
+
 def three_steps(folder):
     """Adapt, register, use: the third-party model of the document."""
     from transformers import InternVLForConditionalGeneration
@@ -158,8 +191,8 @@ def three_steps(folder):
     }
     model.fully_shard(fsdp2_config=build(FsdpOptions, values))
     weights.materialize(model)
-    weights.initialize(model)
     weights.load_pretrained(model, folder)
+    adapters = {n: t for n, t in whole_weights(model).items() if ".lora_" in n}
     seen = {}
     layer = model.model.model.language_model.layers[0]
     layer.register_forward_pre_hook(lambda m, args: seen.update(input=args[0].dtype))
@@ -170,20 +203,23 @@ def three_steps(folder):
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     seen["kept"] = {p.to_local().dtype for p in model.parameters()}
     seen["reduced"] = {g.to_local().dtype for g in gradients.values()}
-    return seen, float(result["loss"]), list(gradients)
+    return seen, float(result["loss"]), list(gradients), adapters
 
 
 def test_a_third_party_model_in_three_steps(tmp_path):
     folder = tiny.save("internvl", tmp_path)
     plain = tiny.new_model("internvl").bfloat16()
     found = run_ranks(three_steps, 2, folder)
-    for rank, (seen, loss, trained) in enumerate(found):
+    for rank, (seen, loss, trained, adapters) in enumerate(found):
         assert seen["input"] == seen["weight"] == torch.bfloat16
         assert seen["kept"] == seen["reduced"] == {torch.float32}
         batch = part(tiny.batch("internvl"), rank, 1)
         batch["pixel_values"] = batch["pixel_values"].bfloat16()
         assert abs(loss - plain(**batch).loss.item()) < 0.02
-        assert len(trained) == 4 and all(".lora_" in name for name in trained)
+        assert sorted(trained) == sorted(adapters) and len(trained) == 4
+        for name, values in adapters.items():  # they add nothing yet, but can learn
+            assert values.any() == (".lora_A." in name)
+            assert torch.equal(values, found[0][3][name])
 
 
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 16000}

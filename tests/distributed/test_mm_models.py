@@ -29,7 +29,10 @@ CASES = {
     ),
     "frozen eyes, ignored, offloaded": (
         "qwen2_5_vl",
-        {"image_encoder": {"vision_encoder": {"freeze": True}}},
+        {
+            "image_encoder": {"vision_encoder": {"freeze": True}},
+            "init_model_with_meta_device": True,
+        },
         {
             "offload_to_cpu": True,
             "ignored_modules": [EYES["qwen2_5_vl"]],

@@ -39,10 +39,13 @@ class ModelHub:
         if found is None:
             found = cls.MODEL_MAPPINGS.get(hf_config.model_type)
         if found is None:
+            found = _remote(config, hf_config)
+        if found is None:
             raise ConfigError(
                 f"transformers {transformers.__version__} has no "
                 f"{named[0] if named else 'model'} ({hf_config.model_type}): install one that "
-                f"has, or register a class and give its model_id"
+                "has, register a class and give its model_id, or let the folder's own code run "
+                "with trust_remote_code: true"
             )
         return found
 
@@ -51,3 +54,16 @@ class ModelHub:
         if not cls.MODEL_MAPPINGS:
             return "nothing is: decorate a class with @ModelHub.register, or leave model_id out"
         return did_you_mean(model_id, cls.MODEL_MAPPINGS)
+
+
+def _remote(config: Any, hf_config: Any) -> Any:
+    """Return the class that the Python files of a folder define, if they may be run."""
+    named = getattr(hf_config, "auto_map", None) or {}
+    kinds = [kind for kind in named if kind.startswith("AutoModel")]
+    if not config.trust_remote_code or not kinds:
+        return None
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    # Of several, the one with a head: AutoModelForCausalLM, not AutoModel.
+    kind = max(kinds, key=len)
+    return get_class_from_dynamic_module(named[kind], config.init_from_hf_path)

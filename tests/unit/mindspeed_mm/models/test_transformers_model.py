@@ -1,5 +1,7 @@
 """Models of transformers through TransformersModel: the loss, what is trained, what is refused."""
 
+import json
+
 import pytest
 import torch
 
@@ -182,3 +184,26 @@ def test_a_registered_class_is_found_by_its_id(folders, monkeypatch):
         new(folders["internvl"], model_id="mines")
     with pytest.raises(ConfigError, match="mine is taken by Mine"):
         ModelHub.register("mine")(dict)
+
+
+REMOTE = """\
+from transformers import InternVLForConditionalGeneration
+
+
+class ChatModel(InternVLForConditionalGeneration):
+    pass
+"""
+
+
+def test_code_of_a_folder_runs_only_if_it_may(tmp_path):
+    tiny.save("internvl", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["ChatModel"], "auto_map": {"AutoModel": "modeling_chat.ChatModel"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modeling_chat.py").write_text(REMOTE)
+    with pytest.raises(ConfigError, match="has no ChatModel.*trust_remote_code: true"):
+        new(str(tmp_path))
+    model = new(str(tmp_path), trust_remote_code=True)
+    assert type(model.model).__name__ == "ChatModel"
+    expected = tiny.new_model("internvl")(**tiny.batch("internvl")).loss
+    torch.testing.assert_close(model(**tiny.batch("internvl"))["loss"], expected)
