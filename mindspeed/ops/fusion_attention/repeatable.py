@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
@@ -20,11 +21,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) ->
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -> bool:
-    """Say whether torch is asked for the same bits, and both kernels compute this."""
+    """Say whether the same bits are wanted, and both kernels are allowed and compute this."""
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
         and not torch.compiler.is_compiling()
+        and cudnn_sdp_enabled()
+        and flash_sdp_enabled()
         and not dropout
         and q.shape[-1] == v.shape[-1]
         and (not is_causal or q.shape[-2] == k.shape[-2])
