@@ -23,8 +23,8 @@ class Data:
         self._processors = {}
 
     def options(self, records, *, model="qwen2_5_vl", attr=None, basic=None, more=None):
-        path = self.root / "records.json"
-        path.write_text(json.dumps(records))
+        path = self.root / "records.jsonl"
+        path.write_text("\n".join(map(json.dumps, records)))
         values = {
             "attr": attr or {},
             "basic_parameters": {"dataset": str(path), **(basic or {})},

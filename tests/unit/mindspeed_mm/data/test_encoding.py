@@ -1,6 +1,8 @@
 """Records to samples: the tokens and tensors of transformers' own processors, labels of our own."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -117,6 +119,17 @@ def _openai(text, images):
     return parts
 
 
+def test_images_in_a_parquet_file(data):
+    """As Hugging Face writes them: bytes in the record."""
+    pictures = [{"bytes": (data.root / name).read_bytes(), "path": name} for name in IMAGES]
+    table = pa.Table.from_pylist([talk(images=()) | {"images": pictures}])
+    pq.write_table(table, data.root / "rows.parquet")
+    rows = {"dataset": str(data.root / "rows.parquet")}
+    found, plain = (data.samples([talk()], basic=basic)[0] for basic in (rows, {}))
+    assert found.ids.tolist() == plain.ids.tolist()
+    assert torch.equal(*(torch.cat(s.tensors["pixel_values"]) for s in (found, plain)))
+
+
 def test_text_is_cut_and_images_are_not(data):
     whole = data.samples([talk()])[0]
     image = processors.qwen2_5_vl().tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -127,7 +140,7 @@ def test_text_is_cut_and_images_are_not(data):
     shorter = data.samples([talk()], basic={"cutoff_len": answer + 1})[0]
     assert len(shorter) == answer + 1 and len(shorter.tensors["image_grid_thw"]) == 2
     dataset = data.open([talk()], basic={"cutoff_len": first + 3})
-    with pytest.raises(ConfigError, match="json, line 1: the image behind token .* would be cut"):
+    with pytest.raises(ConfigError, match="jsonl, line 1: the image behind token .* would be cut"):
         dataset[0]
     skips = {"cutoff_len": first + 3, "on_bad_record": "skip"}
     (skipped,) = data.open([talk()], basic=skips)[0]
@@ -154,7 +167,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_bad_records_are_named_or_skipped_and_counted(data, message):
     records = [talk(), BAD[message], talk()]
-    with pytest.raises(ConfigError, match=f"records.json, line 1: .*{message}"):
+    with pytest.raises(ConfigError, match=f"records.jsonl, line 2: .*{message}"):
         data.open(records)
     dataset = data.open(records, basic={"on_bad_record": "skip"})
     assert len(dataset) == 2 and message in dataset.skipped[0].reason

@@ -93,7 +93,7 @@ def test_records_left_out_while_training_are_counted(data, caplog):
     loader = build_mm_dataloader(dataset, options(batch_size=1, shuffle=False, num_workers=1))
     labels = [batch["labels"] for batch in loader]
     assert [(one != -100).any().item() for one in labels] == [True, False, True]
-    assert loader.skipped == 1 and "line 1: the image" in caplog.text
+    assert loader.skipped == 1 and "line 2: the image" in caplog.text
     stopping = build_mm_dataloader(data.open(records), options(num_workers=1))
     with pytest.raises(ConfigError, match="broken.png cannot be read"):
         list(stopping)
@@ -111,7 +111,7 @@ def test_validation_set_is_fixed_and_apart(data):
     assert {bytes(one.ids) for row in again for one in row} == texts[1]
     limited = data.open(records, basic={"val_rate": 0.2, "val_max_samples": 1, "max_samples": 10})
     assert [len(part) for part in limited] == [9, 1]
-    path = str(data.root / "records.json")
+    path = str(data.root / "records.jsonl")
     both = data.open(records, basic={"val_dataset": path, "val_max_samples": 3})
     assert [len(part) for part in both] == [20, 3]
 
