@@ -22,6 +22,7 @@ from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, read_metadata
 from mindspeed_llm.training.folders import CheckpointFolders, Progress
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
+from mindspeed_mm.training.stored import StoredForm
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -44,13 +45,14 @@ class FsdpCheckpoints:
     ) -> None:
         self._folders = CheckpointFolders(root) if root else None
         self._model, self._optimizer = model, optimizer
+        self._form = StoredForm()
         self._group: dist.ProcessGroup | None = None
         self._saving: _Save | None = None
 
     def load(self, folder: Path, *, with_optimizer: bool) -> None:
         """Read this rank's shards of a checkpoint that any number of ranks has written."""
         stored = read_metadata(folder)
-        wanted = {MODEL + name: tensor for name, tensor in self._weights(stored).items()}
+        wanted = self._stored(self._weights(stored))
         aliases = {MODEL + a: MODEL + b for a, b in _aliases(self._model).items()}
         state = _matched(wanted, aliases, stored, folder)
         if with_optimizer:
@@ -111,14 +113,17 @@ class FsdpCheckpoints:
             return weights_of(self._model)
         return _once_each(weight_targets(self._model))
 
+    def _stored(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {MODEL + name: self._form.of(tensor) for name, tensor in weights.items()}
+
     def _state(self, with_optimizer: bool) -> dict[str, torch.Tensor]:
-        state = {MODEL + name: tensor for name, tensor in weights_of(self._model).items()}
+        state = self._stored(weights_of(self._model))
         return state | (self._optimizer_state() if with_optimizer else {})
 
     def _optimizer_state(self) -> dict[str, torch.Tensor]:
         known = self._optimizer.state
         return {
-            f"{OPTIMIZER}{name}.{key}": value
+            f"{OPTIMIZER}{name}.{key}": self._form.of(value)
             for name, parameter in self._model.named_parameters()
             for key, value in known.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
@@ -142,7 +147,7 @@ class FsdpCheckpoints:
             if keys and not names & set(keys):
                 del self._optimizer.state[parameter]
                 for key in keys:
-                    del wanted[key]
+                    wanted.pop(key, None)
         return _matched(wanted, {}, {name: stored[name] for name in names}, folder)
 
 

@@ -34,11 +34,6 @@ def check(options: MmOptions, fsdp: FsdpOptions) -> None:
             "offload_to_cpu: true needs ranks that also talk from host memory: give "
             f"--distributed-backend {here.name}:{here.backend},cpu:{host}"
         )
-    if options.save and fsdp.expert_parallel_size > 1:
-        raise ConfigError(
-            f"--save {options.save}: checkpoints of expert_parallel_size: "
-            f"{fsdp.expert_parallel_size} cannot be written yet: leave --save out"
-        )
     if options.load is not None:
         _check_load(options.load)
 

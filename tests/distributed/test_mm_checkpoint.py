@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_mm.training.callbacks import Callbacks
+from tests.distributed.test_fsdp_experts import EXPERTS, HIDDEN, Model
 from tests.drill import Drill, Subject
 from tests.mm import runs
 from tests.ranks import run_ranks
@@ -12,6 +14,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
 
 SHARDED = {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}"]}
 HALF, WHOLE, BATCH = 4, 8, 12
+ALL_APART = {"expert_parallel_size": 4}
 Case = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -48,6 +51,49 @@ def test_other_ranks_and_other_shards_go_on(tmp_path: Path) -> None:
                 torch.testing.assert_close(found[key], tensor, atol=1e-5, rtol=1e-4, msg=key)
     kept = sorted(path.name for path in (tmp_path / "half").glob("*iter_*"))
     assert kept == ["iter_0000002", "iter_0000004"]
+
+
+class ExpertData(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(number))
+
+
+def train_experts(folder: str, cases: dict[str, Case]) -> None:
+    def provide() -> torch.nn.Module:
+        torch.manual_seed(3)
+        return Model()
+
+    def data() -> Any:
+        return torch.utils.data.DataLoader(ExpertData(), batch_size=2), None, None
+
+    def step(batches: Any, model: Any) -> Any:
+        return model(next(batches)).square().mean(), lambda loss: loss
+
+    for name, (changes, fsdp) in cases.items():
+        flags = runs.options(Path(folder) / name, global_batch_size=8, micro_batch_size=2)
+        run = runs.make_run(flags | changes, {"sharding_size": "auto"} | fsdp)
+        runs.train_once(run, Callbacks(provide, data, step))
+
+
+def test_shared_experts_are_whole_in_a_checkpoint(tmp_path: Path) -> None:
+    """Each way to share four experts goes on from another one, to what plain sharding gives."""
+    shared = {"moe_modules": ["experts"], "expert_parallel_size": 2}
+    copied = shared | {"reshard_local_experts": False}
+    cases: dict[str, Case] = {
+        "plain": ({"train_iters": 4}, {}),
+        "shared": ({"train_iters": 2}, shared),
+        "copied": ({"train_iters": 3, "load": f"{tmp_path}/shared"}, copied),
+        "all": ({"train_iters": 4, "load": f"{tmp_path}/copied"}, shared | ALL_APART),
+    }
+    run_ranks(train_experts, 4, str(tmp_path), cases)
+    expected, found = (read_checkpoint(tmp_path / name) for name in ("plain", "all"))
+    assert expected["model.experts.up"].shape[0] == EXPERTS
+    assert expected.keys() == found.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, atol=1e-5, rtol=1e-4, msg=key)
 
 
 def test_three_kills_lose_nothing(tmp_path: Path) -> None:

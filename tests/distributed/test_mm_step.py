@@ -115,6 +115,9 @@ def observe(folder: str) -> dict[str, Any]:
             runs.train_once(run, diary.callbacks())
         hook.remove()
         seen[name] = (diary.events, reductions.count)
+    from megatron.training import get_args as of_megatron
+
+    assert of_megatron() is get_args()
     seen["saved"] = _poisoned(folder, "once", 2, max_nan_iterations=2)
     with pytest.raises(NotANumber, match="in 1 steps up to 2"):
         _poisoned(folder, "stop", 2, max_nan_iterations=1)

@@ -113,7 +113,6 @@ def test_bf16_is_a_policy_of_the_sharding(tmp_path: Path) -> None:
         (["--tensor-model-parallel-size", "2"], {}, 2, "use sharding_size"),
         (["--load", "{empty}"], {}, 1, "--load .*holds no weights"),
         (["--load", "{empty}/nowhere"], {}, 1, "--load .*does not exist"),
-        (["--save", "x"], {"expert_parallel_size": 2, "moe_modules": ["e"]}, 2, "leave --save out"),
         (["--micro-batch-size", "0"], {}, 1, "--micro-batch-size 0: give 1 or more"),
         ([], {"shardng_size": 3}, 1, "shardng_size.*did you mean sharding_size"),
         (["--epochs", "1"], {}, 1, "one of --train-iters and --epochs"),
