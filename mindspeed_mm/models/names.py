@@ -61,9 +61,13 @@ def recipes(model: nn.Module, sources: Iterable[str], names: Iterable[str]) -> l
 
 
 def ignored(model: nn.Module, name: str) -> bool:
-    """Return whether a model says that a tensor it has no place for may be left out."""
+    """Return whether a tensor of a file without a place in the model may be left out.
+
+    The model says so itself, or it is a buffer that older files hold and the model computes.
+    """
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
+    is_buffer = any(name == buffer for buffer, _ in model.named_buffers())
+    return is_buffer or any(re.search(pattern, name) for pattern in patterns)
 
 
 def as_in_transformers(model: Any) -> Any:

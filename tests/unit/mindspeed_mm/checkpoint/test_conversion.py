@@ -15,6 +15,9 @@ from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.mm import tiny
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
 def go(load, save, **options):
     return convert(ConvertOptions(load_dir=str(load), save_dir=str(save), **options))
 

@@ -115,6 +115,13 @@ def test_weights_that_do_not_fit_are_refused(tmp_path, case):
         load_pretrained(model, changed(tmp_path, change))
 
 
+def test_buffers_that_older_files_hold_are_left_out(tmp_path):
+    frequencies = {"language_model.model.rotary_emb.inv_freq": torch.zeros(4)}
+    model = tiny.new_model("internvl")
+    load_pretrained(model, changed(tmp_path, lambda t: t.update(frequencies)))
+    assert model.model.language_model.rotary_emb.inv_freq.all()
+
+
 def test_without_strict_what_fits_is_loaded(tmp_path):
     def change(tensors):
         tensors.pop("multi_modal_projector.linear_1.bias")
