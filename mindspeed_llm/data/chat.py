@@ -45,8 +45,7 @@ class TemplateFormat:
         self._reasons = template.entry.template_class == "ReasoningTemplate"
         self._thinking = thinking
         # Few prompts differ in more than the question: what is the same is put together once.
-        self._first = lru_cache(FORMS)(self._first_prompt)
-        self._later = lru_cache(FORMS)(self._later_prompt)
+        self._prompt = lru_cache(FORMS)(self._make_prompt)
         self._answer = Form(template.assistant)
         self.eos_id = template.eos_id
         self.stop_ids = template.stop_ids
@@ -64,12 +63,8 @@ class TemplateFormat:
         late_eos = self._entry.efficient_eos and self.eos_id is not None
         for turn, (asked, answer) in enumerate(zip_longest(messages[::2], messages[1::2])):
             thoughts, text = self._think(answer)
-            is_tool = asked.role == "observation"
-            form = (
-                self._later(is_tool, thoughts)
-                if turn
-                else self._first(is_tool, thoughts, system, tools)
-            )
+            opening = None if turn else (system, tools)
+            form = self._prompt(opening, asked.role == "observation", thoughts)
             values = {"content": asked.content, "idx": str(turn)}
             first_label = self.eos_id if late_eos and turn else None
             pieces.append(Piece(form.fill(values), False, first_label))
@@ -79,18 +74,16 @@ class TemplateFormat:
             pieces.append(Piece([self.eos_id], True))  # type: ignore[list-item]
         return pieces
 
-    def _first_prompt(self, is_tool: bool, thoughts: str, system: str, tools: str) -> Form:
-        template, said = self._template, self._system(system, tools)
-        stretch = template.observation if is_tool else template.user
-        opening = Form(template.prefix).fill({})
-        if self._entry.template_class == "Llama2Template":
-            return Form([*opening, *put_before_content(stretch, said), thoughts])
-        return Form([*opening, *said, *stretch, thoughts])
-
-    def _later_prompt(self, is_tool: bool, thoughts: str) -> Form:
+    def _make_prompt(self, opening: tuple[str, str] | None, is_tool: bool, thoughts: str) -> Form:
+        """Prepare a prompt; the first of a conversation opens with its system text and tools."""
         template = self._template
         stretch = template.observation if is_tool else template.user
-        return Form([*Form(template.separator).fill({}), *stretch, thoughts])
+        if opening is None:
+            return Form([*Form(template.separator).fill({}), *stretch, thoughts])
+        system = self._system(*opening)
+        if self._entry.template_class == "Llama2Template":
+            stretch, system = put_before_content(stretch, system), []
+        return Form([*Form(template.prefix).fill({}), *system, *stretch, thoughts])
 
     def _system(self, given: str, given_tools: str) -> list[Part]:
         default = self._entry.default_system
@@ -104,10 +97,10 @@ class TemplateFormat:
 
     def _think(self, answer: Message | None) -> tuple[str, str]:
         """Return what of the thoughts goes to the prompt, and the text of the answer."""
-        opening, closing = self._entry.thought_words
         text = answer.content if answer else ""
         if not self._reasons:
             return "", text
+        opening, closing = self._entry.thought_words
         start, end = text.find(opening.strip()), text.find(closing.strip())
         has_thoughts = 0 <= start < end
         if has_thoughts and self._thinking == "false":

@@ -124,7 +124,7 @@ class _Gigatoken:
             return None
         content = facts.backend if parse_special else _without_special(facts.backend)
         try:
-            return gigatoken.Tokenizer.from_json(content)
+            return gigatoken.Tokenizer.from_json(content).backend
         except Exception as error:  # noqa: BLE001 (whatever it does not like, we do without it)
             reason = str(error).strip().splitlines() or [type(error).__name__]
             logger.info("gigatoken cannot take this tokenizer (%s): it is not used", reason[0])

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ _worker: Worker | None = None
 
 def encode_blocks(
     plan: Plan, blocks: Iterable[Block], processes: int, let_go: Callable[[], None]
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield the blocks in order, each with its tokens; with one process it is this one.
 
     A worker that is a copy of this process calls `let_go`: it gives up what only one may hold.
@@ -40,7 +40,8 @@ def encode_blocks(
         worker = make_worker(plan)
         yield from ((block, worker(block)) for block in blocks)
         return
-    with _no_threads_in_tokenizers(), _make_pool(plan, processes, let_go) as pool:
+    with _no_threads_in_tokenizers():
+        pool = _make_pool(plan, processes, let_go)
         try:
             yield from _in_order(pool, blocks, processes * AHEAD)
         except BrokenProcessPool:
@@ -48,7 +49,7 @@ def encode_blocks(
                 "a worker process ended by itself (was it out of memory?): use fewer --workers"
             ) from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _make_pool(plan: Plan, processes: int, let_go: Callable[[], None]) -> ProcessPoolExecutor:

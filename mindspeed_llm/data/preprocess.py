@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -111,33 +112,35 @@ class _Run:
             return self._summary
         started = time.monotonic() - self._summary.seconds
         self._writers = self._open_writers(self._workspace.state.get("sizes", {}))
-        for _ in self._encode():
-            self._summary.seconds = time.monotonic() - started
-            if self._report is not None:
-                self._report(self._summary, self._bytes)
+        with closing(self._encode()) as blocks_done:
+            for _ in blocks_done:
+                self._summary.seconds = time.monotonic() - started
+                if self._report is not None:
+                    self._report(self._summary, self._bytes)
         self._save()
         self._finish()
         self._summary.seconds = time.monotonic() - started
         return self._summary
 
-    def _encode(self) -> Iterator[None]:
+    def _encode(self) -> Generator[None, None, None]:
         """Write block after block; yield after each."""
         columns = list(self._plan.columns.names.values())
         todo = islice(blocks(self._sources, columns, self._block_bytes), self._done, None)
+        let_go = self._workspace.release
         saved = told = time.monotonic()
         told_records, interval = 0, self._options.log_interval
-        let_go = self._workspace.release
-        for block, encoded in encode_blocks(self._plan, todo, self._processes(), let_go):
-            self._take(block, encoded)
-            yield
-            now = time.monotonic()
-            if now - saved >= self._save_seconds:
-                self._save()
-                saved = now
-            fresh = self._summary.records - told_records
-            if self._report is None and now - told > TELL_SECONDS and fresh >= interval:
-                told, told_records = now, self._summary.records
-                logger.info("%d records, %d tokens", told_records, self._summary.tokens)
+        with closing(encode_blocks(self._plan, todo, self._processes(), let_go)) as results:
+            for block, encoded in results:
+                self._take(block, encoded)
+                yield
+                now = time.monotonic()
+                if now - saved >= self._save_seconds:
+                    self._save()
+                    saved = now
+                fresh = self._summary.records - told_records
+                if self._report is None and now - told > TELL_SECONDS and fresh >= interval:
+                    told, told_records = now, self._summary.records
+                    logger.info("%d records, %d tokens", told_records, self._summary.tokens)
 
     def close(self) -> None:
         """Let go of the files."""

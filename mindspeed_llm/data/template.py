@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -198,23 +197,36 @@ class Form:
 
     def __init__(self, stretch: Iterable[Part | Field]) -> None:
         self._parts: list[Part] = []
-        self._gaps: list[tuple[int, tuple[str | Field, ...]]] = []
-        for is_text, group in groupby(stretch, lambda part: not isinstance(part, int)):
-            parts: tuple[Any, ...] = tuple(group)
-            if is_text and any(isinstance(part, Field) for part in parts):
-                self._gaps.append((len(self._parts), parts))
-                parts = ("",)
-            elif is_text:
-                parts = tuple(filter(None, ["".join(parts)]))
-            self._parts.extend(parts)
+        self._gaps: dict[int, list[tuple[str, str]]] = {}
+        """The parts with fields: the name of each, and the text behind it."""
+        for part in stretch:
+            if isinstance(part, int):
+                self._parts.append(part)
+            elif part != "":
+                self._add(part)
+
+    def _add(self, part: str | Field) -> None:
+        if not self._parts or isinstance(self._parts[-1], int):
+            self._parts.append("")
+        place = len(self._parts) - 1
+        if isinstance(part, Field):
+            self._gaps.setdefault(place, []).append((part.name, ""))
+        elif place in self._gaps:
+            name, text = self._gaps[place][-1]
+            self._gaps[place][-1] = (name, text + part)
+        else:
+            self._parts[place] += part  # type: ignore[operator]
 
     def fill(self, values: Mapping[str, str]) -> list[Part]:
         """Put values in the places of the fields; texts that are empty are left out."""
-        parts = self._parts.copy()
-        for place, gap in self._gaps:
-            texts = [values.get(p.name, "") if isinstance(p, Field) else p for p in gap]
-            parts[place] = "".join(texts)
-        return [part for part in parts if part != ""] if "" in parts else parts
+        parts, has_empty = self._parts.copy(), False
+        for place, fields in self._gaps.items():
+            text = parts[place]
+            for name, behind in fields:
+                text = f"{text}{values.get(name, '')}{behind}"
+            parts[place] = text
+            has_empty = has_empty or not text
+        return [part for part in parts if part != ""] if has_empty else parts
 
 
 def put_before_content(stretch: Stretch, front: Sequence[Part]) -> Stretch:

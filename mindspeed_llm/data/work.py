@@ -25,7 +25,7 @@ from mindspeed_llm.data.summary import BlockCounts
 from mindspeed_llm.data.template import Template, TemplateEntry
 from mindspeed_llm.data.tokenizer import TokenizerFacts
 
-CHECKED_FIRST, CHECKED_LATER = 50_000, 500
+CHECKED_FIRST, CHECKED_LATER = 50_000, 250
 """Characters of the first and of later blocks on which the accelerator is compared."""
 
 

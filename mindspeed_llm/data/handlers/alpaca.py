@@ -50,14 +50,16 @@ class AlpacaStyleInstructionHandler(Handler):
         return [self._write(self._conversation(record, answer).check())]
 
     def _conversation(self, record: Record, *answer: Message) -> Conversation:
-        asked = [self._text(record, role) for role in ("prompt", "query")]
-        question = "\n".join(filter(None, asked)) if len(asked) > 1 else asked[0]
+        prompt, query = self._text(record, "prompt"), self._text(record, "query")
+        question = f"{prompt}\n{query}" if prompt and query else prompt or query
         messages = (*self._history(record), Message("user", question), *answer)
-        return Conversation(messages, system=self._text(record, "system"))
+        return Conversation(messages, self._text(record, "system"))
 
     def _history(self, record: Record) -> list[Message]:
         column = self._columns["history"]
-        turns = (record.get(column) if column else None) or []
+        turns = record.get(column) if column else None
+        if not turns:
+            return []
         if not isinstance(turns, list) or any(
             not isinstance(turn, list) or len(turn) != 2 for turn in turns
         ):

@@ -114,9 +114,11 @@ class Handler(ABC):
 
     def _text(self, record: Record, role: str) -> str:
         """Return the text of a column; null and a column that is not there are empty."""
-        column = self._columns[role]
-        value = record.get(column) if column else None
-        if value is None and column and column not in record and role in self.required:
+        column = self._columns.names.get(role)
+        if not column:
+            return ""
+        value = record.get(column)
+        if value is None and column not in record and role in self.required:
             raise MalformedRecord(f"has no {column}; it has {', '.join(record) or 'nothing'}")
         return as_text(value, column)
 

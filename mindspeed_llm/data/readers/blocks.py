@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from mindspeed.config import ConfigError
@@ -68,7 +69,8 @@ def read(block: Block) -> tuple[Iterator[Row], int]:
     parse = _parse_text if block.source.format == "txt" else _parse_object
     parsed = ((number, parse(line)) for number, line in enumerate(_lines(data, rest), 1))
     rows = ((number, row) for number, row in parsed if row is not None)
-    return rows, data.count(b"\n") + rest.count(b"\n")
+    breaks = np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n"))
+    return rows, int(breaks) + rest.count(b"\n")
 
 
 def _lines(data: bytes, rest: bytes) -> Iterator[bytes | memoryview]:

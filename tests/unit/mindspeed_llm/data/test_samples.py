@@ -1,0 +1,93 @@
+"""Whole blocks at once give what going through each sequence, piece and part would give."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_llm.data import samples
+from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.encoder import TextEncoder
+from mindspeed_llm.data.samples import IGNORED, Assembler, Batch, EncodedPiece, learns_to_end
+from mindspeed_llm.data.template import Field, Form
+from mindspeed_llm.data.tokenizer import facts_of
+from tests.small_tokenizers import byte_level, metaspace
+
+ids = st.lists(st.integers(0, 60000), max_size=4)
+parts = st.lists(ids.map(lambda found: np.array(found, np.uint32)), max_size=3)
+pieces = st.builds(EncodedPiece, parts, st.booleans(), st.none() | st.integers(0, 9))
+tracks = st.lists(st.tuples(st.lists(pieces, max_size=4), st.booleans()), max_size=5)
+
+
+def labelled(track):
+    """The ids and labels of one sequence, token by token."""
+    found, labels = [], []
+    for parts, is_answer, first_label in track:
+        piece = [int(one) for part in parts for one in part]
+        own = piece if is_answer else [IGNORED] * len(piece)
+        if piece and first_label is not None:
+            own = [first_label, *own[1:]]
+        found += piece
+        labels += own
+    return found, labels
+
+
+@settings(max_examples=200, deadline=None)
+@given(tracks=tracks)
+def test_a_batch_is_its_sequences(tracks):
+    chosen = np.array([is_chosen for _, is_chosen in tracks], bool)
+    batch = Batch.of([track for track, _ in tracks], np.dtype("<u2"))
+    right = [labelled(track) for track, is_chosen in tracks if is_chosen]
+    joined = batch.join(chosen)
+    assert joined.ids.dtype == "<u2" and joined.column("ones").tolist() == [1] * len(joined.ids)
+    assert joined.ids.tolist() == [one for found, _ in right for one in found]
+    assert joined.column("labels").tolist() == [one for _, labels in right for one in labels]
+    assert joined.lengths.tolist() == [len(found) for found, _ in right]
+    assert batch.sizes.tolist() == [len(labelled(track)[0]) for track, _ in tracks]
+    counts, last = joined.count_learnt()
+    assert counts.tolist() == [sum(one != IGNORED for one in labels) for _, labels in right]
+    for end, (_, labels) in zip(last.tolist(), right):
+        assert learns_to_end(np.array(labels), {end}) or not any(n != IGNORED for n in labels)
+
+
+texts = st.sampled_from(["", " ", "The quick", " brown", "42", "x" * 300, "</s>"])
+some = st.lists(texts.filter(bool) | st.integers(1, 9), max_size=4)
+written = st.lists(st.builds(Piece, some, st.booleans(), st.none()), max_size=3)
+TOKENIZERS = {"bytes": byte_level(), "first": metaspace("first"), "always": metaspace("always")}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("remembered", [3, 20_000])
+@settings(max_examples=25, deadline=None)
+@given(blocks=st.lists(st.lists(written, max_size=3), max_size=4))
+def test_what_is_remembered_changes_nothing(kind, remembered, blocks):
+    encoder = TextEncoder(facts_of(TOKENIZERS[kind]), parse_special=False, accelerate=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "REMEMBERED", remembered)
+        assembler = Assembler(encoder)
+        for block in blocks:
+            found = [[piece.parts for piece in track] for track in assembler.encode(block)]
+            fresh = [[piece.parts for piece in Assembler(encoder).encode([t])[0]] for t in block]
+            assert str(found) == str(fresh)
+
+
+fields = st.sampled_from(["content", "idx"]).map(Field)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    stretch=st.lists(fields | st.sampled_from(["", "a", "b "]) | st.integers(0, 3), max_size=8),
+    content=st.sampled_from(["", "c", "d e"]),
+)
+def test_a_form_joins_texts_that_touch(stretch, content):
+    values = {"content": content}
+    right = []
+    for part in stretch:
+        part = values.get(part.name, "") if isinstance(part, Field) else part
+        if isinstance(part, str) and right and isinstance(right[-1], str):
+            right[-1] += part
+        else:
+            right.append(part)
+    form = Form(stretch)
+    assert form.fill(values) == [part for part in right if part != ""]
+    assert form.fill(values) == form.fill(values), "filling leaves no trace"
