@@ -22,7 +22,7 @@ from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
 from mindspeed_mm.models.ulysses import ContextParallel
 from mindspeed_mm.models.weights import load_pretrained, meta_parameters
 
-NEEDED = ("logits", "aux_loss")
+NEEDED = ("loss", "logits", "aux_loss")
 
 
 class TransformersModel(MultiModalModule):
@@ -59,11 +59,16 @@ class TransformersModel(MultiModalModule):
 
     def set_context_parallel_group(self, group: ProcessGroup) -> None:
         """Share every sequence among the ranks of a group, which are all given the same batch."""
-        kind = self.config.loss_cfg.loss_type
-        if group.size() > 1 and kind in ("per_sample_loss", "square_loss"):
+        loss = self.config.loss_cfg
+        if group.size() > 1 and loss.loss_type in ("per_sample_loss", "square_loss"):
             raise ConfigError(
-                f"loss_type: {kind} needs whole samples: use default or per_token_loss with "
-                "context_parallel_size > 1"
+                f"loss_type: {loss.loss_type} needs whole samples: use default or per_token_loss "
+                "with context_parallel_size > 1"
+            )
+        if group.size() > 1 and loss.router_aux_loss_coef:
+            raise ConfigError(
+                f"router_aux_loss_coef: {loss.router_aux_loss_coef} needs whole sequences: use 0 "
+                "with context_parallel_size > 1"
             )
         self._parallel = ContextParallel(self.model, group)
 
@@ -163,7 +168,9 @@ def _build(model_class: Any, hf_config: Any) -> Any:
 
 
 def _only_needed(model: nn.Module, args: Any, output: Any) -> Any:
-    """Let go of features and the like, which FSDP2 would otherwise prepare a backward pass for."""
+    """In training, let go of features, which FSDP2 would otherwise prepare a backward pass for."""
+    if not model.training or not isinstance(output, dict):
+        return output
     return type(output)(**{name: output[name] for name in NEEDED if name in output})
 
 

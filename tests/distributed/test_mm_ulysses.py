@@ -86,7 +86,17 @@ def too_many(folder):
     model = TransformersModel(config)
     with pytest.raises(ConfigError, match="does not divide the 4 attention heads.*use 1, 2, 4"):
         model.set_context_parallel_group(dist.group.WORLD)
+    for loss, said in REFUSED.items():
+        model.config = build(ModelConfig, {"loss_cfg": dict([loss])})
+        with pytest.raises(ConfigError, match=said):
+            model.set_context_parallel_group(dist.group.WORLD)
 
 
-def test_heads_have_to_be_divided(tmp_path):
+REFUSED = {
+    ("loss_type", "square_loss"): "loss_type: square_loss needs whole samples",
+    ("router_aux_loss_coef", 0.1): "router_aux_loss_coef: 0.1 needs whole sequences",
+}
+
+
+def test_what_cannot_be_shared_is_told(tmp_path):
     run_ranks(too_many, 3, tiny.save("internvl", tmp_path))

@@ -14,7 +14,6 @@ from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.mm import tiny
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
