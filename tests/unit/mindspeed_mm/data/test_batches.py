@@ -76,7 +76,7 @@ def test_padding_changes_nothing(model, data, alone):
 
 
 def test_packed_samples_do_not_see_each_other(model, data, alone):
-    basic = {"packing": True, "cutoff_len": 96}
+    basic = {"packing": True, "cutoff_len": 96, "preprocessing_num_workers": 1}
     dataset = data.open(RECORDS, model=model.folder, basic=basic)
     assert len(dataset) < len(RECORDS)
     for size in (1, 2):
@@ -84,6 +84,15 @@ def test_packed_samples_do_not_see_each_other(model, data, alone):
         assert "attention_mask" not in found[0] and found[0]["input_ids"].shape[0] == 1
         total = sum(run(model, batch)[0] for batch in found)
         assert total == pytest.approx(sum(alone), rel=1e-12)
+
+
+def test_nothing_is_learnt_across_packed_samples(model, data):
+    """With questions learnt too, the first token of a sample could be asked of the one before."""
+    basic = {"train_on_prompt": True, "cutoff_len": 96}
+    apart = batches(data.open(RECORDS, model=model.folder, basic=basic), 1)
+    packed = data.open(RECORDS, model=model.folder, basic=basic | {"packing": True})
+    losses = [sum(run(model, batch)[0] for batch in found) for found in (apart, batches(packed, 1))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 def test_a_batch_without_samples_has_nothing_to_learn(model, data):
