@@ -1,5 +1,6 @@
 """The tensors of a Hugging Face folder, mapped and not read."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ LET_GO = 256 << 20
 class HfFolder:
     """Views of all tensors by name; `files` says which file each is in."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, torch.Tensor] = {}
         self.files: dict[str, str] = {}

@@ -32,7 +32,7 @@ class Recipe:
         return self.convert(tensors)
 
 
-def recipes(model: nn.Module, sources: Iterable[str], names: Iterable[str]) -> list[Recipe]:
+def recipes(model: nn.Module | None, sources: Iterable[str], names: Iterable[str]) -> list[Recipe]:
     """Return what becomes of the tensors of a folder; `names` are those of the model."""
     plain = as_in_transformers(model)
     if plain is None:
@@ -46,6 +46,7 @@ def recipes(model: nn.Module, sources: Iterable[str], names: Iterable[str]) -> l
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
     known = dict.fromkeys(names, True)
     found: dict[str, Recipe] = {}
+    converted: dict[str, _Converting] = {}
     for source in sorted(sources, key=dot_natural_key):
         name, pattern = rename_source_key(
             source, renamings, converters, plain.base_model_prefix, known
@@ -53,10 +54,9 @@ def recipes(model: nn.Module, sources: Iterable[str], names: Iterable[str]) -> l
         if pattern is None:
             found[source] = Recipe([source], name)
             continue
-        if name not in found:
-            found[name] = Recipe([], convert=_Converting(plain, by_pattern[pattern], name, {}))
-        found[name].sources.append(source)
-        found[name].convert.patterns[source] = pattern
+        converting = converted.setdefault(name, _Converting(plain, by_pattern[pattern], name, {}))
+        converting.patterns[source] = pattern
+        found.setdefault(name, Recipe([], convert=converting)).sources.append(source)
     return list(found.values())
 
 

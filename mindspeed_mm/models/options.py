@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from mindspeed.config import Options
 from mindspeed.fsdp import Pattern
 
-CHUNKS = {"default": None, "chunk": 1024, "dynamic_chunk": 4096}
+CHUNKS = {"chunk": 1024, "dynamic_chunk": 4096}
 
 
 class LossConfig(Options):
@@ -27,10 +27,9 @@ class LossConfig(Options):
     """Weight of the load-balancing loss of models with experts."""
 
     @property
-    def chunk(self) -> int | None:
-        """Positions or tokens of a chunk, None for all at once."""
-        default = CHUNKS[self.compute_mode]
-        return self.chunk_size or default if default else None
+    def chunk(self) -> int:
+        """Positions or tokens of a chunk, in the modes that have chunks."""
+        return self.chunk_size or CHUNKS[self.compute_mode]
 
     @model_validator(mode="after")
     def _chunk_is_used(self) -> "LossConfig":

@@ -17,7 +17,7 @@ PROJECTORS = (
     "visual.deepstack_merger_list",
     "mlp1",
 )
-DECODER = ("language_model", "lm_head")
+DECODER, HEAD = ("language_model",), ("lm_head",)
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
@@ -38,7 +38,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
     if config.text_decoder.freeze:
         decoder = _parts(model, DECODER)
         _must_be_there("text_decoder", decoder, DECODER)
-        for module in decoder:
+        for module in [*decoder, *_parts(model, HEAD)]:
             module.requires_grad_(False)
 
 

@@ -71,20 +71,19 @@ class ContextParallel:
         repeats = self.size // math.gcd(self.size, key.shape[1])
         if repeats > 1:  # fewer key heads than ranks: some ranks share one
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        query, key, value = (self._to_heads(t) for t in (query, key, value))
+        query, key, value = (self._turn(t) for t in (query, key, value))
         seen = _Seen(module, query.shape[1] // key.shape[1])
         output, weights = inner(seen, query, key, value, *args, **kwargs)
-        return self._to_sequence(output), weights
+        return self._turn(output), weights
 
-    def _to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn (B, N, s, D) into (B, n, S, D)."""
-        parts = x.unflatten(1, (self.size, -1)).movedim(1, 0)
-        return _Exchange.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+    def _turn(self, x: torch.Tensor) -> torch.Tensor:
+        """Share dimension 1 among the ranks and join dimension 2 from all of them.
 
-    def _to_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn (B, S, n, D) into (B, s, N, D)."""
+        (B, N, s, D) becomes (B, n, S, D), and (B, S, n, D) becomes (B, s, N, D).
+        """
         parts = x.unflatten(1, (self.size, -1)).movedim(1, 0)
-        return _Exchange.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+        received: torch.Tensor = _Exchange.apply(parts, self.group)
+        return received.movedim(0, 2).flatten(2, 3)
 
     def _cut_sequence(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if args:
