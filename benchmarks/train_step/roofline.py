@@ -17,12 +17,12 @@ def roofline(shape, batch, clock):
 
 
 def short(work):
-    """Return the seconds of one `work`, at the clocks of a device that did little before."""
+    """Return the seconds of one `work`, of ten in a row."""
     return _seconds(work, warm_up=3, repeats=10)
 
 
 def sustained(work):
-    """Return the seconds of one `work` in a long row of them, at the clocks that power allows."""
+    """Return the seconds of one `work` in a row that has lasted long: clocks may have fallen."""
     count = max(10, round(0.3 / short(work)))
     return _seconds(work, warm_up=count, repeats=count)
 
