@@ -1,12 +1,9 @@
 """With --npu-deterministic, two runs and a resumed run give the same bits on the GPU."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.launched import last_lines
+
 STEPS = 6
 SCRIPT = """
 import sys
@@ -29,17 +26,7 @@ torch.distributed.destroy_process_group()
 
 
 def run(spec, folder, first, last):
-    script = folder / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SCRIPT}")
-    command = [sys.executable, "-m", "mindspeed", "run", "--timeout", "120", str(script)]
-    done = subprocess.run(
-        [*command, spec, str(folder), str(first), str(last)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    losses, weights = done.stdout.splitlines()[-2:]
+    losses, weights = last_lines(folder, SCRIPT, spec, folder, first, last, lines=2)
     return [float(loss) for loss in losses.strip("[]").split(",")], weights
 
 

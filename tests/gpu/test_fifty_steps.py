@@ -1,14 +1,12 @@
 """Fifty steps of level 2 are fifty steps of level 0 within the noise of bfloat16, on the GPU."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.gpu.launched import last_lines
+
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json
 import sys
@@ -28,12 +26,8 @@ torch.distributed.destroy_process_group()
 
 
 def run(folder, spec, level):
-    script = folder / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SCRIPT}")
-    command = [sys.executable, "-m", "mindspeed", "run", "--timeout", "240", str(script)]
-    done = subprocess.run([*command, spec, str(level)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    (line,) = last_lines(folder, SCRIPT, spec, level)
+    return json.loads(line)
 
 
 @pytest.mark.parametrize("spec", ["local", "te"])

@@ -1,12 +1,10 @@
 """The launcher with the GPU's own backend: it works on loopback, and listens nowhere else."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.launched import last_lines
 
 _SCRIPT = """
 import torch
@@ -25,13 +23,5 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.gpu
 def test_the_gpu_backend_stays_on_loopback(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{_SCRIPT}")
-    done = subprocess.run(
-        [sys.executable, "-m", "mindspeed", "run", "--timeout", "120", str(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "nccl [1.0, 1.0, 1.0] ['127.0.0.1']"
+    (line,) = last_lines(tmp_path, _SCRIPT)
+    assert line == "nccl [1.0, 1.0, 1.0] ['127.0.0.1']"
