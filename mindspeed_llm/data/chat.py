@@ -12,7 +12,7 @@ from mindspeed_llm.data.template import Form, Part, Template, put_before_content
 from mindspeed_llm.data.tools import read_calls, tool_lines
 
 Thinking = Literal["true", "false", "none"]
-FORMS = 1000
+FORMS = 100
 """How many forms of prompts are remembered: those of as many system prompts."""
 
 
