@@ -64,11 +64,17 @@ class GroupedGemmStandIn(_StandIn):
 
 
 class MegatronTrainingStandIn(_StandIn):
-    """get_model and the null tokenizer, which megatron-core wheels before 0.19 leave out."""
+    """get_model, which wheels before megatron-core 0.19 lack, and the tokenizer that 0.19 lacks.
+
+    The second name only counts where the first is real.
+    """
 
     name = "megatron_training_stand_in"
     title = "Stand-in for megatron.training"
-    served = {"megatron.training": "mindspeed.compat.megatron_training"}
+    served = {
+        "megatron.training": "mindspeed.compat.megatron_training",
+        "megatron.training.tokenizer": "mindspeed.compat.megatron_training.tokenizer",
+    }
 
 
 class TritonModuleStandIns(_StandIn):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,19 @@ def get_model(
     if wrap_with_ddp:
         chunks = [_data_parallel(config, chunk, index) for index, chunk in enumerate(chunks)]
     return chunks
+
+
+def wrap_get_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Build by the model's own configuration where Megatron's arguments were never parsed."""
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import global_vars
+
+        has_arguments = getattr(global_vars, "_GLOBAL_ARGS", None) is not None
+        return (original if has_arguments else get_model)(*args, **kwargs)
+
+    return build
 
 
 def _build_chunks(
