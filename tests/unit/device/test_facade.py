@@ -208,11 +208,13 @@ def test_other_libraries_hear_the_truth(cpu, facades, file):
     megatron, library = types.ModuleType("megatron.fake"), types.ModuleType("somelibrary")
     exec(compile(answer, "/anywhere/megatron/fake.py", "exec"), vars(megatron))
     exec(compile(answer, file, "exec"), vars(library))
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
+    truth = subprocess.check_output(asked, text=True).strip() == "True"
     with contextlib.ExitStack() as stack:
         for _ in range(facades):
             stack.enter_context(Facade(cpu))
         assert megatron.ask() == (True, "torch.cuda.FloatTensor", True)
-        assert library.ask() == (torch.version.cuda is not None, "torch.FloatTensor", False)
+        assert library.ask() == (truth, "torch.FloatTensor", False)
 
 
 def test_copies_taken_by_megatron_before_are_found_and_given_back(cpu):
