@@ -36,7 +36,7 @@ def test_other_ranks_and_other_shards_go_on(tmp_path: Path) -> None:
         "same": (go_on(tmp_path), {}),
         "copies": (go_on(tmp_path), {"sharding_size": 2, "reshard_after_forward": False}),
     }
-    run_ranks(train_cases, 4, str(tmp_path), cases)
+    run_ranks(train_cases, 4, str(tmp_path), cases, timeout=240)
     run_ranks(train_cases, 2, str(tmp_path), {"two": (go_on(tmp_path), {})})
     run_ranks(train_cases, 3, str(tmp_path), {"three": (go_on(tmp_path), {"sharding_size": 1})})
     expected = read_checkpoint(tmp_path / "whole")
@@ -88,7 +88,7 @@ def test_shared_experts_are_whole_in_a_checkpoint(tmp_path: Path) -> None:
         "copied": ({"train_iters": 3, "load": f"{tmp_path}/shared"}, copied),
         "all": ({"train_iters": 4, "load": f"{tmp_path}/copied"}, shared | ALL_APART),
     }
-    run_ranks(train_experts, 4, str(tmp_path), cases)
+    run_ranks(train_experts, 4, str(tmp_path), cases, timeout=240)
     expected, found = (read_checkpoint(tmp_path / name) for name in ("plain", "all"))
     assert expected["model.experts.up"].shape[0] == EXPERTS
     assert expected.keys() == found.keys()

@@ -141,7 +141,7 @@ def _trace(folder: str) -> None:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    return folder, run_ranks(observe, 2, str(folder))[0]
+    return folder, run_ranks(observe, 2, str(folder), timeout=240)[0]
 
 
 @pytest.mark.parametrize("form", ["short", "full"])

@@ -48,28 +48,32 @@ def train_user(folder: str, rows: dict[str, dict[str, Any]], changes: dict[str, 
         runs.train_once(runs.make_run(flags, fsdp), runs.user_callbacks())
 
 
-def check(folder: Path, expected: tuple[list[float], dict[str, torch.Tensor]]) -> None:
-    losses, weights = runs.outcome(folder)
-    assert losses == pytest.approx(expected[0], abs=1e-5), folder.name
-    assert weights.keys() == expected[1].keys()
-    for name, value in expected[1].items():
-        torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=0, msg=f"{folder} {name}")
+def check(folder: Path, expected: runs.Outcome) -> None:
+    found = runs.outcome(folder)
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5), folder.name
+    # Clipping and Adam would hide gradients of another scale.
+    assert found.norms == pytest.approx(expected.norms, rel=1e-4), folder.name
+    assert found.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        assert (found.weights[name] - value).abs().max() < 1e-5, (folder.name, name)
 
 
 @pytest.fixture(scope="module")
-def user() -> tuple[list[float], dict[str, torch.Tensor]]:
+def user() -> runs.Outcome:
     torch.manual_seed(7)
     return runs.plain_loop(runs.UserModel(), runs.UserData(), runs.user_loss)
 
 
-def test_every_row_of_the_table(tmp_path: Path, user: Any) -> None:
-    run_ranks(train_user, 2, str(tmp_path), ROWS | {"together": TOGETHER}, {})
+def test_every_row_of_the_table(tmp_path: Path, user: runs.Outcome) -> None:
+    run_ranks(train_user, 2, str(tmp_path), ROWS | {"together": TOGETHER}, {}, timeout=280)
     for name in (*ROWS, "together"):
         check(tmp_path / name, user)
 
 
-def test_copies_of_shards(tmp_path: Path, user: Any) -> None:
-    run_ranks(train_user, 4, str(tmp_path), {"hsdp": TOGETHER | {"sharding_size": 2}}, {})
+def test_copies_of_shards(tmp_path: Path, user: runs.Outcome) -> None:
+    run_ranks(
+        train_user, 4, str(tmp_path), {"hsdp": TOGETHER | {"sharding_size": 2}}, {}, timeout=280
+    )
     check(tmp_path / "hsdp", user)
 
 
@@ -106,8 +110,9 @@ def test_models_of_transformers(tmp_path: Path, name: str) -> None:
             {"context_parallel_size": 2},
         ),
     }
-    run_ranks(train_tiny, 2, str(tmp_path), name, model, cases)
+    run_ranks(train_tiny, 2, str(tmp_path), name, model, cases, timeout=280)
     plain = tiny.new_model(name).train()
-    losses, weights = runs.plain_loop(plain, runs.TinyData(name), lambda m, b: m(**b).loss)
+    expected = runs.plain_loop(plain, runs.TinyData(name), lambda m, b: m(**b).loss)
+    expected.weights = {f"model.{key}": value for key, value in expected.weights.items()}
     for case in cases:
-        check(tmp_path / case, (losses, {f"model.{n}": value for n, value in weights.items()}))
+        check(tmp_path / case, expected)

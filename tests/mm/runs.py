@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,20 @@ def train_once(run: Run, callbacks: Callbacks) -> int:
         parallel_state.destroy_model_parallel()
 
 
-def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses of a run and the weights it saved last."""
-    return read_losses(str(folder / "log.jsonl"), "loss"), outcome_weights(folder)
+@dataclass
+class Outcome:
+    """What a run gave: of every step the loss and the norm of the gradient, and the weights."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def outcome(folder: Path) -> Outcome:
+    """Return what a run logged, and the weights it saved last."""
+    log = str(folder / "log.jsonl")
+    losses, norms = (read_losses(log, name) for name in ("loss", "grad norm"))
+    return Outcome(losses, norms, outcome_weights(folder))
 
 
 def outcome_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -144,26 +156,27 @@ def outcome_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def plain_loop(
     model: Any, data: Dataset[Any], loss_of: Callable[[Any, Any], torch.Tensor], steps: int = STEPS
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train with torch only, one sample at a time; return the losses and the weights."""
+) -> Outcome:
+    """Train with torch only, one sample at a time."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": DECAY},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE)
-    losses = []
+    losses, norms = [], []
     for step in range(steps):
         total = 0.0
         for place in range(step * BATCH, (step + 1) * BATCH):
             loss = loss_of(model, data[place % SAMPLES]) / BATCH
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    return Outcome(losses, norms, weights)
 
 
 def user_loss(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
