@@ -17,12 +17,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from megatron_suite_file import ORDER, Limits, Results, is_finished, run_at_each_size
-from megatron_suite_rank import matches, preload
+from megatron_suite_rank import matches, preload, read_reasons
 
 from mindspeed.launch.process import die_with_parent
 
@@ -36,7 +35,7 @@ def main() -> int:
     checkout, output = options.checkout.resolve(), options.output.resolve()
     results: dict[str, Results] = json.loads(output.read_text()) if output.exists() else {}
     _enter(checkout)
-    left_out = dict(read_left_out())
+    left_out = dict(read_reasons(LEFT_OUT))
     files = [
         file
         for file in sorted(map(str, Path("tests/unit_tests").rglob("test_*.py")))
@@ -94,14 +93,6 @@ def _options() -> argparse.Namespace:
         help="seconds after which to stop and keep what is done",
     )
     return parser.parse_args()
-
-
-def read_left_out() -> Iterator[tuple[str, str]]:
-    """Read the patterns of tests that are not run, each with its reason."""
-    for line in LEFT_OUT.read_text().splitlines():
-        pattern, bar, reason = line.partition("|")
-        if bar and not line.startswith("#"):
-            yield pattern.strip(), reason.strip()
 
 
 def _enter(checkout: Path) -> None:

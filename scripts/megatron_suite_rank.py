@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,14 @@ def matches(test: str, pattern: str) -> bool:
     """Compare a test's name with a pattern in which only * is special."""
     name, pattern = (each.removeprefix("tests/unit_tests/") for each in (test, pattern))
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+def read_reasons(file: Path) -> Iterator[tuple[str, str]]:
+    """Read lines of `pattern of tests | reason`."""
+    for line in file.read_text().splitlines():
+        pattern, bar, reason = line.partition("|")
+        if bar and not line.startswith("#"):
+            yield pattern.strip(), reason.strip()
 
 
 def reason_to_leave_out(test: str, left_out: Mapping[str, str]) -> str | None:

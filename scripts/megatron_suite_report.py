@@ -15,8 +15,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
+from megatron_suite_rank import matches, read_reasons
+
 KINDS = ("passed", "failed", "skipped", "left out")
 HEADING = "## Result"
+CAUSES = Path(__file__).with_name("megatron_suite_causes.txt")
+"""What is known about failures, where their own words do not tell."""
 Test = dict[str, Any]
 
 
@@ -95,13 +99,15 @@ def by_cause(tags: dict[str, dict[str, Test]], kind: str) -> Iterator[str]:
 
 def failures(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
     """Name every test that failed, those of one function and cause together."""
+    known = dict(read_reasons(CAUSES))
     for tag, tests in tags.items():
         yield f"### {tag}\n"
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for name, test in tests.items():
             if test["outcome"] == "failed":
                 function, _, case = name.partition("[")
-                groups[function, _short(test["cause"])].append(case.rstrip("]"))
+                why = next((why for each, why in known.items() if matches(name, each)), None)
+                groups[function, why or _short(test["cause"])].append(case.rstrip("]"))
         for (function, cause), cases in sorted(groups.items()):
             yield f"- `{function}`{_cases(cases)}: {cause}"
         yield ""
