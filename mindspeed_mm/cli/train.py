@@ -18,12 +18,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Train, as one of the ranks."""
-    wanted = from_arguments(args)
 
     def train() -> None:
         from mindspeed_mm.training import script
         from mindspeed_mm.training.transformers_task import CALLBACKS
 
-        script.train(wanted, CALLBACKS)
+        script.train(from_arguments(args), CALLBACKS)
 
     return run_rank(train)

@@ -5,20 +5,22 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, Options
 from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.step import StepResult
-from mindspeed_mm.training.arguments import FSDP2
+from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
 from mindspeed_mm.training.profile import Trace
-from mindspeed_mm.training.sections import Sections
 from mindspeed_mm.training.setup import Setup
 from mindspeed_mm.training.step import FsdpStepper
 from mindspeed_mm.training.world import seed_step
 
 logger = logging.getLogger(__name__)
+
+PLAIN = (str, int, float, bool)
+"""Values of a script's own arguments that a file can hold."""
 
 
 class FsdpLoop(Course):
@@ -81,17 +83,15 @@ class FsdpLoop(Course):
         return Progress(iteration, consumed, has_optimizer=not self._options.no_save_optim)
 
     def config(self) -> dict[str, Any]:
-        """Return what was run as one file that can be run."""
-        run = self._setup.run
-        flags = super().config() | dict.fromkeys(("mm_model", "mm_data", "mm_tool"))
-        flags |= {"fsdp2_config_path": None}
-        sections = vars(run.mm) if isinstance(run.mm, Sections) else {}
-        kept = {
-            name: section.model_dump(mode="json")
-            for name, section in sections.items()
-            if hasattr(section, "model_dump")
-        }
-        return {**kept, FSDP2: run.fsdp.model_dump(mode="json"), "training": flags}
+        """Return what was run as one file that can be run; free sections stay in theirs."""
+        run, flags = self._setup.run, super().config() | {"fsdp2_config_path": None}
+        entries: dict[str, Any] = {FSDP2: run.fsdp.model_dump(mode="json")}
+        for name, flag in FILES.items():
+            if isinstance(section := getattr(run.mm, name), Options):
+                entries[name] = section.model_dump(mode="json")
+                flags[flag] = None
+        own = {name: value for name, value in run.extra.items() if isinstance(value, PLAIN)}
+        return entries | {"training": flags | own}
 
     def _open(self, callbacks: Callbacks) -> tuple[Batches, Batches | None, Batches | None]:
         """Ask the script for its loaders."""

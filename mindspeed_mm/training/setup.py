@@ -106,7 +106,8 @@ def _build(run: Run, callbacks: Callbacks, layout: Layout) -> nn.Module:
         _share_sequences(model, layout.cp)
     if not (hasattr(model, "fully_shard") and model.fully_shard(fsdp2_config=run.fsdp)):
         shard(model, run.fsdp)
-    loose = [n for n, p in model.named_parameters() if p.requires_grad and not _is_sharded(p)]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    loose = [name for name, p in trained.items() if not isinstance(p, DTensor)]
     if loose and layout.world > 1:
         raise ConfigError(
             f"{loose[0]} is trained but not sharded, so nothing would bring its gradients "
@@ -124,10 +125,6 @@ def _share_sequences(model: Any, size: int) -> None:
             "set_context_parallel_group(group), which TransformersModel has: write it, or use 1"
         )
     model.set_context_parallel_group(parallel_state.get_context_parallel_group())
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor)
 
 
 def _fill(model: nn.Module, run: Run, resumed: Path | None) -> None:
