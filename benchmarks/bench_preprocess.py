@@ -28,6 +28,7 @@ import psutil
 ROOT = Path(__file__).parents[1]
 CORES = 2
 SUFFIXES = (".bin", ".idx")
+QUESTIONS = ("documents", "large", "instructions")
 
 
 def make_corpus(path, megabytes):
@@ -325,6 +326,8 @@ def main():
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--records", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--times", type=int, default=4, help="how much larger the larger file is")
+    parser.add_argument("--only", choices=QUESTIONS, nargs="*", default=QUESTIONS)
     parser.add_argument("--skip", choices=TOOLS, nargs="*", default=[], help="leave out, for time")
     parser.add_argument("--tool", choices=TOOLS, help=argparse.SUPPRESS)
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
@@ -350,13 +353,21 @@ def main():
         job["megatron"] = str(args.megatron)
         fast.append("Megatron standard")
     fast = available(fast, args.peers, args.skip)
-    rows = compare("documents", fast, {**job, "input": str(corpus)}, args.rounds)
-    large = args.work / "large.jsonl"
-    large.write_bytes(corpus.read_bytes() * 4)
-    rows += compare("documents, 4 x", fast, {**job, "input": str(large)}, args.rounds)
-    chat_job = {**job, "input": str(chat), "chat": True}
-    talk = ["mindspeed-llm", "mindspeed-llm without gigatoken", "datasets.map"]
-    rows += compare("instructions", available(talk, args.peers, args.skip), chat_job, args.rounds)
+    rows = []
+    if "documents" in args.only:
+        rows += compare("documents", fast, {**job, "input": str(corpus)}, args.rounds)
+    if "large" in args.only:
+        large, text = args.work / "large.jsonl", corpus.read_bytes()
+        with large.open("wb") as file:
+            for _ in range(args.times):
+                file.write(text)
+        name = f"documents, {args.times} x"
+        rows += compare(name, fast, {**job, "input": str(large)}, args.rounds)
+    if "instructions" in args.only:
+        chat_job = {**job, "input": str(chat), "chat": True}
+        talk = ["mindspeed-llm", "mindspeed-llm without gigatoken", "datasets.map"]
+        talk = available(talk, args.peers, args.skip)
+        rows += compare("instructions", talk, chat_job, args.rounds)
 
     from record import record
 
