@@ -51,7 +51,7 @@ class OpCalTflops(Feature):
             why="a Triton kernel that multiplies is no operator of torch",
         )
         yield Patch.wrap(
-            "mindspeed.ops.linear_cross_entropy.triton_impl:_logits",
+            "mindspeed.ops.linear_cross_entropy.triton_impl:_write_logits",
             f"{COUNTER}:marks_recompute",
             why="logits that were not kept are computed again in its backward",
         )
