@@ -102,6 +102,8 @@ class Course(ABC):
     def run(self) -> Progress:
         """Train to the end, or until asked to stop; return how far it came."""
         progress = self._begun
+        if progress.iteration >= self.steps:
+            logger.info("all %d iterations are done: more by --train-iters or --epochs", self.steps)
         self._write_config()
         self._log.begin(progress.iteration)
         self._bar.begin(progress.iteration)
