@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -71,6 +71,26 @@ def to_resume(options: RunOptions) -> Path | None:
     if options.load is None or options.finetune or options.from_scratch:
         return None
     return newest(options.load)
+
+
+class Loads(Protocol):
+    """What reads this rank's part of a training checkpoint."""
+
+    def load(self, folder: Path, *, with_optimizer: bool) -> None:
+        """Fill the model and, if wanted, its optimizer."""
+
+
+def go_on(checkpoints: Loads, folder: Path, options: RunOptions) -> Progress:
+    """Load a training checkpoint and return where its run was."""
+    progress = read_progress(folder)
+    with_optimizer = progress.has_optimizer and not options.no_load_optim
+    checkpoints.load(folder, with_optimizer=with_optimizer)
+    logger.info("going on after iteration %d (%s)", progress.iteration, folder)
+    if not with_optimizer:
+        unsaved = "it was not saved (--no-save-optim)"
+        why = "--no-load-optim" if progress.has_optimizer else unsaved
+        logger.warning("the optimizer begins anew: %s", why)
+    return progress
 
 
 class CheckpointFolders:

@@ -14,7 +14,7 @@ from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import Checkpoints
-from mindspeed_llm.training.folders import Progress, read_progress, to_resume
+from mindspeed_llm.training.folders import Progress, go_on, read_progress, to_resume
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
@@ -88,14 +88,7 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
     optimizer = model.make_optimizer(wrapped, options)
     model.connect(setup.config, wrapped, optimizer, options)
     checkpoints = Checkpoints(options.save, chunks, optimizer)
-    progress = Progress()
-    if resumed is not None:
-        progress = read_progress(resumed)
-        with_optimizer = progress.has_optimizer and not options.no_load_optim
-        checkpoints.load(resumed, with_optimizer=with_optimizer)
-        logger.info("going on after iteration %d (%s)", progress.iteration, resumed)
-        if not with_optimizer:
-            logger.warning("the optimizer begins anew: %s", _why_anew(progress))
+    progress = Progress() if resumed is None else go_on(checkpoints, resumed, options)
     return Training(chunks, wrapped, optimizer, checkpoints, progress)
 
 
@@ -105,10 +98,6 @@ def _known_shape(options: TrainOptions, resumed: Path) -> tuple[ModelShape, Path
     check_flags(options, shape)
     folder = resumed.parent / HF_FOLDER
     return shape, folder if (folder / "config.json").is_file() else None
-
-
-def _why_anew(progress: Progress) -> str:
-    return "--no-load-optim" if progress.has_optimizer else "it was not saved (--no-save-optim)"
 
 
 def check_data(progress: Progress, fingerprint: str, options: TrainOptions) -> None:

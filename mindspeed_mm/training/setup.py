@@ -18,7 +18,7 @@ from mindspeed.config import ConfigError
 from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
 from mindspeed_llm.checkpoint import detect
-from mindspeed_llm.training.folders import Progress, read_progress, to_resume
+from mindspeed_llm.training.folders import Progress, go_on, to_resume
 from mindspeed_llm.training.reservation import Reservation
 from mindspeed_llm.training.world import seed_everything
 from mindspeed_mm.models import weights
@@ -155,14 +155,7 @@ def _begin(run: Run, checkpoints: FsdpCheckpoints, resumed: Path | None) -> Prog
     """Go on from a training checkpoint, or begin with the weights of one."""
     options = run.options
     if resumed is not None:
-        progress = read_progress(resumed)
-        with_optimizer = progress.has_optimizer and not options.no_load_optim
-        checkpoints.load(resumed, with_optimizer=with_optimizer)
-        logger.info("going on after iteration %d (%s)", progress.iteration, resumed)
-        if not with_optimizer:
-            why = "--no-load-optim" if progress.has_optimizer else "it was not saved"
-            logger.warning("the optimizer begins anew: %s", why)
-        return progress
+        return go_on(checkpoints, resumed, options)
     if options.load is not None and (found := detect(options.load)).kind != "hf":
         checkpoints.load(found.folder, with_optimizer=False)
         logger.info("weights from %s", found.folder)
