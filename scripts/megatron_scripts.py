@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_inputs import checkout
+
 LINE = "import mindspeed.megatron_adaptor"
 ITERATION = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)")
 MODEL = """
@@ -94,7 +96,7 @@ CASES = (
 def main() -> int:
     """Run the cases and print a table of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="folder of Megatron-LM")
+    parser.add_argument("checkout", type=checkout, help="folder of Megatron-LM")
     parser.add_argument("--output", type=Path, help="file for the table")
     parser.add_argument("--only", nargs="*", default=[""], help="parts of the names of the cases")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
@@ -106,7 +108,7 @@ def main() -> int:
     print("\n".join(rows))
     for case in CASES:
         if any(part in case.name for part in options.only):
-            rows.append(row(case, options.checkout.resolve(), options.timeout))
+            rows.append(row(case, options.checkout, options.timeout))
             print(rows[-1], flush=True)
     if options.output:
         options.output.write_text("\n".join([*rows, ""]))

@@ -20,6 +20,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from megatron_inputs import checkout, earlier
 from megatron_suite_file import ORDER, Limits, Results, is_finished, run_at_each_size
 from megatron_suite_rank import matches, preload, read_reasons
 
@@ -32,9 +33,9 @@ def main() -> int:
     """Run what is missing and keep every file's results as soon as it ends."""
     options = _options()
     limits = Limits(options.timeout, time.time() + options.stop_after)
-    checkout, output = options.checkout.resolve(), options.output.resolve()
-    results: dict[str, Results] = json.loads(output.read_text()) if output.exists() else {}
-    _enter(checkout)
+    output: Path = options.output[0]
+    results: dict[str, Results] = options.output[1]
+    _enter(options.checkout)
     left_out = dict(read_reasons(LEFT_OUT))
     files = [
         file
@@ -42,7 +43,7 @@ def main() -> int:
         if any(matches(file, each) for each in options.only)
     ]
     if not files:
-        print(f"{checkout}/tests/unit_tests: no test file is like {' '.join(options.only)}")
+        print(f"{options.checkout}/tests/unit_tests: no test file is like {' '.join(options.only)}")
         return 2
     if options.again:
         for test in (test for file in files for test in results.get(file, {}).values()):
@@ -74,8 +75,8 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="folder of Megatron-LM")
-    parser.add_argument("--output", type=Path, default=Path("megatron_suite.json"))
+    parser.add_argument("checkout", type=checkout, help="folder of Megatron-LM")
+    parser.add_argument("--output", type=earlier, default="megatron_suite.json")
     parser.add_argument(
         "--ranks",
         type=lambda text: [int(part) for part in text.split(",")],

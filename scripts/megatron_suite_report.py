@@ -7,7 +7,7 @@ Everything from the heading "Result" on is written anew.
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
 import sys
 from collections import Counter, defaultdict
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
+from megatron_inputs import page, tagged
 from megatron_suite_rank import matches, read_reasons
 
 KINDS = ("passed", "failed", "skipped", "left out")
@@ -24,13 +25,15 @@ CAUSES = Path(__file__).with_name("megatron_suite_causes.txt")
 Test = dict[str, Any]
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Renew the page named first with the results of the TAG=FILE arguments."""
-    page = Path(arguments[0])
-    named = (each.partition("=") for each in arguments[1:])
-    tags = {tag: read(Path(file)) for tag, _, file in named}
-    introduction = page.read_text().partition(HEADING)[0]
-    page.write_text(introduction + "\n".join(sections(tags)).rstrip() + "\n")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("page", type=page, help="the page to renew")
+    parser.add_argument("results", type=tagged, nargs="+", metavar="TAG=FILE")
+    options = parser.parse_args()
+    tags = {tag: by_name(files) for tag, files in options.results}
+    introduction = options.page.read_text().partition(HEADING)[0]
+    options.page.write_text(introduction + "\n".join(sections(tags)).rstrip() + "\n")
     return 0
 
 
@@ -47,9 +50,8 @@ def sections(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
     yield from failures(tags)
 
 
-def read(file: Path) -> dict[str, Test]:
-    """Read the tests of all files that were run, by name."""
-    files = json.loads(file.read_text())
+def by_name(files: dict[str, dict[str, Test]]) -> dict[str, Test]:
+    """Return the tests of all files that were run."""
     names = (item for tests in files.values() for item in tests.items())
     return {
         name.removeprefix("tests/unit_tests/"): test
@@ -126,4 +128,4 @@ def _short(cause: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
