@@ -87,11 +87,22 @@ def _no_threads_in_tokenizers() -> Iterator[None]:
 def _in_order(pool: ProcessPoolExecutor, blocks: Iterable[Block], ahead: int) -> Iterator[Result]:
     pending: deque[tuple[Block, Future[Encoded]]] = deque()
     for block in blocks:
-        pending.append((block, pool.submit(_work, block)))
+        with _interrupts_later():
+            pending.append((block, pool.submit(_work, block)))
         if len(pending) >= ahead:
             yield _first(pending)
     while pending:
         yield _first(pending)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Keep an interrupt from the processes that begin here, until they ignore it by themselves."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _first(pending: deque[tuple[Block, Future[Encoded]]]) -> Result:
@@ -104,6 +115,7 @@ def _start(get_worker: Callable[[], Worker], let_go: Callable[[], None] | None) 
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if let_go is not None:
         let_go()
     parent = multiprocessing.parent_process()
