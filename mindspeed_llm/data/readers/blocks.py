@@ -17,7 +17,7 @@ import orjson
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.readers.sources import Source
 
-BLOCK_BYTES = 2 << 20
+BLOCK_BYTES = 4 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
