@@ -73,6 +73,13 @@ def to_resume(options: RunOptions) -> Path | None:
     return newest(options.load)
 
 
+def agreed_to_resume(options: RunOptions) -> Path | None:
+    """Return what the first rank goes on from: only it holds --save, so it sees no other's work."""
+    choice = [to_resume(options)]
+    torch.distributed.broadcast_object_list(choice)
+    return choice[0]
+
+
 class Loads(Protocol):
     """What reads this rank's part of a training checkpoint."""
 

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mindspeed.config import ConfigError, build
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import Checkpoints
-from mindspeed_llm.training.folders import Progress, go_on, read_progress, to_resume
+from mindspeed_llm.training.folders import (
+    Progress,
+    agreed_to_resume,
+    go_on,
+    read_progress,
+    to_resume,
+)
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
@@ -73,10 +77,7 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
     options = setup.options
     seed_everything(options.seed)
     chunks = model.build_chunks(provider, setup.layout)
-    # The first rank decides: it alone holds --save, so what it sees there cannot change.
-    choice = [to_resume(options)]
-    torch.distributed.broadcast_object_list(choice)
-    resumed = choice[0]
+    resumed = agreed_to_resume(options)
     if resumed is None and not options.from_scratch:
         from mindspeed_llm.checkpoint.loading import load_weights
 

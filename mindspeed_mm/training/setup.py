@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +17,7 @@ from mindspeed.config import ConfigError
 from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
 from mindspeed_llm.checkpoint import detect
-from mindspeed_llm.training.folders import Progress, go_on, to_resume
+from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on
 from mindspeed_llm.training.reservation import Reservation
 from mindspeed_llm.training.world import seed_everything
 from mindspeed_mm.models import weights
@@ -61,10 +60,7 @@ def prepare(run: Run, callbacks: Callbacks) -> Setup:
     join(options)
     args = make_args(run, layout)
     set_args(args)
-    # The first rank decides: it alone holds --save, so what it sees there cannot change.
-    choice = [to_resume(options)]
-    dist.broadcast_object_list(choice)
-    resumed: Path | None = choice[0]
+    resumed = agreed_to_resume(options)
     model = _build(run, callbacks, layout)
     _fill(model, run, resumed)
     model.train()
