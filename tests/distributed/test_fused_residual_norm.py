@@ -1,6 +1,7 @@
 """Residual sums that come with their norm train a GPT to the same bits as sums that do not."""
 
 import functools
+import os
 from dataclasses import replace
 
 import pytest
@@ -96,18 +97,18 @@ def _hooked(model):
     model.decoder.layers[0].register_forward_hook(_scaled)
 
 
+def _recompute(layer, use_reentrant):
+    plain = layer.forward
+
+    def forward(hidden_states, **rest):
+        rest = functools.partial(plain, **rest)
+        return checkpoint(rest, hidden_states, use_reentrant=use_reentrant)
+
+    layer.forward = forward
+
+
 def _checkpointed(use_reentrant):
-    def prepare(model):
-        layer = model.decoder.layers[0]
-        plain = layer.forward
-
-        def forward(hidden_states, **rest):
-            rest = functools.partial(plain, **rest)
-            return checkpoint(rest, hidden_states, use_reentrant=use_reentrant)
-
-        layer.forward = forward
-
-    return prepare
+    return lambda model: _recompute(model.decoder.layers[0], use_reentrant)
 
 
 PREPARED = {
@@ -142,3 +143,36 @@ def test_same_gradients_whatever_happens_to_a_sum(name):
     assert torch.equal(plain[0], fused[0])
     for parameter, gradient in plain[1].items():
         assert torch.equal(gradient, fused[1][parameter]), parameter
+
+
+def _train_recomputed(layout, is_on, use_reentrant, layers):
+    """Train with torch's checkpoint around single layers, and the kernels of a GPU."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import mindspeed
+    from mindspeed.ops.rms_norm import triton_impl
+    from mindspeed.te.pytorch.module import normalize
+    from tests.gpt.training import Training
+
+    normalize.plain_rms_norm = triton_impl.rms_norm
+    normalize.plain_add_rms_norm = triton_impl.add_rms_norm
+    mindspeed.enable(use_fused_residual_norm=is_on)
+    training = Training(layout)
+    for layer in training.chunks[0].decoder.layers[layers]:
+        _recompute(layer, use_reentrant)
+    losses = [training.step()[0] for _ in range(2)]
+    return losses, training.gradients()
+
+
+@pytest.mark.parametrize("layers", [slice(None), slice(1, 2)], ids=["each", "second"])
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "by saved tensors"])
+def test_recompute_of_single_layers_while_gradients_are_reduced(use_reentrant, layers):
+    """A norm that recompute computes for nobody would report its weight's gradient twice."""
+    layout = replace(LLAMA, dp=2, overlap_grad_reduce=True, bucket_size=2000)
+    plain, fused = (
+        run_ranks(_train_recomputed, 2, layout, is_on, use_reentrant, layers)
+        for is_on in (False, True)
+    )
+    for (losses, gradients), (same, others) in zip(plain, fused, strict=True):
+        assert losses == same
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(others[name], gradient, rtol=1e-6, atol=1e-7, msg=name)

@@ -25,6 +25,9 @@ _HARMFUL = (
     "external_cuda_graph",
 )
 
+# What torch's checkpoint is known by while it runs; torch 2.7 has no way to ask.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 Pair = tuple[Tensor, Tensor | None]
 Add = Callable[[Pair, Tensor, float], Tensor]
 Path = tuple[nn.Module, ...]
@@ -36,7 +39,17 @@ def normed_ahead(total: Tensor, norm: nn.Module) -> Tensor | None:
         return None
     owner, normed, version = getattr(total, _NOTE)
     delattr(total, _NOTE)
-    return normed if owner is norm and version == total._version else None
+    holds = owner is norm and version == total._version and not _is_recomputed()
+    return normed if holds else None
+
+
+def _is_recomputed() -> bool:
+    """Whether this is computed under torch's checkpoint, now or for the second time.
+
+    A note does not come back the second time, and the last sum of what is recomputed has no norm.
+    """
+    is_second = torch._C._current_graph_task_id() != -1
+    return is_second or _top_hooks is None or _top_hooks(True) is not None
 
 
 class NormedSum:
@@ -66,12 +79,16 @@ class NormedSum:
         return add
 
     def _is_ready(self, x: Tensor) -> bool:
-        """Whether a backward will come, and the norm's weight is there: a hook may bring it."""
+        """Whether a backward will come, and the sum gets to its norm as it is.
+
+        A hook may bring the norm's weight only then, and a module's new `forward` do anything.
+        """
         return (
             torch.is_grad_enabled()
             and x.requires_grad
             and not torch.compiler.is_compiling()
-            and not any(module._forward_pre_hooks for module in self._path)
+            and not _is_recomputed()
+            and not any(m._forward_pre_hooks or "forward" in vars(m) for m in self._path)
         )
 
 
