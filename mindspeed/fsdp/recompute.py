@@ -19,9 +19,14 @@ def recompute(module: nn.Module, use_reentrant: bool) -> None:
             return plain(*args, **kwargs)
         if use_reentrant:
             return _reentrant(module, plain, args, kwargs)
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        # By position, as torch keeps the random numbers of the devices that it sees there only.
+        return checkpoint(_call, plain, args, kwargs, use_reentrant=False)
 
     module.forward = forward
+
+
+def _call(forward: Any, args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _reentrant(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from mindspeed.fsdp.recompute import recompute
 
@@ -51,3 +52,20 @@ def test_without_gradients_nothing_is_run_again(reentrant):
     with torch.no_grad():
         assert not block(x, scale=x, pair=(x, x))["y"].requires_grad
     assert block.calls == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torch_is_shown_all_tensors(reentrant, monkeypatch):
+    """By them it knows which devices' random numbers to keep; a cpu's it keeps in any case."""
+    shown = []
+    plain = torch.utils.checkpoint._infer_device_type
+    monkeypatch.setattr(
+        torch.utils.checkpoint,
+        "_infer_device_type",
+        lambda *args: shown.extend(tree_leaves(args)) or plain(*args),
+    )
+    block = Block()
+    recompute(block, use_reentrant=reentrant)
+    inputs = [torch.randn(2, 3) for _ in range(4)]
+    block(x=inputs[0], scale=inputs[1], pair=(inputs[2], inputs[3]))
+    assert all(any(leaf is given for leaf in shown) for given in inputs)
