@@ -53,11 +53,14 @@ def meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def give_memory(model: nn.Module, device: torch.device | None = None) -> None:
-    """Give parameters on meta memory and bring all else to the device; ties stay."""
+def give_memory(model: nn.Module, device: torch.device | None, offload: bool) -> None:
+    """Give parameters on meta memory and bring all else to the device; ties stay.
+
+    Without a device: the current one; with `offload`, shards stay in host memory.
+    """
     tied = _tied(model)
     here = mindspeed.device.current().torch_device
-    shards = device or (torch.device("cpu") if _offloads(model) else here)
+    shards = device or (torch.device("cpu") if offload else here)
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
@@ -77,13 +80,6 @@ def same_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     return {name: names[id(tensor)] for name, tensor in tensors.items()}
-
-
-def _offloads(model: nn.Module) -> bool:
-    return any(
-        getattr(getattr(module, "fsdp2_config", None), "offload_to_cpu", False)
-        for module in model.modules()
-    )
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

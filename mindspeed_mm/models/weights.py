@@ -18,13 +18,16 @@ BASE, ADAPTER = ".base_layer", ".lora_"
 """What peft puts into the names of a layer that has an adapter, and of the adapter."""
 
 
-def materialize(model: nn.Module, device: torch.device | None = None) -> None:
+def materialize(
+    model: nn.Module, device: torch.device | None = None, *, offload: bool | None = None
+) -> None:
     """Give parameters on meta memory, not numbers, except adapters; bring all else to the device.
 
-    Without a device: the current one, or host memory for the shards of a model that offloads.
+    Without a device: the current one, or host memory for the shards of a model that offloads,
+    which a model with FSDP2Mixin knows itself.
     """
     empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-    give_memory(model, device)
+    give_memory(model, device, _offloads(model) if offload is None else offload)
     initialize_adapters(model, empty)  # no folder has these
 
 
@@ -81,3 +84,10 @@ def _untied(
     ties = getattr(model, "_tied_weights_keys", None)
     known = ties.items() if isinstance(ties, dict) else ()
     return {n: o for n, o in known if n in missing and o in targets and o not in missing}
+
+
+def _offloads(model: nn.Module) -> bool:
+    return any(
+        getattr(getattr(module, "fsdp2_config", None), "offload_to_cpu", False)
+        for module in model.modules()
+    )

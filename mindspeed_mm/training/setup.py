@@ -127,7 +127,7 @@ def _fill(model: nn.Module, run: Run, resumed: Path | None) -> None:
     """Give memory to a model that has none, and weights that come from a Hugging Face folder."""
     is_empty = any(p.device.type == "meta" for p in model.parameters())
     if is_empty:
-        weights.materialize(model)
+        weights.materialize(model, offload=run.fsdp.offload_to_cpu)
     if resumed is not None:
         return
     load = run.options.load
