@@ -68,9 +68,24 @@ def to_resume(options: RunOptions) -> Path | None:
     if options.save is not None and not options.no_auto_resume:
         if (found := newest(options.save)) is not None:
             return found
+        if options.load is None or Path(options.load).resolve() != Path(options.save).resolve():
+            _must_be_new(options.save)
     if options.load is None or options.finetune or options.from_scratch:
         return None
     return newest(options.load)
+
+
+def _must_be_new(root: str) -> None:
+    """Refuse a folder whose tracker names a training that is not there: it would be overwritten."""
+    tracker = Path(root) / TRACKER
+    if not tracker.exists():
+        return
+    named = tracker.read_bytes()[:40].decode("utf-8", "replace").strip()
+    if named != "release":  # converted weights, of no training
+        raise ConfigError(
+            f"--save {root}: {TRACKER} says {named!r}, and no training to go on with is there: put "
+            "it right, choose another --save, or give --no-auto-resume to begin anew in there"
+        )
 
 
 def agreed_to_resume(options: RunOptions) -> Path | None:
@@ -141,9 +156,9 @@ class CheckpointFolders:
         try:
             yield
         except (OSError, CheckpointException, *more) as error:
-            reason = _reason(error)
+            why = reason(error)
             raise ConfigError(
-                f"--save {self._root}: iteration {iteration} could not be saved ({reason}); what "
+                f"--save {self._root}: iteration {iteration} could not be saved ({why}); what "
                 "was saved before is whole: put this right and give the same command again"
             ) from None
 
@@ -165,7 +180,7 @@ class CheckpointFolders:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Find the error of the disk in what wraps it."""
     failures = getattr(error, "failures", None) or {}
     first = next((pair[0] for pair in failures.values()), error)

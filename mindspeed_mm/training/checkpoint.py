@@ -19,7 +19,8 @@ from torch import nn
 from mindspeed import device
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, read_metadata
-from mindspeed_llm.training.folders import CheckpointFolders, Progress
+from mindspeed_llm.checkpoint.detection import TRACKER
+from mindspeed_llm.training.folders import CheckpointFolders, Progress, reason
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
 from mindspeed_mm.training.stored import StoredForm
@@ -57,7 +58,13 @@ class FsdpCheckpoints:
         state = _matched(wanted, aliases, stored, folder)
         if with_optimizer:
             state |= self._optimizer_matched(stored, folder)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+        except dcp.CheckpointException as error:
+            raise ConfigError(
+                f"{folder}: is damaged ({reason(error)}): go on from another iteration, named in "
+                f"{TRACKER}"
+            ) from None
 
     def save(
         self, progress: Progress, *, keep_last: int | None = None, in_background: bool = False

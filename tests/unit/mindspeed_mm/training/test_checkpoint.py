@@ -11,7 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.training.folders import to_resume
 from mindspeed_mm.training.checkpoint import FsdpCheckpoints, weights_of
+from mindspeed_mm.training.options import MmOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -83,3 +85,31 @@ def test_code_in_the_metadata_is_refused_and_not_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="refused"):
         load(folder)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["cut off", "gone"])
+def test_damaged_files_are_one_line(tmp_path: Path, is_there: bool) -> None:
+    state = {"model.scale": torch.ones(2), "model.embed.weight": torch.ones(5, 3)}
+    folder = save(tmp_path / "saved", **state)
+    (file,) = folder.glob("*.distcp")
+    if is_there:
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        file.unlink()
+    with pytest.raises(ConfigError, match="saved: is damaged .*go on from another iteration"):
+        load(folder)
+
+
+@pytest.mark.parametrize("said", ["7", "seven", "\xff"], ids=["gone", "no number", "no text"])
+def test_a_folder_whose_training_is_lost_is_not_overwritten(tmp_path: Path, said: str) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text(said, encoding="latin-1")
+    options = MmOptions(save=str(tmp_path))
+    with pytest.raises(ConfigError, match="no training to go on with is there: put it right"):
+        to_resume(options)
+    assert to_resume(options.model_copy(update={"no_auto_resume": True})) is None
+    assert to_resume(options.model_copy(update={"load": str(tmp_path)})) is None, (
+        "asked for by name"
+    )
+    tracker.write_text("release\n")
+    assert to_resume(options) is None
