@@ -1,6 +1,7 @@
 """Convert weights without a process group: what is read decides which way."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,10 @@ def _to_dcp(options: ConvertOptions, folder: Path, progress: Progress | None) ->
             f"{root}: holds a checkpoint already: choose another --save-dir or give --overwrite"
         )
     model = _skeleton(options, folder)
-    source = HfWeights(folder, model, _known(model))
+    known = _known(model)
+    source = HfWeights(folder, model, known)
     source.check()
+    _must_match({name: tuple(t.shape) for name, t in source.shapes.items()}, known, folder)
     # In training, the model of transformers lies in the `model` of TransformersModel.
     prefix = "model." if model is None else "model.model."
     with written_aside(root / RELEASE, options.overwrite) as aside:
@@ -78,7 +81,9 @@ def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> 
             "Face folder of the model"
         )
     model = None if assets is None else _skeleton(options, assets)
-    dcp = DcpModel(found.folder, _known(model), options.lora_alpha)
+    known = _known(model)
+    dcp = DcpModel(found.folder, known, options.lora_alpha)
+    _must_match({name: dcp.shape(name) for name in known}, known, found.folder)
     source = HfView(dcp, model, assets)
     final = Path(options.save_dir)
     with written_aside(final, options.overwrite) as aside:
@@ -108,6 +113,18 @@ def _skeleton(options: ConvertOptions, folder: Path) -> Any:
 
 def _known(model: Any) -> dict[str, torch.Tensor]:
     return {} if model is None else dict(model.state_dict(keep_vars=True))
+
+
+def _must_match(
+    shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, torch.Tensor], folder: Path
+) -> None:
+    """Refuse weights that are not of the model of the config, which would be written with them."""
+    for name, shape in shapes.items():
+        if name in known and tuple(known[name].shape) != shape:
+            raise ConfigError(
+                f"{folder}: {name} has the shape {shape}, config.json makes it "
+                f"{tuple(known[name].shape)}: it is not the config of these weights"
+            )
 
 
 def _dtype(options: ConvertOptions) -> torch.dtype | None:

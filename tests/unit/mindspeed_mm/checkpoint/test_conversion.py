@@ -1,6 +1,8 @@
 """Hugging Face folders to DCP and back: the same bytes, the same names; what is refused."""
 
+import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,4 +151,18 @@ def test_what_cannot_be_is_told_and_leaves_nothing(case, tmp_path):
     save_file(found, short / "model.safetensors")
     with pytest.raises(ConfigError, match="embed_tokens.weight.* missing"):
         go(short, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_of_another_size_is_refused_both_ways(tmp_path):
+    folder = Path(tiny.save("internvl", tmp_path / "hf"))
+    go(folder, tmp_path / "dcp")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 40
+    (folder / "config.json").write_text(json.dumps(config))
+    said = r"mlp.*has the shape .*48.*config.json makes it .*40"
+    with pytest.raises(ConfigError, match=said):
+        go(folder, tmp_path / "out")
+    with pytest.raises(ConfigError, match=said):
+        go(tmp_path / "dcp", tmp_path / "out", model_assets_dir=str(folder))
     assert not (tmp_path / "out").exists()
