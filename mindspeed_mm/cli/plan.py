@@ -3,12 +3,15 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.config import ConfigError
+from mindspeed_mm.training.arguments import is_one_file, read_for_plan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mindspeed.fsdp import FsdpOptions, Plan
     from mindspeed.fsdp.describe import Line
 
@@ -23,7 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description=__doc__,
         allow_abbrev=False,
     )
-    parser.add_argument("config", help="YAML file with the FSDP2 options")
+    parser.add_argument("config", help="YAML file of the FSDP2 options, or of a run")
     parser.add_argument(
         "--model",
         metavar="TEXT",
@@ -40,26 +43,40 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tree, the order of gathers and the bytes."""
-    from mindspeed.config import load_yaml
-    from mindspeed.fsdp import FsdpOptions, make_plan
+    from mindspeed.fsdp import make_plan
     from mindspeed.fsdp.describe import describe
-    from mindspeed_mm.models.skeleton import build_skeleton
 
-    options = load_yaml(args.config, FsdpOptions)
-    source = args.model or options.model
-    if source is None:
-        raise ConfigError(f"{args.config} names no model: add `model: ...` or give --model")
+    options, build_model = _read(args.config, args.model)
     ranks = _ranks(options) if args.ranks is None else args.ranks
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} is too small: it must be at least 1")
     sys.path.insert(0, os.getcwd())  # a command, unlike a script, does not look where it is run
-    model = build_skeleton(source)
+    model = build_model()
     try:
         plan = make_plan(model, options, ranks)
     except ConfigError as error:
         raise ConfigError(f"{args.config}: {error}") from None
     print("\n".join([*_tree(describe(model, plan)), "", *_summary(plan)]))
     return 0
+
+
+def _read(path: str, model: str | None) -> "tuple[FsdpOptions, Callable[[], nn.Module]]":
+    """Return the options, and what builds the model, of a file of options or of a whole run."""
+    from mindspeed.config import load_yaml
+    from mindspeed.config.yaml_file import read_yaml
+    from mindspeed.fsdp import FsdpOptions
+    from mindspeed_mm.models.skeleton import build_skeleton, trained_skeleton
+
+    if is_one_file(read_yaml(path)):
+        options, section = read_for_plan(path)
+        if section is not None and model is None:
+            return options, lambda: trained_skeleton(section)
+    else:
+        options = load_yaml(path, FsdpOptions)
+    source = model or options.model
+    if source is None:
+        raise ConfigError(f"{path} names no model: add `model: ...` or give --model")
+    return options, lambda: build_skeleton(source)
 
 
 def _ranks(options: "FsdpOptions") -> int:

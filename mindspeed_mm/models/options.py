@@ -48,8 +48,9 @@ class LoraConfig(Options):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] = Field(min_length=1)
-    """Linear layers that get an adapter: patterns like model.language_model.layers.{*}.q_proj,
-    or the last part of their names, like q_proj."""
+    """Linear layers that get an adapter: patterns like
+    model.language_model.layers.{*}.self_attn.q_proj, or the last part of their names, like
+    q_proj."""
 
 
 class PartConfig(Options):

@@ -77,7 +77,10 @@ def _lora_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     found: dict[str, None] = {}
     for target in config.target_modules:
         if "." in target or "{" in target:
-            names = Pattern(target).match(children)
+            try:
+                names = Pattern(target).match(children)
+            except ConfigError as error:
+                raise ConfigError(f"lora.target_modules: {error}") from None
             if wrong := [name for name in names if name not in linear]:
                 raise ConfigError(f"lora.target_modules: {wrong[0]} is not a linear layer")
         else:

@@ -1,7 +1,9 @@
 """A model without weights, on the meta device: enough to plan for, and built in seconds."""
 
 import importlib
+import inspect
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,22 @@ import torch
 from torch import nn
 
 from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_mm.models.hf_folder import explained
+from mindspeed_mm.models.options import ModelConfig
 
 
 def build_skeleton(source: str) -> nn.Module:
     """Build a model from package.module:function or from a folder with a config.json."""
     with torch.device("meta"):
         return _from_function(source) if ":" in source else _from_folder(Path(source))
+
+
+def trained_skeleton(config: ModelConfig) -> nn.Module:
+    """Build what a model section names, frozen and with adapters as it says."""
+    from mindspeed_mm.models.transformers_model import TransformersModel
+
+    changed = config.model_copy(update={"init_model_with_meta_device": True})
+    return TransformersModel(changed).unwrapped()
 
 
 def _from_function(source: str) -> nn.Module:
@@ -27,6 +39,14 @@ def _from_function(source: str) -> nn.Module:
     if not callable(function):
         hint = did_you_mean(attribute, (key for key in vars(module) if not key.startswith("_")))
         raise ConfigError(f"model {source}: {name} has no function {attribute}; {hint}")
+    try:
+        with suppress(ValueError):  # something built in does not say what it takes
+            inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"model {source}: {attribute} is called without arguments, but has a {error}: write a "
+            "function that calls it"
+        ) from None
     model = function()
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -59,9 +79,7 @@ def _from_folder(folder: Path) -> nn.Module:
 
 
 def _without_weights(model_class: Any, path: Path) -> nn.Module:
-    try:
+    with explained(str(path)):
         config = model_class.config_class.from_pretrained(path.parent, local_files_only=True)
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
-    model: nn.Module = model_class._from_config(config)
+        model: nn.Module = model_class._from_config(config)
     return model

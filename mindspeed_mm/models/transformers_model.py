@@ -15,6 +15,7 @@ from mindspeed.ops.cross_entropy import cross_entropy
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.fused import fuse, is_wanted
+from mindspeed_mm.models.hf_folder import explained
 from mindspeed_mm.models.loss import IGNORED, LossHead, mean, next_tokens
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.parts import add_adapters, freeze
@@ -133,12 +134,10 @@ def read_hf_config(config: ModelConfig) -> Any:
     path = Path(config.init_from_hf_path or "") / "config.json"
     if not path.is_file():
         raise ConfigError(f"init_from_hf_path: {path} does not exist: give a Hugging Face folder")
-    try:
+    with explained(str(path)):
         found = AutoConfig.from_pretrained(
             path.parent, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
-    except (ValueError, TypeError, OSError, KeyError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if config.tie_word_embeddings is not None:
         found.tie_word_embeddings = config.tie_word_embeddings
         found.get_text_config().tie_word_embeddings = config.tie_word_embeddings
@@ -161,10 +160,8 @@ def _build(model_class: Any, hf_config: Any) -> Any:
     change = getattr(model_class, "overwrite_transformer_config", None)
     if callable(change):
         hf_config = change(copy.deepcopy(hf_config)) or hf_config
-    try:
+    with explained(model_class.__name__):
         return model_class._from_config(hf_config, dtype=torch.float32)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{model_class.__name__}: {' '.join(str(error).split())}") from None
 
 
 def _only_needed(model: nn.Module, args: Any, output: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed.config import ConfigError, Options, Spelling, add_options, build, suggest_flags
+from mindspeed.config.suggest import nearest
 from mindspeed.config.yaml_file import read_yaml
 from mindspeed.fsdp import FsdpOptions
 from mindspeed_mm.data.options import DataConfig
@@ -94,6 +95,23 @@ def from_arguments(
     return run
 
 
+def is_one_file(content: Mapping[str, Any]) -> bool:
+    """Say whether a file is that of a whole run, not one of FSDP2 options only."""
+    whole = (FSDP2, "fsdp2_config_path", "data", *FLAGS_IN_FILE)
+    return isinstance(content.get("model"), dict) or any(name in content for name in whole)
+
+
+def read_for_plan(path: str) -> tuple[FsdpOptions, ModelConfig | None]:
+    """Read what the one file says of the model and its sharding."""
+    flags, entries = _split(read_yaml(path))
+    known = {name: value for name, value in flags.items() if name in MmOptions.model_fields}
+    options = build(MmOptions, known, Spelling.KEY, source=path)
+    model: ModelConfig | None = _section("model", entries, options, path, Schema())
+    if model is not None and options.untie_embeddings_and_output_weights:
+        model = model.model_copy(update={"tie_word_embeddings": False})
+    return _fsdp(entries, options, path), model
+
+
 def _declared(parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Return the arguments that a script added and their defaults, which then give way to files."""
     found = {}
@@ -117,6 +135,10 @@ def _split(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         flags["mm_tool"] = content.pop(OLD_TOOL)
     for name in FLAGS_IN_FILE:
         _flatten(content.pop(name, None) or {}, name, flags)
+    for name, value in content.items():
+        near = nearest(name, (*FILES, FSDP2, *FLAGS_IN_FILE))
+        if isinstance(value, dict) and near is not None:
+            raise ConfigError(f"unknown section {name}; did you mean {near}?")
     _flatten(content, "", flags)
     return flags, {name: value for name, value in entries.items() if value is not None}
 

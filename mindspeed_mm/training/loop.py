@@ -59,6 +59,7 @@ class FsdpLoop(Course):
     def run(self) -> Progress:
         """Train to the end, or until asked to stop; then look at the test data, if there is any."""
         progress = super().run()
+        self._trace.end(progress.iteration)
         if progress.iteration >= self.steps and self._test is not None:
             means = self._stepper.evaluate(self._to_evaluate(self._test))
             self._log.note(progress.iteration, {f"test {k}": mean for k, mean in means.items()})

@@ -33,13 +33,19 @@ class Trace:
             )
             self._running.start()
         yield
-        if how is not None and self._running is not None and iteration >= how.end_step - 1:
-            self._running.stop()
-            file = Path(how.save_path) / f"trace_rank{self._rank}_step{iteration}.json"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._running.export_chrome_trace(str(file))
-            logger.info("trace of steps %d to %d in %s", how.start_step, iteration, file)
-            self._running = None
+        if how is not None and iteration >= how.end_step - 1:
+            self.end(iteration)
+
+    def end(self, iteration: int) -> None:
+        """Write the trace, if one is running: the last step of a run may come before end_step."""
+        if self._how is None or self._running is None:
+            return
+        self._running.stop()
+        file = Path(self._how.save_path) / f"trace_rank{self._rank}_step{iteration}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._running.export_chrome_trace(str(file))
+        logger.info("trace of steps %d to %d in %s", self._how.start_step, iteration, file)
+        self._running = None
 
 
 def _is_named(rank: int, ranks: tuple[int, ...]) -> bool:

@@ -84,9 +84,12 @@ class Reports:
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
+    """Return what is told as a tensor on the device: a number of Python is in host memory."""
+    where = device.current().torch_device
     if isinstance(value, (tuple, list)):
-        value = torch.stack([torch.as_tensor(part).detach().reshape(()) for part in value])
-    found = torch.as_tensor(value).detach()
+        parts = [torch.as_tensor(part, device=where).detach() for part in value]
+        value = torch.stack([part.reshape(()) for part in parts])
+    found = torch.as_tensor(value, device=where).detach()
     if found.numel() not in (1, 2):
         raise ConfigError(
             f"loss_func tells a tensor of shape {tuple(found.shape)}: tell a number, or a sum and "

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mindspeed.config import ConfigError, Options, Spelling, build
 from mindspeed.config.yaml_file import read_yaml
@@ -36,6 +36,15 @@ class TraceOptions(Options):
     """Note memory."""
     record_shapes: bool = False
     """Note shapes."""
+
+    @model_validator(mode="after")
+    def _has_steps(self) -> "TraceOptions":
+        if self.end_step <= self.start_step:
+            raise ValueError(
+                f"end_step: {self.end_step} leaves no step to trace: it is the first one after "
+                f"start_step: {self.start_step} that is not traced"
+            )
+        return self
 
 
 class ProfileOptions(Options):

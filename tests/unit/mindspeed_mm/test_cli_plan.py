@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import yaml
 
 from mindspeed_mm.cli.main import main
 from mindspeed_mm.models.skeleton import build_skeleton
@@ -98,6 +99,11 @@ def test_a_skeleton_has_no_weights(folder):
         ("", ["--model", "no_such_module:f"], "no_such_module cannot be imported"),
         ("", ["--model", "json:dump_"], "json has no function dump_; did you mean dump?"),
         ("", ["--model", "builtins:dict"], "it has to return a torch.nn.Module"),
+        (
+            "",
+            ["--model", "torch.nn:Linear"],
+            "called without arguments, but has a missing",
+        ),
         ("", ["--model", "nowhere"], "give a Hugging Face folder, or package.module:function"),
     ],
 )
@@ -120,3 +126,28 @@ def test_an_unknown_architecture_is_named(folder, capsys):
     (folder / "config.json").write_text(json.dumps({**QWEN, "architectures": ["Qwen9"]}))
     assert main(["plan", str(folder / "fsdp2_config.yaml")]) == 2
     assert "has no Qwen9" in capsys.readouterr().err
+
+
+def test_a_config_that_cannot_be_built_is_one_line(folder, capsys):
+    (folder / "config.json").write_text(json.dumps({**QWEN, "layer_types": ["full_attention"]}))
+    assert main(["plan", str(folder / "fsdp2_config.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert "config.json: " in error and error.count("\n") == 1
+
+
+def test_the_one_file_of_a_run_is_planned_as_it_will_be_trained(folder, capsys):
+    """With its frozen parts, adapters and types."""
+    run = {
+        "model": {"init_from_hf_path": str(folder), "lora": {"r": 2, "target_modules": ["q_proj"]}},
+        "fsdp2_config": {"sharding_size": "auto", "sub_modules_to_wrap": ["model.layers.{*}"]},
+        "training": {"bf16": True, "lr": 1e-3},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["plan", str(folder / "run.yaml"), "--ranks", "2"]) == 0
+    out = capsys.readouterr().out
+    adapters = 3 * 2 * (16 + 16)  # three layers, each 2 x 16 and 16 x 2
+    assert f"gradients {adapters * 4 // 2} B," in out
+    assert "compute bf16, reduce fp32" in out
+    (folder / "run.yaml").write_text(yaml.safe_dump(run | {"fsdp2_confg": {}}))
+    assert main(["plan", str(folder / "run.yaml")]) == 2
+    assert "did you mean fsdp2_config?" in capsys.readouterr().err

@@ -146,7 +146,12 @@ def test_offload_needs_ranks_that_talk_from_host_memory(tmp_path, monkeypatch):
         ({"learning_rate": 1e-3, "training": {}}, "learning_rate.*"),
         ({"training": {"train_itres": 3}}, "train_itres.*did you mean train_iters"),
         ({"training": 3}, "training is 3"),
-        ({"modle": {}}, "modle"),
+        ({"modle": {}}, "unknown section modle; did you mean model"),
+        ({"fsdp_config": {"sharding_size": 1}}, "unknown section fsdp_config.*fsdp2_config"),
+        (
+            {"tool": {"profile": {"static_param": {"start_step": 5, "end_step": 5}}}},
+            "end_step: 5 leaves no step",
+        ),
         ({"training": {"lr": "fast"}}, "lr: fast is not allowed: give a number"),
         ({"model": 5}, "model is 5"),
         ({"lr": 1.0, "training": {"lr": 2.0}}, "lr is given twice"),
