@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from mindspeed.config import ConfigError, build
 from mindspeed_llm.data.order import SampleOrder
 from mindspeed_mm.data.collate import Batch
 from mindspeed_mm.data.dataset import ConversationDataset, Outcome
+from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems
 from mindspeed_mm.data.options import DataloaderOptions, DatasetOptions
 from mindspeed_mm.data.survey import Skipped
 
@@ -23,11 +24,7 @@ TOLD = 10
 """How many records that are left out while training are named one by one."""
 
 
-class FillIn(int):
-    """The number of an item that is there only so that all ranks have as many: not to be learnt."""
-
-
-class BatchOrder(Sampler[list[int]]):
+class BatchOrder(Sampler[list[Place]]):
     """Which items this rank's micro-batches hold.
 
     A position counts the items that all ranks have consumed together, over all epochs. Ranks take
@@ -50,7 +47,7 @@ class BatchOrder(Sampler[list[int]]):
         """The number of micro-batches from an epoch's beginning to its end."""
         return -(-self._total // self.step)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Place]]:
         # Taken once: the position moves on while batches are prepared ahead of it.
         for start in range(self.position, self.end_of_epoch(self.position), self.step):
             yield self._batch(start)
@@ -64,13 +61,16 @@ class BatchOrder(Sampler[list[int]]):
         behind = position + self.step
         return min(behind, self.end_of_epoch(position)) if self._fills else behind
 
-    def _batch(self, start: int) -> list[int]:
-        places = range(start + self._rank * self._size, start + (self._rank + 1) * self._size)
-        if not self._fills:
-            return [self._order[place] for place in places]
-        end = self.end_of_epoch(start)
-        real = [self._order[place] for place in places if place < end]
-        return real or [FillIn(self._order[start])]
+    def _batch(self, start: int) -> list[Place]:
+        first = start + self._rank * self._size
+        end = first + self._size
+        if self._fills:
+            end = min(end, self.end_of_epoch(start))
+        real = [self._place(position) for position in range(first, end)]
+        return real or [self._place(start)._replace(fills_in=True)]
+
+    def _place(self, position: int) -> Place:
+        return Place(self._order[position], position // self._total)
 
 
 class MicroBatchLoader:
@@ -129,27 +129,14 @@ class MicroBatchLoader:
                 logger.warning("left out (%d so far): %s: %s", self.skipped, one.place, one.reason)
 
 
-class _Items(Dataset[tuple[Any, bool]]):
-    """The items of a data set, each with a word on whether it only fills in."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> tuple[Any, bool]:
-        return self._dataset[int(index)], isinstance(index, FillIn)
-
-
 class _Conversations:
     """Collates conversations, and hands on which records were left out."""
 
     def __init__(self, collate: Callable[[Sequence[Any]], Batch]) -> None:
         self._collate = collate
 
-    def __call__(self, items: Sequence[tuple[list[Outcome], bool]]) -> tuple[Batch, list[Skipped]]:
-        outcomes = [(one, fills_in) for item, fills_in in items for one in item]
+    def __call__(self, items: Sequence[tuple[list[Outcome], Place]]) -> tuple[Batch, list[Skipped]]:
+        outcomes = [(one, place.fills_in) for item, place in items for one in item]
         samples = [
             one.unlearnt() if fills_in else one
             for one, fills_in in outcomes
@@ -162,11 +149,11 @@ class _Conversations:
 class _Others:
     """Collates the items of any data set, by its own `collate_fn` if it has one."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._collate = getattr(dataset, "collate_fn", None) or default_collate
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._collate = PlacedCollate(getattr(dataset, "collate_fn", None) or default_collate, seed)
 
-    def __call__(self, items: Sequence[tuple[Any, bool]]) -> tuple[Any, list[Skipped]]:
-        return self._collate([item for item, _ in items]), []
+    def __call__(self, items: Sequence[tuple[Any, Place]]) -> tuple[Any, list[Skipped]]:
+        return self._collate(items), []
 
 
 def build_mm_dataloader(
@@ -193,19 +180,20 @@ def build_mm_dataloader(
         )
     order = BatchOrder(len(dataset), options, *_rank_and_world(process_group))
     order.position = consumed_samples
-    collate: Any = _Others(dataset)
+    collate: Any = _Others(dataset, options.seed)
     if isinstance(dataset, ConversationDataset):
         collate = _Conversations(dataset.collator(options.collate_param.pad_to_multiple_of))
     persistent = options.persistent_workers is not False and options.num_workers > 0
     batches = DataLoader(
-        _Items(dataset),
+        PlacedItems(dataset, options.seed),
         batch_sampler=order,
         collate_fn=collate,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,
         persistent_workers=persistent,
-        generator=generator,
+        # Else it would draw a number of the step's each time it begins.
+        generator=generator or torch.Generator().manual_seed(options.seed),
     )
     return MicroBatchLoader(batches, order, options.seed)
 

@@ -14,6 +14,7 @@ from torch.utils.data import (
 )
 
 from mindspeed.config import ConfigError
+from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems
 from mindspeed_mm.training.world import Layout
 
 
@@ -102,10 +103,10 @@ class Batches:
         offset = 0 if self._is_shared else layout.dp_rank
         numbers = _Numbers(loader, self._shufflers, first + offset, step, self._seed)
         return DataLoader(
-            loader.dataset,
-            batch_sampler=numbers,  # type: ignore[arg-type]
+            PlacedItems(loader.dataset, self._seed),
+            batch_sampler=numbers,
             num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
+            collate_fn=PlacedCollate(loader.collate_fn, self._seed),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -144,10 +145,10 @@ class _Numbers:
         self._epoch, self._first = divmod(first, len(self._batches))
         self._step = step
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Place]]:
         return islice(self._all(), self._first, None, self._step)
 
-    def _all(self) -> Iterator[list[int]]:
+    def _all(self) -> Iterator[list[Place]]:
         for epoch in count(self._epoch):
             self._shufflers.begin(epoch)
             state = torch.Generator().manual_seed(self._seed + epoch).get_state()
@@ -163,7 +164,7 @@ class _Numbers:
                     torch.set_rng_state(kept)
                 if numbers is None:
                     break
-                yield numbers
+                yield [Place(number, epoch) for number in numbers]
 
 
 class _Shufflers:

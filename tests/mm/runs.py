@@ -1,11 +1,13 @@
 """Trainings of small models through mindspeed_mm's own loop, and plain loops to compare with."""
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -35,9 +37,10 @@ class UserModel(Transformer, MultiModalModule, FSDP2Mixin, WeightInitMixin):
 
 
 class UserData(Dataset[dict[str, torch.Tensor]]):
-    """Tokens and pictures."""
+    """Tokens and pictures, which get other noise every time if `noise` is not 0."""
 
-    def __init__(self, size: int = SAMPLES) -> None:
+    def __init__(self, size: int = SAMPLES, noise: float = 0.0) -> None:
+        self._noise = noise
         generator = torch.Generator().manual_seed(5)
         self._tokens = torch.randint(VOCABULARY, (size, SEQUENCE + 1), generator=generator)
         self._pictures = torch.randn(size, SEQUENCE, 5, generator=generator)
@@ -46,7 +49,9 @@ class UserData(Dataset[dict[str, torch.Tensor]]):
         return len(self._tokens)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        return {"tokens": self._tokens[number], "pictures": self._pictures[number]}
+        drawn = torch.randn(()) + random.gauss(0, 1) + np.random.randn()
+        pictures = self._pictures[number] + self._noise * drawn
+        return {"tokens": self._tokens[number], "pictures": pictures}
 
 
 class TinyData(Dataset[dict[str, torch.Tensor]]):
@@ -64,7 +69,7 @@ class TinyData(Dataset[dict[str, torch.Tensor]]):
         return batch
 
 
-def user_callbacks(shuffle: bool = False) -> Callbacks:
+def user_callbacks(shuffle: bool = False, noise: float = 0.0) -> Callbacks:
     """The callbacks of the document, as a user writes them."""
 
     def model_provider(*args: Any, **kwargs: Any) -> Any:
@@ -72,8 +77,9 @@ def user_callbacks(shuffle: bool = False) -> Callbacks:
         return UserModel()
 
     def train_valid_test_datasets_provider() -> Any:
-        size = get_args().micro_batch_size
-        train = DataLoader(UserData(), batch_size=size, shuffle=shuffle)
+        size, workers = get_args().micro_batch_size, get_args().num_workers or 0
+        data = UserData(noise=noise)
+        train = DataLoader(data, batch_size=size, shuffle=shuffle, num_workers=workers)
         return train, DataLoader(UserData(8), size), None
 
     def get_batch(data_iterator: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 
 from mindspeed.config import ConfigError, build
 from mindspeed_mm.data import DataConfig, build_mm_dataloader
-from mindspeed_mm.data.loader import BatchOrder, FillIn
+from mindspeed_mm.data.loader import BatchOrder
 from mindspeed_mm.data.options import DataloaderOptions
 
 SIZE = 23
@@ -25,7 +25,7 @@ def walk(world, start, count, **more):
         for order in orders:
             order.position = position
         for batches in zip(*orders, strict=True):
-            found += [item for batch in batches for item in batch]
+            found += [place.item for batch in batches for place in batch]
             position = orders[0].after(position)
     return found[:count]
 
@@ -50,8 +50,8 @@ def test_validation_keeps_the_tail_and_ranks_have_as_many_batches(world):
     orders = [BatchOrder(SIZE, options(drop_last=False), r, world) for r in range(world)]
     batches = [list(order) for order in orders]
     assert {len(one) for one in batches} == {len(orders[0])}
-    items = [item for one in batches for batch in one for item in batch]
-    real = [int(item) for item in items if not isinstance(item, FillIn)]
+    places = [place for one in batches for batch in one for place in batch]
+    real = [place.item for place in places if not place.fills_in]
     assert sorted(real) == list(range(SIZE))
     assert all(batch for one in batches for batch in one)
     assert orders[0].after(SIZE // (2 * world) * 2 * world) == SIZE
