@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.commit import written_aside
 
@@ -31,8 +33,17 @@ def import_weights(file: Path, folder: Path, dtype: str = "fp32") -> None:
     # transformers refuses to save what came out of a GGUF file, so its parts are saved.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
-    type(model.config)(**config).save_pretrained(folder)
+    type(model.config)(**_as_written(config)).save_pretrained(folder)
     _save_weights(model, folder / "model.safetensors")
+
+
+def _as_written(value: Any) -> Any:
+    """Return 1e-05 for the 9.999999747378752e-06 that it became in the 32 bits of a GGUF file."""
+    if isinstance(value, dict):
+        return {key: _as_written(entry) for key, entry in value.items()}
+    if isinstance(value, float) and np.float32(value) == value:
+        return float(str(np.float32(value)))
+    return value
 
 
 def _check(file: Path) -> None:

@@ -1,5 +1,6 @@
 """The shape of the model to train, and whether flags that name sizes agree with it."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def check_flags(options: TrainOptions, shape: ModelShape) -> None:
     wrong = []
 
     def compare(name: str, given: Any, real: Any) -> None:
-        if given is not None and given != real:
+        # A GGUF file keeps 1e-05 in 32 bits, and a config made of one says 9.9999997e-06.
+        if given is not None and not math.isclose(given, real, rel_tol=1e-6):
             wrong.append(f"{Spelling.FLAG.with_value(name, given)} (the model has {real})")
 
     for name in SAME_NAME:

@@ -1,9 +1,11 @@
 """`mindspeed-llm import-gguf` with files that it cannot read: one line, and nothing is written."""
 
+import json
+
 import pytest
 
 from mindspeed_llm.cli.main import main
-from tests.llm.smollm2 import smollm2_file
+from tests.llm.smollm2 import save_smollm2, smollm2_file
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,8 @@ def test_what_is_there_is_not_replaced(tmp_path, capsys):
     assert main(["import-gguf", str(smollm2_file()), str(tmp_path / "out")]) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+def test_numbers_of_the_config_are_those_that_people_write(tmp_path):
+    config = json.loads((save_smollm2(tmp_path / "model") / "config.json").read_text())
+    assert config["rms_norm_eps"] == 1e-05

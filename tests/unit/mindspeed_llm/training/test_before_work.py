@@ -11,7 +11,7 @@ import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.model import make_config
-from mindspeed_llm.training.model_shape import find_shape
+from mindspeed_llm.training.model_shape import check_flags, find_shape
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.stop import StopRequest
 from mindspeed_llm.training.world import plan_layout
@@ -56,6 +56,24 @@ def test_layouts(
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ConfigError, match=words):
         plan_layout(TrainOptions(**changes), SHAPE)
+
+
+def test_sizes_that_are_given_must_be_those_of_the_model() -> None:
+    same = {"num_layers": 4, "hidden_size": 32, "num_query_groups": 2, "vocab_size": 99}
+    check_flags(TrainOptions(norm_epsilon=1e-6, disable_bias_linear=True, **same), SHAPE)
+    wrong = {"num_layers": 5, "norm_epsilon": 1e-5, "rotary_base": 5e5, "add_qkv_bias": True}
+    with pytest.raises(ConfigError) as caught:
+        check_flags(TrainOptions(**same | wrong), SHAPE)
+    assert str(caught.value) == (
+        "not the model that is loaded: --norm-epsilon 1e-05 (the model has 1e-06); "
+        "--num-layers 5 (the model has 4); --rotary-base 500000.0 (the model has 10000.0); "
+        "--add-qkv-bias (the model is not so): drop these flags"
+    )
+
+
+def test_an_epsilon_out_of_32_bits_is_the_one_that_scripts_say() -> None:
+    shape = SHAPE.model_copy(update={"norm_epsilon": 9.999999747378752e-06})
+    check_flags(TrainOptions(norm_epsilon=1e-5), shape)
 
 
 def test_what_megatron_refuses_is_one_line() -> None:
