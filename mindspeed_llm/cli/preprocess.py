@@ -63,7 +63,7 @@ def _preprocess(options: PreprocessOptions) -> Summary:
 
 def describe(summary: Summary, options: PreprocessOptions) -> str:
     """Account for every record, in lines."""
-    from mindspeed_llm.data.preprocess import token_files
+    from mindspeed_llm.data.finish import token_files
 
     skipped = summary.skipped_records
     lines = [
@@ -85,6 +85,6 @@ def describe(summary: Summary, options: PreprocessOptions) -> str:
         filled = summary.tokens / max(1, summary.rows * (options.seq_length or 1))
         lines.append(f"packed     {summary.rows} rows, {filled:.1%} filled")
     speed = summary.tokens / max(summary.seconds, 1e-9)
-    lines.append(f"time       {summary.seconds:.1f} s, {speed / 1e6:.2f} M tokens/s")
+    lines.append(f"time       {summary.seconds:.1f} s, {speed:,.0f} tokens/s")
     lines.append(f"files      {token_files(options)}_*_document.bin and .idx")
     return "\n".join(lines)

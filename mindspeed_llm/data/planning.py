@@ -9,11 +9,12 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.data.encoder import has_accelerator
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, find_handler
 from mindspeed_llm.data.options import PreprocessOptions, check_options
+from mindspeed_llm.data.plan import Plan, make_chat
 from mindspeed_llm.data.readers import Problem, Source, find_sources, peek
 from mindspeed_llm.data.summary import where
 from mindspeed_llm.data.template import TemplateEntry, load_template
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
-from mindspeed_llm.data.work import Plan, SampleWorker, make_chat
+from mindspeed_llm.data.work import SampleWorker
 
 logger = logging.getLogger(__name__)
 

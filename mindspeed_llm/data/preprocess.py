@@ -11,23 +11,23 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.handlers import PRETRAIN, find_handler
+from mindspeed_llm.data.finish import finish
+from mindspeed_llm.data.handlers import PRETRAIN
 from mindspeed_llm.data.indexed import TokenWriter, smallest_dtype
 from mindspeed_llm.data.options import PreprocessOptions
+from mindspeed_llm.data.plan import Plan, outputs
 from mindspeed_llm.data.planning import make_plan
 from mindspeed_llm.data.pool import encode_blocks
 from mindspeed_llm.data.readers import Block, Source, blocks
 from mindspeed_llm.data.readers.blocks import BLOCK_BYTES
-from mindspeed_llm.data.rows import write_rows
 from mindspeed_llm.data.summary import SHOWN_PLACES, Summary, where
 from mindspeed_llm.data.tokenizer import TokenizerFacts
-from mindspeed_llm.data.work import Encoded, Plan, make_chat, outputs
+from mindspeed_llm.data.work import Encoded
 from mindspeed_llm.data.workspace import Workspace
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,12 @@ def preprocess(
             f"{file}{error.strerror}; what was done so far is kept in {run.folder}: put this "
             "right and give the same command again"
         ) from None
+    except KeyboardInterrupt:
+        if run.folder.exists():
+            logger.warning("stopped; the same command goes on with what is in %s", run.folder)
+        raise
     finally:
         run.close()
-
-
-def token_files(options: PreprocessOptions) -> str:
-    """Return how the names of the token files begin: a set of several is called packed."""
-    return f"{options.output_prefix}{'' if options.handler_name == PRETRAIN else '_packed'}"
 
 
 class _Run:
@@ -91,7 +90,6 @@ class _Run:
     ) -> None:
         self._plan, self._options, self._sources, self._report = plan, options, sources, report
         self._block_bytes, self._save_seconds = block_bytes, save_seconds
-        self._prefix = token_files(options)
         self._workspace = Workspace(str(options.output_prefix), self._fingerprint())
         self.folder = self._workspace.folder
         state = self._workspace.state
@@ -118,7 +116,7 @@ class _Run:
                 if self._report is not None:
                     self._report(self._summary, self._bytes)
         self._save()
-        self._finish()
+        finish(self._plan, self._options, self._workspace, self._writers, self._summary)
         self._summary.seconds = time.monotonic() - started
         return self._summary
 
@@ -208,58 +206,6 @@ class _Run:
                 "summary": self._summary.as_dict(),
             }
         )
-
-    def _finish(self) -> None:
-        """Pack, index and publish."""
-        if not self._summary.written:
-            reasons = ", ".join(f"{t.count} {r}" for r, t in self._summary.skipped.items())
-            raise ConfigError(
-                f"--input {self._options.input}: none of {self._summary.records} records can be "
-                f"used ({reasons or 'there are none'})"
-            )
-        folder = self._workspace.folder
-        if self._options.pack:
-            self._writers, self._summary.rows = write_rows(
-                folder,
-                self._writers,
-                capacity=self._options.seq_length or 0,
-                pad_id=self._plan.facts.pad_id,
-                neat=self._options.neat_pack,
-            )
-        files: dict[str, Path] = {}
-        for key, writer in self._writers.items():
-            writer.build_index(folder / f"{key}.idx")
-            files[writer.data_path.name] = Path(f"{self._prefix}_{key}_document.bin")
-        files |= {f"{key}.idx": Path(f"{self._prefix}_{key}_document.idx") for key in self._writers}
-        files[self._facts_file()] = Path(f"{self._options.output_prefix}.summary.json")
-        self._workspace.publish(files, {"summary": self._summary.as_dict()})
-
-    def _facts_file(self) -> str:
-        """Write what later steps want to know about this data."""
-        options = self._options
-        content = {
-            "handler": options.handler_name,
-            "prompt_type": options.prompt_type,
-            "tokenizer": str(Path(self._plan.facts.source).resolve()),
-            "tokenizer_fingerprint": self._plan.facts.fingerprint,
-            "vocabulary": self._plan.facts.size,
-            "pad_id": self._plan.facts.pad_id,
-            "stop_ids": list(self._stop_ids()),
-            "seq_length": options.seq_length,
-            "pack": ("neat" if options.neat_pack else "plain") if options.pack else None,
-            "summary": self._summary.as_dict(),
-        }
-        path = self._workspace.folder / "summary.json"
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        return path.name
-
-    def _stop_ids(self) -> tuple[int, ...]:
-        """Return the tokens at which a sample may end."""
-        handler = find_handler(self._options.handler_name)
-        if handler is not None and handler.needs_chat:
-            return make_chat(self._plan).stop_ids
-        eos_id = self._plan.facts.eos_id
-        return () if eos_id is None else (eos_id,)
 
     def _fingerprint(self) -> str:
         """Name what this run writes, block by block, so that only the same run takes up from it."""

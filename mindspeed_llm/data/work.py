@@ -7,48 +7,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from mindspeed_llm.data.chat import ChatFormat, Piece, TemplateFormat, Thinking
-from mindspeed_llm.data.chat_jinja import JinjaFormat
+from mindspeed_llm.data.chat import Piece
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, Context
-from mindspeed_llm.data.handlers.base import Output, as_text
+from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Context
+from mindspeed_llm.data.handlers.base import as_text
 from mindspeed_llm.data.indexed import Array, smallest_dtype
+from mindspeed_llm.data.plan import Plan, make_chat
 from mindspeed_llm.data.readers import Block, Problem, read
 from mindspeed_llm.data.samples import Assembler, Batch, Sequences
 from mindspeed_llm.data.shortening import shorten
 from mindspeed_llm.data.summary import BlockCounts
-from mindspeed_llm.data.template import Template, TemplateEntry
-from mindspeed_llm.data.tokenizer import TokenizerFacts
 
 CHECKED_FIRST, CHECKED_LATER = 50_000, 250
 """Characters of the first and of later blocks on which the accelerator is compared."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every worker needs to know; it travels to other processes."""
-
-    handler: str
-    facts: TokenizerFacts
-    columns: Columns
-    keys: tuple[str, ...] = ()
-    """Columns with plain documents."""
-    template: TemplateEntry | None = None
-    """None for the tokenizer's own chat template."""
-    thinking: Thinking = "none"
-    parse_special: bool = False
-    accelerate: bool = True
-    limit: int | None = None
-    too_long: Literal["drop", "truncate"] = "drop"
-    append_eod: bool = False
-    skip_malformed: bool = False
-    placeholder_token: str = ""
-    reward_tokens: tuple[str, ...] = ()
 
 
 @dataclass
@@ -60,20 +36,6 @@ class Encoded:
     tracks: list[Sequences] = field(default_factory=list)
     stopped: tuple[int, str] | None = None
     """The line and the reason of the malformed record that ends the run."""
-
-
-def outputs(plan: Plan) -> tuple[Output, ...]:
-    """Return the files that a plan writes: of documents, one a column."""
-    if plan.handler == PRETRAIN:
-        return tuple(Output(key, track, "ids") for track, key in enumerate(plan.keys))
-    return HANDLERS[plan.handler].outputs
-
-
-def make_chat(plan: Plan) -> ChatFormat:
-    """Build the format in which the plan writes conversations."""
-    if plan.template is None:
-        return JinjaFormat(plan.facts, plan.parse_special, plan.thinking)
-    return TemplateFormat(Template(plan.template, plan.facts), plan.thinking)
 
 
 def make_worker(plan: Plan) -> Worker:

@@ -6,6 +6,7 @@ read from the front and travel as finished records.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +20,10 @@ from mindspeed_llm.data.readers.sources import Source
 
 BLOCK_BYTES = 4 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+SHOWN = 15
+"""Characters that are shown before a mistake, and behind it."""
 
 
 class Problem(NamedTuple):
@@ -125,10 +130,26 @@ def _parse_object(line: bytes | memoryview) -> dict[str, Any] | Problem | None:
     except orjson.JSONDecodeError as error:
         if not bytes(line).strip():
             return None
-        return Problem(f"is not valid JSON: {error.msg} (column {error.colno})")
+        return _not_json(line, error)
     if type(value) is not dict:
         return Problem(f"holds {kind_of(value)}, not an object such as {{...}}")
     return value or Problem("holds an empty object")
+
+
+def _not_json(line: bytes | memoryview, error: orjson.JSONDecodeError) -> Problem:
+    try:
+        bytes(line).decode()
+    except UnicodeDecodeError as wrong:
+        return Problem(f"is not UTF-8 text: byte {wrong.start + 1} of the line")
+    return Problem(f"is not valid JSON: {error.msg} (column {error.colno}{show(error)})")
+
+
+def show(error: json.JSONDecodeError) -> str:
+    """Return the text around a mistake."""
+    text, place = error.doc, error.pos
+    hint = "; an apostrophe has no backslash in JSON" if text[place:].startswith("\\'") else ""
+    around = text[max(0, place - SHOWN) : place + SHOWN].strip()
+    return f": ...{around}...{hint}" if around else ""
 
 
 def _parse_text(line: bytes | memoryview) -> dict[str, Any] | Problem | None:

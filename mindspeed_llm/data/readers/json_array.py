@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import orjson
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.readers.blocks import Problem, Row, kind_of
+from mindspeed_llm.data.readers.blocks import Problem, Row, kind_of, show
 
 CHUNK = 1 << 20
 NEAR_THE_END = 64
@@ -91,7 +91,7 @@ class _Scanner:
                 may_go_on = open_string or error.pos > len(self._text) - NEAR_THE_END
                 if not (may_go_on and self._read_more()):
                     self._move_to(error.pos)
-                    self._fail(error.msg)
+                    self._fail(f"{error.msg}{show(error)}")
             except RecursionError:
                 self._fail("it is nested too deeply")
 

@@ -117,7 +117,11 @@ BAD_LINES = {
     "number": (b"1", "holds a number"),
     "nan": (b'{"text": NaN}', "is not valid JSON"),
     "surrogate": (b'{"text": "\\ud800"}', "is not valid JSON"),
-    "latin": (b'{"text": "\xe9"}', "is not valid JSON"),
+    "latin": (b'{"text": "\xe9"}', "is not UTF-8 text: byte 11 of the line"),
+    "apostrophe": (
+        rb"""{"text": "Answer the user\'s question with words"}""",
+        r"(column 26: ...Answer the user\'s question wi...; an apostrophe has no backslash",
+    ),
     "nul": (b"\x00", "is not valid JSON"),
     "empty": (b"{}", "empty object"),
     "two": (b'{"a": 1} {"b": 2}', "is not valid JSON"),
@@ -139,6 +143,11 @@ def test_a_bad_line_is_named_and_the_others_are_read(tmp_path, line, reason, siz
 
 BAD_FILES = [
     ("a.json", b'[{"a": 1}, {"a": ', "a.json, line 1: is not valid JSON"),
+    (
+        "a.json",
+        rb"""[{"a": "the user\'s"}]""",
+        r"Invalid .escape: .*the user.'s.*no backslash in JSON",
+    ),
     ("a.json", b'[{"a": 1}\n{"a": 2}]', "line 2: is not valid JSON: a comma"),
     ("a.json", b'[{"a": 1}] x', "something after the array"),
     ("a.json", b'[{"a": 1},\n\n {"a": 1', "line 3"),

@@ -1,0 +1,52 @@
+"""Ctrl-C ends a command with exit code 130 and no traceback, also while the command is loaded."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed_llm.cli.main import main
+from mindspeed_llm.data import preprocess as run
+from tests.small_tokenizers import byte_level
+
+INTERRUPTED = 130
+WHILE_LOADING = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, *rest):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from mindspeed_llm.cli.main import main
+sys.exit(main(["preprocess", "--input", "a.jsonl", "--output-prefix", "out"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["pydantic", "mindspeed_llm.cli.preprocess", "mindspeed_llm.data.preprocess"]
+)
+def test_while_the_command_is_loaded(module):
+    command = [sys.executable, "-c", WHILE_LOADING, module]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "")
+
+
+def test_preprocessing_says_how_to_go_on(tmp_path, monkeypatch, caplog):
+    byte_level().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    words = ["preprocess", "--input", str(tmp_path / "a.jsonl")]
+    words += ["--tokenizer-name-or-path", str(tmp_path / "tokenizer")]
+    words += ["--output-prefix", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "finish", interrupt)
+        assert main(words) == INTERRUPTED
+    assert f"the same command goes on with what is in {tmp_path / 'out.partial'}" in caplog.text
+    assert not list(tmp_path.glob("*_document.*"))
+    assert main(words) == 0
+    assert len(list(tmp_path.glob("*_document.*"))) == 2
