@@ -37,6 +37,8 @@ class Loop(Course):
         check_data(training.progress, train.fingerprint, options)
         mean = "over all tokens" if options.calculate_per_token_loss else "over micro-batches"
         logger.info("lm loss is the mean %s of a step", mean)
+        if options.save is None:
+            logger.warning("no --save was given: what this run learns is not kept")
         epoch = train.samples_per_epoch
         super().__init__(
             options,

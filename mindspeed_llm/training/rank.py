@@ -1,19 +1,34 @@
 """One process as one rank of a run: who speaks, and how it ends."""
 
+import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, printable
 
-logger = logging.getLogger(__name__)
-
-FAILED, MISUSE = 1, 2
+MISUSE = 2
 
 
 def run_rank(train: Callable[[], None]) -> int:
     """Train and return the exit code; what concerns all ranks is told once a machine."""
+    speak()
+    try:
+        train()
+    except ConfigError:
+        if _is_first_here():
+            raise
+        return MISUSE
+    finally:
+        _leave()
+    return 0
+
+
+def speak() -> None:
+    """Let the first rank write the log, and the others only what goes wrong."""
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
         format="%(message)s",
@@ -21,15 +36,27 @@ def run_rank(train: Callable[[], None]) -> int:
         stream=sys.stdout,
     )
     logging.getLogger("megatron").setLevel(logging.WARNING if is_first else logging.ERROR)
+
+
+def be_a_script() -> None:
+    """Let a script of one's own speak and leave as the commands do."""
+    speak()
+    atexit.register(_leave)
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """End a script of one's own as the commands end where a user can put something right."""
     try:
-        train()
-    except ConfigError:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            raise
-        return MISUSE
-    finally:
-        _leave()
-    return 0
+        yield
+    except ConfigError as error:
+        if _is_first_here():
+            sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(str(error))}\n")
+        raise SystemExit(MISUSE) from None
+
+
+def _is_first_here() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _leave() -> None:

@@ -43,6 +43,20 @@ def place(tmp_path_factory):
     return folder
 
 
+GUIDE = """
+from mindspeed_llm import megatron_adaptor
+from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+
+
+def launch():
+    trainer = AutoTrainer()
+    trainer.train()
+
+if __name__ == '__main__':
+    launch()
+"""
+
+
 def run(folder, script, stdin="", **settings):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -99,3 +113,25 @@ def test_from_data_to_a_talking_model(place):
         MAX_NEW_TOKENS="4",
     )
     assert said.strip()
+
+
+def test_the_guides_own_entry_script(place):
+    (place / "guide.py").write_text(GUIDE)
+    words = "--load hf --data-path data.jsonl --prompt-type qwen --train-iters 2 --lr 1e-3"
+
+    def launch(stage):
+        return subprocess.run(
+            [sys.executable, "guide.py", "--stage", stage, *words.split(), "--cache-dir", "cache"],
+            cwd=place,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+
+    done = launch("sft")
+    assert done.returncode == 0, done.stderr
+    assert "iteration        2/       2" in done.stdout
+    assert "no --save was given" in done.stdout
+    failed = launch("sfft")
+    assert failed.returncode == 2
+    assert failed.stderr == "guide.py: error: --stage sfft is not known; did you mean sft?\n"

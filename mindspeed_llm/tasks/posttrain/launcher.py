@@ -1,11 +1,14 @@
 """Choose the trainer of a stage."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
 from mindspeed_llm.training.arguments import parse
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.rank import be_a_script, told_in_one_line
 
 TRAINERS: dict[str, type[BaseTrainer]] = {"sft": SFTTrainer}
 
@@ -18,12 +21,23 @@ def get_trainer(stage: str, options: TrainOptions) -> BaseTrainer:
 
 
 class AutoTrainer:
-    """The trainer that --stage names, with the options given or those of the command line."""
+    """The trainer that --stage names, with the options given or those of the command line.
+
+    Without options this is a script: it logs as the commands do, and ends as they do.
+    """
 
     def __init__(self, options: TrainOptions | None = None) -> None:
-        self.options = parse() if options is None else options
-        self.trainer = get_trainer(self.options.stage, self.options)
+        self._is_script = options is None
+        if self._is_script:
+            be_a_script()
+        with self._errors():
+            self.options = parse() if options is None else options
+            self.trainer = get_trainer(self.options.stage, self.options)
 
     def train(self) -> Progress:
         """Train to the end, or until asked to stop."""
-        return self.trainer.train()
+        with self._errors():
+            return self.trainer.train()
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return told_in_one_line() if self._is_script else nullcontext()
