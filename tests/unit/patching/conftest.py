@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed.patching import Patcher
 from mindspeed.patching.import_hook import ImportHook
+from tests.unit.patching.samples import CRYPT, SHOP
 
 
 @pytest.fixture
@@ -32,6 +33,18 @@ def write(tmp_path, monkeypatch):
     yield write
     for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def shop(write):
+    write(shop=SHOP)
+    return importlib.import_module("shop")
+
+
+@pytest.fixture
+def source(write):
+    write(crypt__source=CRYPT, crypt__other="")
+    return importlib.import_module("crypt.source")
 
 
 @pytest.fixture(autouse=True)
