@@ -21,8 +21,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from megatron_inputs import checkout, earlier
-from megatron_suite_file import ORDER, Limits, Results, is_finished, run_at_each_size
+from megatron_suite_file import Limits, is_finished, run_at_each_size
 from megatron_suite_rank import matches, preload, read_reasons
+from megatron_suite_results import ORDER, Results
 
 from mindspeed.launch.process import die_with_parent
 
