@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 from mindspeed.config import ConfigError
 
 ASIDE, OLD = ".incomplete-", ".replaced-"
+CHECKPOINT = re.compile(r"iter_\d+|release")
+"""Names of directories that hold one checkpoint and nothing else."""
+CONFIGS = ("config.json", "adapter_config.json")
+"""One of them is in every directory that holds an HF model, or adapters, and nothing else."""
 
 
 @contextlib.contextmanager
@@ -16,8 +21,7 @@ def written_aside(final: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a directory to write in; put it in place at the end, or remove it on an error."""
     if final.is_dir() and not any(final.iterdir()):
         overwrite = True
-    if final.exists() and not overwrite:
-        raise ConfigError(f"{final}: exists already: choose another place or give --overwrite")
+    _check_free(final, overwrite)
     try:
         is_new = not final.parent.exists()
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -29,6 +33,7 @@ def written_aside(final: Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield aside
         flush_tree(aside)
+        _check_free(final, overwrite)  # another process may have been faster
         _replace(aside, final)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -36,6 +41,27 @@ def written_aside(final: Path, overwrite: bool = False) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 final.parent.rmdir()
         raise
+
+
+def _check_free(final: Path, overwrite: bool) -> None:
+    """Raise if something stands in the place that was not to be replaced, or is no model."""
+    if not final.exists():
+        return
+    if final.is_file():
+        raise ConfigError(f"{final}: is a file: give a directory")
+    if not overwrite:
+        raise ConfigError(f"{final}: exists already: choose another place or give --overwrite")
+    if CHECKPOINT.fullmatch(final.name):
+        return
+    entries = sorted(final.iterdir())
+    others = [path.name for path in entries if path.is_dir()]
+    if entries and not any((final / name).is_file() for name in CONFIGS):
+        others += [path.name for path in entries if path.name not in others]
+    if others:
+        raise ConfigError(
+            f"{final}: --overwrite replaces a model, and this holds other things, such as "
+            f"{others[0]}: choose another place"
+        )
 
 
 def write_file(path: Path, text: str) -> None:

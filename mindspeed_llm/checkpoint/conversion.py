@@ -18,6 +18,7 @@ from mindspeed_llm.checkpoint.opening import config_folder, open_source
 from mindspeed_llm.checkpoint.options import ConvertOptions
 from mindspeed_llm.checkpoint.output import Output, Progress, write_outputs
 from mindspeed_llm.checkpoint.placement import Style
+from mindspeed_llm.checkpoint.safetensors_file import is_export
 from mindspeed_llm.checkpoint.source import Source
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,27 @@ def _check_given(options: ConvertOptions) -> None:
         raise ConfigError(f"--make-vocab-size-divisible-by {given}: it must be at least 1")
 
 
-def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
-    root = Path(options.save_dir)
-    if (root / TRACKER).exists() and not options.overwrite:
+def _check_target(options: ConvertOptions, root: Path) -> None:
+    """Raise if a checkpoint would replace one, unless it is another conversion's and may."""
+    if root.resolve() == Path(options.load_dir).resolve():
+        raise ConfigError(f"--save-dir {root} is the --load-dir too: choose another directory")
+    tracker = root / TRACKER
+    if not tracker.exists():
+        return
+    if not options.overwrite:
         raise ConfigError(
             f"{root}: holds a checkpoint already: choose another --save-dir or give --overwrite"
         )
+    if tracker.read_text(encoding="utf-8", errors="replace").strip() != str(ITERATION):
+        raise ConfigError(
+            f"{root}: holds the checkpoints of a training, which --overwrite does not replace: "
+            "choose another --save-dir"
+        )
+
+
+def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
+    root = Path(options.save_dir)
+    _check_target(options, root)
     configs = config_folder(found, options.hf_cfg_dir)
     source = _open(options, found, configs)
     shape, tp = source.shape, options.target_tensor_parallel_size
@@ -87,7 +103,7 @@ def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) 
 def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
     final = Path(options.save_dir)
     configs = config_folder(found, options.hf_cfg_dir, final)
-    if (final / "config.json").is_file() and weight_files(final):
+    if (final / "config.json").is_file() and not _is_ours(weight_files(final)):
         final = final / "mg2hf"
         logger.info("%s is an HF model itself: writing to %s", options.save_dir, final)
     source = _open(options, found, configs)
@@ -97,6 +113,11 @@ def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> 
         write_index(aside, outputs)
         copy_small_files(configs, aside, outputs[0].tensors[0][1])
     return _converted(source, final, outputs, _dtype(options))
+
+
+def _is_ours(files: Sequence[Path]) -> bool:
+    """Return whether a model, if it has weights, is an export that a new one may replace."""
+    return all(is_export(path) for path in files)
 
 
 def _open(options: ConvertOptions, found: Found, configs: Path) -> Source:

@@ -41,7 +41,8 @@ def config_folder(found: Found, given: str | None = None, other: Path | None = N
         return own
     if other is not None and (other / "config.json").is_file():
         return other
+    looked = dict.fromkeys((found.folder, found.root / HF_FOLDER, found.root))
     raise ConfigError(
-        f"{found.root}: no config.json tells what model this is: looked in {found.folder}, in "
-        f"{found.root / HF_FOLDER} and in {found.root}: give --hf-cfg-dir"
+        f"{found.root}: no config.json tells what model this is: looked in "
+        f"{' and in '.join(map(str, looked))}: give --hf-cfg-dir"
     )

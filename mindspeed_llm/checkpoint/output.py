@@ -17,7 +17,7 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.assembly import Stored, Wholes
 from mindspeed_llm.checkpoint.direct_file import DirectFile
 from mindspeed_llm.checkpoint.pt_file import PtTensor, write_pt
-from mindspeed_llm.checkpoint.safetensors_file import header_bytes
+from mindspeed_llm.checkpoint.safetensors_file import EXPORTED, header_bytes
 from mindspeed_llm.checkpoint.stream import blocks, new_buffer
 
 LET_GO = 256 << 20
@@ -97,7 +97,7 @@ class SafetensorsOutput:
     def write(self, file: BinaryIO, stream: Blocks) -> None:
         """Write everything."""
         described = [(stored.name, dtype, stored.shape) for stored, dtype in self.tensors]
-        file.write(header_bytes(described, {"format": "pt"}))
+        file.write(header_bytes(described, EXPORTED))
         for stored, dtype in self.tensors:
             for block in stream(stored, dtype):
                 file.write(block)

@@ -4,6 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +31,15 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"
+EXPORTED = {"format": "pt", "writer": "mindspeed-llm"}
+"""What files that we wrote say of themselves."""
 
 
 def read_safetensors(file: MappedFile) -> dict[str, torch.Tensor]:
     """Return views of the tensors; every number of the header is checked before it is used."""
     header, start = _header(file)
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
     tensors, spans = {}, []
     for name, entry in header.items():
         dtype, shape, (begin, end) = _entry(file, name, entry)
@@ -53,11 +57,16 @@ def read_safetensors(file: MappedFile) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def is_export(path: Path) -> bool:
+    """Return whether a file is one of ours."""
+    return path.suffix == ".safetensors" and _header(MappedFile(path))[0].get(METADATA) == EXPORTED
+
+
 def header_bytes(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
     """Return the beginning of a file that holds these tensors in this order."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     position = 0
     for name, dtype, shape in tensors:
         end = position + math.prod(shape) * dtype.itemsize
