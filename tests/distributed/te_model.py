@@ -71,7 +71,7 @@ def build(spec: str, shape: str, *, tp: int = 1, ep: int = 1, seed: int = 3, **o
     return GPTModel(config, layer, VOCAB, SEQUENCE, position_embedding_type="rope")
 
 
-def step(model) -> dict[str, torch.Tensor]:
+def step(model) -> torch.Tensor:
     """Return the loss of one batch and leave the gradients in the model."""
     generator = torch.Generator().manual_seed(99)
     tokens = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)

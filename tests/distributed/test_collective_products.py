@@ -8,6 +8,7 @@ from tests.distributed.same_numbers import shared
 from tests.ranks import run_ranks
 
 H, M = 8, 6
+K, N = 64, 5  # of the products of int8
 
 
 def mm_all_reduce(slices_rows, in_place, by_name):
@@ -35,57 +36,57 @@ def test_mm_all_reduce_add_rms_norm(rows, in_place, by_name):
     run_ranks(mm_all_reduce, 2, rows, in_place, by_name)
 
 
+def quantised():
+    """Return this rank's slice of the summed dimension, int8 matrices, a residual and a gamma."""
+    draw, rank = torch.Generator().manual_seed(5), dist.get_rank()
+    x = torch.randint(-128, 128, (3, 2 * K), generator=draw, dtype=torch.int8)
+    w = torch.randint(-128, 128, (2 * K, N), generator=draw, dtype=torch.int8)
+    mine = slice(rank * K, (rank + 1) * K)
+    return mine, x, w, torch.randn(3, N, generator=draw), torch.ones(N), draw
+
+
 def mm_all_reduce_int8():
     from mindspeed.ops.mm_all_reduce_add_rms_norm import mm_all_reduce_add_rms_norm as run
 
-    rank = dist.get_rank()
-    draw = torch.Generator().manual_seed(5)
-    k, n = 64, 5
-    x8 = torch.randint(-128, 128, (3, 2 * k), generator=draw, dtype=torch.int8)
-    w8 = torch.randint(-128, 128, (2 * k, n), generator=draw, dtype=torch.int8)
-    mine = slice(rank * k, (rank + 1) * k)
-    residual, gamma = torch.randn(3, n, generator=draw), torch.ones(n)
-    bias = torch.randint(-100, 100, (n,), generator=draw, dtype=torch.int32)
-    deq = torch.rand(n, generator=draw) * 1e-3
-    world = dist.group.WORLD
-    y, _ = run(x8[:, mine], w8[mine], residual, gamma, world, bias=bias, dequant_scale=deq)
-    whole = (x8.double() @ w8.double() + 2 * bias) * deq + residual
+    mine, x, w, residual, gamma, draw = quantised()
+    bias = torch.randint(-100, 100, (N,), generator=draw, dtype=torch.int32)
+    scale = torch.rand(N, generator=draw) * 1e-3
+    given = x[:, mine], w[mine], residual, gamma, dist.group.WORLD
+    y, _ = run(*given, bias=bias, dequant_scale=scale)
+    whole = (x.double() @ w.double() + 2 * bias) * scale + residual
     torch.testing.assert_close(y.double(), whole, rtol=1e-5, atol=1e-4)
 
-    x = torch.randn(3, 2 * k, generator=draw)
-    scale, offset = (torch.rand(2 * k // 32, n, generator=draw) for _ in range(2))
+
+def mm_all_reduce_int8_weights():
+    from mindspeed.ops.mm_all_reduce_add_rms_norm import mm_all_reduce_add_rms_norm as run
+
+    mine, _, w, residual, gamma, draw = quantised()
+    x = torch.randn(3, 2 * K, generator=draw)
+    scale, offset = (torch.rand(2 * K // 32, N, generator=draw) for _ in range(2))
+    rank = dist.get_rank()
     groups = slice(rank * 2, rank * 2 + 2)
+    given = x[:, mine], w[mine], residual, gamma, dist.group.WORLD
     y, _ = run(
-        x[:, mine],
-        w8[mine],
-        residual,
-        gamma,
-        world,
+        *given,
         antiquant_scale=scale[groups],
         antiquant_offset=offset[groups],
         antiquant_group_size=32,
     )
-    wide = (w8 + offset.repeat_interleave(32, 0)) * scale.repeat_interleave(32, 0)
+    wide = (w + offset.repeat_interleave(32, 0)) * scale.repeat_interleave(32, 0)
     torch.testing.assert_close(y, x @ wide + residual, rtol=1e-4, atol=1e-3)
     for bad, message in (
-        ({"reduce_op": "max"}, "only 'sum'"),
+        ({"reduce_op": "max", "antiquant_scale": scale[:1, :1]}, "only 'sum'"),
         ({"antiquant_group_size": 33, "antiquant_scale": scale}, "multiple of 32 below 64"),
     ):
         with pytest.raises(ValueError, match=message):
-            run(
-                x[:, mine],
-                w8[mine],
-                residual,
-                gamma,
-                world,
-                **({"antiquant_scale": scale[:1, :1]} | bad),
-            )
+            run(*given, **bad)
     with pytest.raises(ValueError, match="has no gradient"):
-        run(x[:, mine].requires_grad_(), torch.ones(k, n), residual, gamma, world)
+        run(given[0].requires_grad_(), torch.ones(K, N), *given[2:])
 
 
-def test_mm_all_reduce_of_int8():
-    run_ranks(mm_all_reduce_int8, 2)
+@pytest.mark.parametrize("function", [mm_all_reduce_int8, mm_all_reduce_int8_weights])
+def test_mm_all_reduce_of_int8(function):
+    run_ranks(function, 2)
 
 
 def grouped_all_reduce(split_item):

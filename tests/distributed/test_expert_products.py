@@ -19,6 +19,15 @@ def expert_groups():
     return expert[rank % 2], tensor[rank // 2], rank // 2, rank % 2
 
 
+def in_one_place(tokens, w1, b1, act, w2, b2):
+    """Return what the experts read, (E, ep * C, H), their hidden numbers, and their answers."""
+    # The places of all expert ranks, side by side.
+    flat = tokens.transpose(0, 1).flatten(1, 2)
+    hidden = torch.bmm(flat, w1) + b1.unsqueeze(1)
+    answers = torch.bmm(act(hidden), w2) + b2.unsqueeze(1)
+    return flat, hidden, answers.unflatten(1, (len(tokens), C)).transpose(0, 1)
+
+
 def experts(shard_type, activation):
     """Run both operators around each other, and compare with experts computed in one place."""
     from mindspeed.ops import npu_alltoall_allgather_bmm, npu_bmm_reducescatter_alltoall
@@ -65,10 +74,7 @@ def experts(shard_type, activation):
         shard_type=shard_type,
     )
 
-    # (E, ep * C, H): the places of all expert ranks, side by side.
-    flat = tokens.transpose(0, 1).flatten(1, 2)
-    hidden = torch.bmm(flat, w1) + b1.unsqueeze(1)
-    whole = (torch.bmm(act(hidden), w2) + b2.unsqueeze(1)).unflatten(1, (ep, C)).transpose(0, 1)
+    flat, hidden, whole = in_one_place(tokens, w1, b1, act, w2, b2)
     torch.testing.assert_close(gathered, own(flat))
     torch.testing.assert_close(plain, part(own(hidden), 2, tp_rank))
     torch.testing.assert_close(y1, part(own(act(hidden)), 2, tp_rank))

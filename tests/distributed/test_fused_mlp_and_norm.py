@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mindspeed
+from tests.distributed.one_step import step
 from tests.ranks import run_ranks
 
 
@@ -34,14 +35,6 @@ def build(bias, sequence_parallel=False, ranks=1):
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     return GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
-
-
-def step(model):
-    tokens = torch.arange(16).reshape(2, 8) % 32
-    mask = torch.ones(1, 1, 8, 8).triu(1).bool()
-    loss = model(tokens, torch.arange(8).expand(2, -1), mask, labels=tokens.roll(1, -1)).mean()
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 def norms(model):

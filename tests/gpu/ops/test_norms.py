@@ -7,20 +7,11 @@ from torch.nn import functional
 from mindspeed.ops.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
 from mindspeed.ops.layer_norm import layer_norm
 from mindspeed.ops.rms_norm import add_rms_norm, rms_norm
+from tests.gpu.ops.forth_and_back import run
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
 SHAPES = [(8192, 1536), (4096, 4096), (2048, 8192), (1000, 5120), (65536, 128), (3, 7, 123)]
-
-
-def run(function, inputs):
-    given = [x.detach().requires_grad_() for x in inputs]
-    outs = function(*given)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    torch.manual_seed(1)
-    grads = [torch.randn(o.shape, device="cuda", dtype=torch.float32).to(o.dtype) for o in outs]
-    torch.autograd.backward(outs, grads)
-    return [*(o.detach() for o in outs), *(x.grad for x in given)]
 
 
 def error(got, want):

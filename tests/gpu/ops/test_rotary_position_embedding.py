@@ -9,6 +9,7 @@ from mindspeed.ops.rotary_position_embedding import (
     rotate_qk,
     rotate_qkv,
 )
+from tests.gpu.ops.forth_and_back import run
 
 pytestmark = pytest.mark.gpu
 S, B, N, G = 1024, 2, 12, 2
@@ -19,19 +20,9 @@ def angles(length, dim):
     return torch.cat([per_pair] * 2, -1).float().view(length, 1, 1, dim).cuda()
 
 
-def run(function, *inputs):
-    given = [x.detach().requires_grad_() for x in inputs]
-    outs = function(*given)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    torch.manual_seed(1)
-    grads = [torch.randn(o.shape, device="cuda", dtype=torch.float32).to(o.dtype) for o in outs]
-    torch.autograd.backward(outs, grads)
-    return [*(o.detach() for o in outs), *(x.grad for x in given)]
-
-
 def check(ours, plain, inputs, dtype):
-    got, again = run(ours, *inputs), run(ours, *inputs)
-    exact = run(plain, *(x.double() for x in inputs))
+    got, again = run(ours, inputs), run(ours, inputs)
+    exact = run(plain, [x.double() for x in inputs])
     for mine, twice, true in zip(got, again, exact, strict=True):
         assert torch.equal(mine, twice), "two runs differ"
         assert mine.dtype == dtype
@@ -104,5 +95,5 @@ def test_compiles_without_a_graph_break():
     q, k = (torch.randn(S, B, n, 128, device="cuda", dtype=torch.bfloat16) for n in (N, G))
     freqs = angles(S, 128)
     compiled = torch.compile(lambda q, k: rotate_qk(q, k, freqs), fullgraph=True)
-    for got, want in zip(run(compiled, q, k), run(lambda *x: rotate_qk(*x, freqs), q, k)):
+    for got, want in zip(run(compiled, (q, k)), run(lambda *x: rotate_qk(*x, freqs), (q, k))):
         torch.testing.assert_close(got, want)
