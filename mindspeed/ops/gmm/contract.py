@@ -196,7 +196,7 @@ def check(
             f"gmm cannot multiply {tuple(x.shape)} of {x.dtype} by {tuple(weight.shape)} of "
             f"{weight.dtype}"
         )
-    _check_groups(x, weight, bias, group_list, group_type)
+    _check_groups(weight, bias, group_list, group_type)
 
 
 def _check_lists(
@@ -214,7 +214,7 @@ def _check_lists(
 
 
 def _check_groups(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group_list: GroupList, group_type: int
+    weight: Tensor, bias: Tensor | None, group_list: GroupList, group_type: int
 ) -> None:
     if group_list is None:
         raise ValueError(f"gmm with group_type={group_type} needs a group_list")
