@@ -7,7 +7,7 @@ from mindspeed.features.base import Effect, Feature, Level
 
 
 class DeviceFacade(Feature):
-    """On a GPU nothing is redirected, so nothing is slower."""
+    """Run code written for `torch.cuda` here; on a GPU nothing is redirected or slower."""
 
     name = "device_facade"
     title = "Device facade"

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ALL_PAGES = [*PAGES, ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+ALL_PAGES = [*PAGES, ROOT / "AGENTS.md", ROOT / "CHANGELOG.md"]
+ALL_PAGES += sorted([*(ROOT / "docs").glob("*/*.md"), *(ROOT / "examples").glob("**/*.md")])
 TRAIN = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 
 
@@ -40,12 +41,27 @@ def test_a_shown_command_works(page, command, tmp_path):
     assert done.stdout
 
 
+def links(text):
+    return re.findall(r"\]\((?!http)([^)#]+)", text)
+
+
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_named_files_exist(page):
     text = page.read_text()
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+    for link in links(text):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
     for path in re.findall(
         r"`((?:tests|docs|examples|benchmarks|scripts|mindspeed)/[\w./-]+)`", text
     ):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_a_reader_of_the_readme_finds_every_page():
+    found, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop().resolve()
+        page = page / "README.md" if page.is_dir() else page
+        if page.suffix == ".md" and page.is_file() and page not in found:
+            found.add(page)
+            ahead += [page.parent / link for link in links(page.read_text())]
+    assert set(ALL_PAGES) - found == {ROOT / "AGENTS.md"}
