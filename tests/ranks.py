@@ -28,6 +28,7 @@ def _in_group(function: Callable[..., Any], arguments: tuple[Any, ...], timeout:
     import tests.preload  # noqa: F401  # already there, unless the server could not import it
 
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    torch.distributed.barrier()  # else one may leave before another has met it
     value = function(*arguments)
     torch.distributed.destroy_process_group()
     return value
