@@ -9,7 +9,7 @@ class DebugClient:
     """One editor attached to one debugged process."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        self._socket = socket.create_connection((host, port), timeout=30)
+        self._socket = socket.create_connection((host, port), timeout=120)
         self._file = self._socket.makefile("rb")
         self._sent = 0
 

@@ -1,7 +1,5 @@
 """Collectives that Megatron asks of NCCL give the same numbers on gloo."""
 
-import time
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -55,16 +53,17 @@ def test_elements_are_gathered_and_scattered_whatever_the_shapes():
 
 
 def _send_and_take_the_memory_away():
-    size = 1 << 20
+    size, store = 1 << 20, dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         received = torch.empty(size)
-        time.sleep(0.5)  # the sender has long gone on by now
+        store.wait(["gone on"])
         dist.irecv(received, src=0).wait()
         return received.unique()
     activation = torch.ones(size)
     work = dist.isend(activation, dst=1)
     activation.data = torch.empty(1)
     reused = [torch.full((size,), 7.0) for _ in range(4)]
+    store.set("gone on", "")
     work.wait()
     return len(reused)
 

@@ -12,6 +12,9 @@ import pytest
 
 from tests.sockets import descendants, listening_addresses, running
 
+PATIENCE = 240.0
+"""Seconds for what takes one or two on an idle machine."""
+
 # Every script first leaves the pid of its rank, and of a child of that rank, in the working folder.
 _PREAMBLE = """
 import os, signal, subprocess, sys, time
@@ -53,7 +56,7 @@ def _run(
     folder: Path, body: str, *options: str, arguments: tuple[str, ...] = ()
 ) -> tuple[int, str, str]:
     process = _start(folder, body, *options, arguments=arguments)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert not _left_behind(folder)
     return process.returncode, out, err
 
@@ -68,8 +71,8 @@ def _left_behind(folder: Path) -> list[int]:
     return [pid for pid in _pids(folder) if running(pid)]
 
 
-def _until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
@@ -106,11 +109,10 @@ def test_a_rank_that_raises_is_named_and_the_others_leave(tmp_path: Path) -> Non
 
 def test_a_killed_rank_is_named_and_its_children_leave_too(tmp_path: Path) -> None:
     body = "if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(1000)"
-    started = time.monotonic()
     code, _, err = _run(tmp_path, body, "--nproc", "2", arguments=("with-child",))
     assert code == 1
     assert "mindspeed run: rank 1 of 2 was killed by SIGSEGV\n" in err
-    assert len(_pids(tmp_path)) == 4 and time.monotonic() - started < 30
+    assert len(_pids(tmp_path)) == 4
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -127,15 +129,21 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 def test_a_hang_names_the_ranks_and_shows_where_they_are(tmp_path: Path) -> None:
     body = "def waiting():\n    time.sleep(1000)\nif rank > 0: waiting()"
-    code, _, err = _run(tmp_path, body, "--nproc", "3", "--timeout", "4")
-    assert code == 1
-    assert "time-out after 4 s with ranks 1, 2 of 3 still running" in err
     where = f"line {_PREAMBLE.count(chr(10)) + 2} in waiting"
+    for seconds in (4, 16, 64):
+        code, _, err = _run(tmp_path, body, "--nproc", "3", "--timeout", str(seconds))
+        if err.count(where) == 2:
+            break  # else the machine was too busy for all ranks to get there
+    assert code == 1
+    assert f"time-out after {seconds} s with ranks 1, 2 of 3 still running" in err
     assert all(f"[rank {rank}]   File" in err for rank in (1, 2)) and err.count(where) == 2
 
 
 def test_a_configuration_error_is_printed_once(tmp_path: Path) -> None:
-    body = "time.sleep(0.3 * (rank == 0)); sys.exit(sys.stderr.write('no such flag\\n') and 2)"
+    body = (
+        "while not os.path.exists('0.pid'): time.sleep(0.01)\n"
+        "time.sleep(0.3 * (rank == 0)); sys.exit(sys.stderr.write('no such flag\\n') and 2)"
+    )
     code, out, err = _run(tmp_path, body, "--nproc", "3")
     assert (code, out, err) == (2, "", "no such flag\n")
 
@@ -152,7 +160,7 @@ def test_an_interrupted_launcher_takes_its_ranks_along(
     process = _start(tmp_path, "time.sleep(1000)", "--nproc", "2", arguments=("with-child",))
     _until(lambda: len(_pids(tmp_path)) == 4)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert "all ranks have ended" in err
     assert not _left_behind(tmp_path)
@@ -165,10 +173,10 @@ def test_a_launcher_killed_outright_leaves_nothing(tmp_path: Path) -> None:
     family = descendants(process.pid)
     assert set(_pids(tmp_path)) < family
     process.kill()
-    _until(lambda: not _left_behind(tmp_path), seconds=5)
+    _until(lambda: not _left_behind(tmp_path))
     # The process that serves the store ends as soon as it has loaded torch.
     _until(lambda: not any(running(pid) for pid in family - {process.pid}))
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
 
 
 def test_nothing_of_the_job_listens_beyond_loopback(tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_nothing_of_the_job_listens_beyond_loopback(tmp_path: Path) -> None:
     _until(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
     addresses = {address for address, _ in listening_addresses(descendants(process.pid))}
     (tmp_path / "go").touch()
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert addresses == {"127.0.0.1"}
 
@@ -222,7 +230,7 @@ def test_ranks_have_the_time_they_need_to_save(tmp_path: Path) -> None:
     process = _start(tmp_path, body)
     _until(lambda: (tmp_path / "ready").exists())
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and (tmp_path / "saved").exists()
     assert "waiting for rank 0 to end; a second Ctrl-C kills" in err
 
@@ -232,17 +240,19 @@ def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
     process = _start(tmp_path, body)
     _until(lambda: (tmp_path / "deaf").exists())
     started = time.monotonic()
-    while process.poll() is None and time.monotonic() - started < 30:
+    while process.poll() is None and time.monotonic() - started < PATIENCE:
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     # One more may hit the interpreter itself as it leaves.
     assert process.returncode in (130, -signal.SIGINT) and not _left_behind(tmp_path)
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
-    process = _start(tmp_path, "time.sleep(1)", under=("nohup",))
+    body = "while not os.path.exists('go'): time.sleep(0.05)"
+    process = _start(tmp_path, body, under=("nohup",))
     _until(lambda: len(_pids(tmp_path)) == 1)
     process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=30)
+    (tmp_path / "go").touch()
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 0

@@ -12,7 +12,7 @@ from mindspeed.cli.main import commands, main
 
 def run(*words):
     return subprocess.run(
-        [sys.executable, "-m", "mindspeed", *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "mindspeed", *words], capture_output=True, text=True, timeout=240
     )
 
 

@@ -49,6 +49,6 @@ def test_a_store_that_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         rendezvous.check()
         rendezvous.serve_apart()
         with pytest.raises(StoreLost, match="ended with exit code 1"):
-            for _ in range(100):
+            for _ in range(2000):
                 rendezvous.check()
                 time.sleep(0.05)

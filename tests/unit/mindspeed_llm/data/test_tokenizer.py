@@ -1,7 +1,7 @@
 """Facts of a tokenizer: complete, remembered until its files change, and errors in one line."""
 
 import json
-import time
+import sys
 
 import pytest
 
@@ -10,7 +10,7 @@ from mindspeed_llm.data.tokenizer import facts_of, load_facts
 from tests.small_tokenizers import byte_level
 
 
-def test_facts_come_from_the_folder_and_are_remembered(tmp_path):
+def test_facts_come_from_the_folder_and_are_remembered(tmp_path, monkeypatch):
     folder, cache = tmp_path / "tokenizer", str(tmp_path / "cache")
     tokenizer = byte_level("<|im_end|>", "<s>", "{{ messages }}")
     tokenizer.save_pretrained(folder)
@@ -18,9 +18,9 @@ def test_facts_come_from_the_folder_and_are_remembered(tmp_path):
     assert load_facts(str(folder), cache_dir=cache) == found
     assert found == facts_of(tokenizer, str(folder))
     assert found.eos_id == tokenizer.eos_token_id and found.pad_id == tokenizer.pad_token_id
-    start = time.monotonic()
-    assert load_facts(str(folder), cache_dir=cache) == found
-    assert time.monotonic() - start < 1, "nothing is loaded a second time"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")  # nothing is loaded a second time
+        assert load_facts(str(folder), cache_dir=cache) == found
 
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "</s>"}))
