@@ -107,11 +107,12 @@ def test_a_killed_rank_is_missed_although_its_child_lives(tmp_path) -> None:
 def test_a_hang_shows_where_each_rank_is_and_leaves_nothing(tmp_path) -> None:
     run_ranks(_sum_of_ranks, 1, 0)  # so that the time-out does not cover the server's imports
     for seconds in (2, 10, 50):
-        with pytest.raises(RankFailed, match="ranks 0, 1 of 2 still running") as caught:
+        with pytest.raises(RankFailed) as caught:
             run_ranks(_sleep_in, 2, 1, str(tmp_path), timeout=seconds)
-        zero, one = caught.value.traceback.split("rank 1:")
-        if "in _sleep_in" in zero and "in _sleep_in" in one:
+        if caught.value.traceback.count("in _sleep_in") == 2:
             break  # else the machine was too busy for both ranks to get there
+    assert "ranks 0, 1 of 2 still running" in str(caught.value)
+    zero, one = caught.value.traceback.split("rank 1:")
     assert caught.value.rank == 0
     assert "in barrier" in zero and "in _sleep_in" in one
     assert not any(running(int(file.read_text())) for file in tmp_path.iterdir())
