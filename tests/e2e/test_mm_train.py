@@ -8,11 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.mm.folder import make_folder
 from tests.unit.mindspeed_llm.training.tiny_run import read_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 240.0
+
+pytestmark = pytest.mark.timeout(4 * PATIENCE)
 
 
 def start(*words: str, nproc: int = 1, cwd: Path = ROOT) -> subprocess.Popen[str]:

@@ -22,7 +22,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 12
+STEPS = 24  # most of them after the last kill, which may come late on a busy machine
 PATIENCE = 500
 """Seconds; a busy machine takes a minute to import torch in two ranks."""
 
@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(inputs: list[str], tmp_path: Path
     assert expected.keys() == found.keys() and any("exp_avg" in name for name in found)
     for name, values in expected.items():
         assert torch.equal(values, found[name]), name
-    assert sorted(p.name for p in broken.glob("iter_*")) == ["iter_0000010", "iter_0000012"]
+    assert sorted(p.name for p in broken.glob("iter_*")) == ["iter_0000022", "iter_0000024"]
 
 
 def test_sigterm_saves_and_another_layout_goes_on(inputs: list[str], tmp_path: Path) -> None:
