@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mindspeed import device
 from mindspeed.config import ConfigError, did_you_mean
@@ -79,6 +80,7 @@ class FsdpCheckpoints:
         self.finish()
         with self._folders.explained(progress.iteration):
             aside = self._folders.new(progress.iteration)
+            _agree_on_buffers(self._model)
             state = self._state(progress.has_optimizer)
             writer = dcp.FileSystemWriter(aside)
             if in_background:
@@ -156,6 +158,22 @@ class FsdpCheckpoints:
                 for key in keys:
                     wanted.pop(key, None)
         return _matched(wanted, {}, {name: stored[name] for name in names}, folder)
+
+
+@torch.no_grad()
+def _agree_on_buffers(model: nn.Module) -> None:
+    """Let all ranks have the first rank's buffers, such as the means of a batch norm.
+
+    A checkpoint holds them once: without this, ranks that go on from it would have others than
+    those that never stopped.
+    """
+    kept = model.state_dict(keep_vars=True)
+    here = device.current().torch_device
+    for name, buffer in model.named_buffers():
+        if name in kept and buffer.is_floating_point() and not isinstance(buffer, DTensor):
+            values = buffer.detach().to(here).contiguous()
+            dist.broadcast(values, 0)
+            buffer.copy_(values)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
