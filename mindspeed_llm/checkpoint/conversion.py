@@ -105,7 +105,7 @@ def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> 
     configs = config_folder(found, options.hf_cfg_dir, final)
     if (final / "config.json").is_file() and not _is_ours(weight_files(final)):
         final = final / "mg2hf"
-        logger.info("%s is an HF model itself: writing to %s", options.save_dir, final)
+        logger.info("%s is an HF model from elsewhere: writing to %s", options.save_dir, final)
     source = _open(options, found, configs)
     with written_aside(final, options.overwrite) as aside:
         outputs = hf_outputs(aside, source, _dtype(options))

@@ -3,13 +3,14 @@
 import io
 import struct
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.boxes import sizes
-from mindspeed_llm.checkpoint.dcp_metadata import Chunk
+from mindspeed_llm.checkpoint.dcp_metadata import Chunk, DcpTensor
 from mindspeed_llm.checkpoint.mapped_file import MappedFile
 
 LARGEST_DESCRIPTION = 1 << 20
@@ -36,12 +37,10 @@ class DcpFiles:
     def _view(self, chunk: Chunk) -> torch.Tensor:
         path = self.folder / chunk.file
         if chunk.file not in self._opened:
-            if not path.is_file():
-                raise ConfigError(f"{path}: is missing, but .metadata names it")
+            _check_size(path, 0)
             self._opened[chunk.file] = MappedFile(path)
         file = self._opened[chunk.file]
-        if chunk.offset + chunk.length > file.size:
-            raise ConfigError(f"{path}: is cut off: {file.size} bytes, less than .metadata says")
+        _check_size(path, chunk.offset + chunk.length)
         try:
             return _saved_tensor(file, chunk)
         except ConfigError:
@@ -49,6 +48,22 @@ class DcpFiles:
         except Exception as error:  # whatever a damaged archive can cause
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ConfigError(f"{path}: cannot be read safely: {reason}") from None
+
+
+def check_files(folder: Path, tensors: Iterable[DcpTensor]) -> None:
+    """Raise unless every file is there, and as long as .metadata says."""
+    ends: dict[str, int] = {}
+    for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+    for name, end in sorted(ends.items()):
+        _check_size(folder / name, end)
+
+
+def _check_size(path: Path, end: int) -> None:
+    if not path.is_file():
+        raise ConfigError(f"{path}: is missing, but .metadata names it")
+    if (size := path.stat().st_size) < end:
+        raise ConfigError(f"{path}: is cut off: {size} bytes, less than .metadata says")
 
 
 def _saved_tensor(file: MappedFile, chunk: Chunk) -> torch.Tensor:

@@ -19,7 +19,7 @@ class ConvertOptions(Options):
     load_dir: str = ""
     """Directory that is read."""
     save_dir: str = ""
-    """Directory that is written. If it is an HF model itself, hf goes to its folder mg2hf."""
+    """Directory that is written. In an HF model from elsewhere, hf goes to its folder mg2hf."""
     model_type_hf: str | None = None
     """Family of the model. Its config.json knows better; this counts where that is silent."""
     hf_cfg_dir: str | None = None
@@ -51,7 +51,7 @@ class ConvertOptions(Options):
     join_mla_down_proj: bool = False
     """Write the down projections of latent attention as one linear_qkv, as MindSpeed-LLM does."""
     overwrite: bool = False
-    """Replace what --save-dir already holds."""
+    """Replace an earlier conversion in --save-dir; anything else there is left alone."""
     use_mcore_models: bool = True
     """Accepted, always on."""
     model_type: Literal["GPT"] = "GPT"

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.dcp_files import check_files
 from mindspeed_llm.checkpoint.dcp_metadata import read_metadata
-from mindspeed_llm.training.folders import CheckpointFolders, Progress
+from mindspeed_llm.training.folders import CheckpointFolders, Progress, reason
 
 
 class Checkpoints:
@@ -28,13 +29,15 @@ class Checkpoints:
     def load(self, folder: Path, *, with_optimizer: bool) -> None:
         """Read this rank's part of a training checkpoint of any layout."""
         from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from torch.distributed.checkpoint import CheckpointException
 
-        _refuse_code(folder)
-        state = dist_checkpointing.load(
-            self._state(with_optimizer, is_loading=True),
-            str(folder),
-            validate_access_integrity=False,
-        )
+        _look_at(folder)
+        wanted = self._state(with_optimizer, is_loading=True)
+        try:
+            state = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+        except (CheckpointException, CheckpointingException) as error:
+            raise ConfigError(f"{folder}: cannot be loaded ({reason(error)})") from None
         for name, chunk in self._named():
             chunk.load_state_dict(state[name])
         if with_optimizer:
@@ -110,12 +113,12 @@ class Checkpoints:
         return state
 
 
-def _refuse_code(folder: Path) -> None:
+def _look_at(folder: Path) -> None:
     """Read the pickles of a checkpoint safely first: Megatron and torch run what is in them."""
-    read_metadata(folder)
+    check_files(folder, read_metadata(folder).values())
     common = folder / "common.pt"
     try:
         torch.load(common, weights_only=True)
     except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{common}: cannot be loaded safely ({reason})") from None
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"{common}: cannot be loaded safely ({why})") from None

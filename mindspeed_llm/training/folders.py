@@ -106,13 +106,26 @@ def go_on(checkpoints: Loads, folder: Path, options: RunOptions) -> Progress:
     """Load a training checkpoint and return where its run was."""
     progress = read_progress(folder)
     with_optimizer = progress.has_optimizer and not options.no_load_optim
-    checkpoints.load(folder, with_optimizer=with_optimizer)
+    try:
+        checkpoints.load(folder, with_optimizer=with_optimizer)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_advice(folder)}") from None
     logger.info("going on after iteration %d (%s)", progress.iteration, folder)
     if not with_optimizer:
         unsaved = "it was not saved (--no-save-optim)"
         why = "--no-load-optim" if progress.has_optimizer else unsaved
         logger.warning("the optimizer begins anew: %s", why)
     return progress
+
+
+def _advice(damaged: Path) -> str:
+    """Say how to go on from the checkpoint before one that cannot be loaded."""
+    older = [p for p in damaged.parent.glob("iter_*") if (p / STATE_FILE).is_file()]
+    numbers = sorted(p.name.removeprefix("iter_") for p in older if p.name < damaged.name)
+    if not numbers:
+        return ""
+    last = int(numbers[-1])
+    return f"; to go on from iteration {last}, put {last} into {damaged.parent / TRACKER}"
 
 
 class CheckpointFolders:

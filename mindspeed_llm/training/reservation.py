@@ -3,6 +3,8 @@
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mindspeed.config import ConfigError
@@ -34,6 +36,17 @@ class Reservation:
     def release(self) -> None:
         """Let another run have the folder."""
         self._file.close()
+
+
+@contextmanager
+def given_up_on_errors(reservation: Reservation | None) -> Iterator[None]:
+    """Release the folder if what comes before training fails: a Python program may try again."""
+    try:
+        yield
+    except BaseException:
+        if reservation is not None:
+            reservation.release()
+        raise
 
 
 def _holder(folder: Path) -> str:

@@ -23,7 +23,7 @@ from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.reservation import Reservation
+from mindspeed_llm.training.reservation import Reservation, given_up_on_errors
 from mindspeed_llm.training.world import Layout, join, plan_layout, seed_everything
 
 logger = logging.getLogger(__name__)
@@ -60,16 +60,17 @@ def prepare(options: TrainOptions) -> Setup:
     """Check the options against the model and the ranks, and meet the other ranks."""
     is_first = os.environ.get("RANK", "0") == "0"
     reservation = Reservation(options.save) if options.save and is_first else None
-    resumed = to_resume(options)
-    shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
-    lora = plan_lora(options, shape)
-    if resumed is not None:
-        check_same(lora, read_progress(resumed).lora)
-    layout = plan_layout(options, shape)
-    vocab_size = vocabulary(options, shape)
-    join(options, layout)
-    config = model.make_config(options, shape, layout)
-    return Setup(options, shape, folder, layout, vocab_size, config, lora, reservation)
+    with given_up_on_errors(reservation):
+        resumed = to_resume(options)
+        shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
+        lora = plan_lora(options, shape)
+        if resumed is not None:
+            check_same(lora, read_progress(resumed).lora)
+        layout = plan_layout(options, shape)
+        vocab_size = vocabulary(options, shape)
+        join(options, layout)
+        config = model.make_config(options, shape, layout)
+        return Setup(options, shape, folder, layout, vocab_size, config, lora, reservation)
 
 
 def begin(setup: Setup, provider: Callable[..., Any]) -> Training:

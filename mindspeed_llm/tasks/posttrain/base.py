@@ -13,6 +13,7 @@ from mindspeed_llm.training.loop import Loop
 from mindspeed_llm.training.model import provide
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.raw_data import token_prefixes
+from mindspeed_llm.training.reservation import given_up_on_errors
 from mindspeed_llm.training.setup import begin, prepare
 
 Batch = Mapping[str, torch.Tensor]
@@ -31,9 +32,10 @@ class BaseTrainer(ABC):
     def initialize(self) -> None:
         """Meet the other ranks, open the data, build the model and load its weights."""
         self.setup = prepare(self.options)
-        self.data_path = token_prefixes(self.options, self.handler, self.setup.config_folder)
-        self.train_data, self.valid_data = self.open_data()
-        self.training = begin(self.setup, self.model_provider)
+        with given_up_on_errors(self.setup.reservation):
+            self.data_path = token_prefixes(self.options, self.handler, self.setup.config_folder)
+            self.train_data, self.valid_data = self.open_data()
+            self.training = begin(self.setup, self.model_provider)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
