@@ -40,6 +40,14 @@ class JinjaFormat:
         self.stop_ids: tuple[int, ...] = () if self.eos_id is None else (self.eos_id,)
         self.teaches_eos = self._ends_with_eos()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A compiled template cannot go to another process: it is compiled again there.
+        return {name: value for name, value in vars(self).items() if name != "_template"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._template = _compile(self._facts.chat_template or "")
+
     def render(self, conversation: Conversation) -> list[Piece]:
         """Write prompts and answers in turn; a last prompt without answer is written too."""
         messages = self._messages(conversation)

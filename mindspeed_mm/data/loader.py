@@ -87,6 +87,8 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch, skipped in self._batches:
+            if isinstance(batch, ConfigError):
+                raise batch
             # Counted here and not where it is prepared: processes prepare ahead.
             self._order.position = self._order.after(self._order.position)
             self._tell(skipped)
@@ -127,6 +129,32 @@ class MicroBatchLoader:
             self.skipped += 1
             if self.skipped <= TOLD:
                 logger.warning("left out (%d so far): %s: %s", self.skipped, one.place, one.reason)
+
+
+class _Items(PlacedItems):
+    """Placed items; an error that a user can put right is one, for a worker would bury it."""
+
+    def __getitem__(self, place: Place) -> tuple[Any, Place]:
+        try:
+            return super().__getitem__(place)
+        except ConfigError as error:
+            return error, place
+
+
+class _Told:
+    """Collates, and hands on errors that a user can put right."""
+
+    def __init__(self, collate: Callable[[Sequence[Any]], tuple[Any, list[Skipped]]]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: Sequence[tuple[Any, Place]]) -> tuple[Any, list[Skipped]]:
+        try:
+            for item, _ in items:
+                if isinstance(item, ConfigError):
+                    raise item
+            return self._collate(items)
+        except ConfigError as error:
+            return error, []
 
 
 class _Conversations:
@@ -185,9 +213,9 @@ def build_mm_dataloader(
         collate = _Conversations(dataset.collator(options.collate_param.pad_to_multiple_of))
     persistent = options.persistent_workers is not False and options.num_workers > 0
     batches = DataLoader(
-        PlacedItems(dataset, options.seed),
+        _Items(dataset, options.seed),
         batch_sampler=order,
-        collate_fn=collate,
+        collate_fn=_Told(collate),
         num_workers=options.num_workers,
         pin_memory=options.pin_memory,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,

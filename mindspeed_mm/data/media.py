@@ -6,25 +6,35 @@ import base64
 import binascii
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, ImageSequence
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.data.conversation import MalformedRecord
 from mindspeed_llm.data.readers import kind_of
 from mindspeed_mm.data.options import ProcessorOptions
+from mindspeed_mm.packages import how_to_install
 
 Kind = Literal["image", "video"]
 MILLISECONDS = 1000.0
 UNTIMED_FPS = 2.0
 """Frames a second of a video that is given as frames, or does not say how long they last."""
+COMPLETE = 0.9
+"""Share of its frames that a video has at least: what files say of themselves is not exact."""
 ANIMATIONS = (".gif", ".webp", ".png", ".apng")
 DAMAGED = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 """What Pillow raises for files that are no images, or only half of one."""
+
+
+Frames = Iterator[Callable[[], Image.Image]]
+"""Frames of a video; a frame becomes an image, which takes time, when it is called."""
 
 
 class Medium(NamedTuple):
@@ -33,6 +43,10 @@ class Medium(NamedTuple):
     kind: Kind
     source: Any
     root: Path
+
+    def __str__(self) -> str:
+        is_named = isinstance(self.source, str) and not self.source.startswith("data:")
+        return self.source if is_named else "in the record"
 
     def check(self) -> Medium:
         """Return this medium if its file is there, else say what is wrong."""
@@ -66,15 +80,17 @@ def open_video(medium: Medium, options: ProcessorOptions) -> Clip:
     total, fps, frames = _frames(medium)
     wanted = set(sample_frames(total, fps, options)) if total else set()
     limits = options.video_min_pixels, options.video_max_pixels
-    taken = {
-        index: np.asarray(_fit(frame, *limits))
-        for index, frame in enumerate(frames)
-        if index in wanted  # the others are not kept: a long video would not fit in memory
-    }
+    taken, seen = {}, 0
+    for index, frame in enumerate(frames):
+        if index in wanted:  # the others are not kept: a long video would not fit in memory
+            taken[index] = np.asarray(_fit(frame(), *limits))
+        seen += 1
     if not taken:
-        raise MalformedRecord("a video has no frames")
+        raise MalformedRecord(f"the video {medium} has no frames")
+    if seen < COMPLETE * total:
+        raise MalformedRecord(f"the video {medium} ends after {seen} of {total} frames")
     if len({frame.shape for frame in taken.values()}) > 1:
-        raise MalformedRecord("the frames of a video differ in size")
+        raise MalformedRecord(f"the frames of the video {medium} differ in size")
     return Clip(np.stack(list(taken.values())), list(taken), fps, total)
 
 
@@ -116,19 +132,19 @@ def _decode_image(source: Path | bytes) -> Image.Image:
         raise MalformedRecord(f"the image {_name(source)} cannot be read: {error}") from None
 
 
-def _frames(medium: Medium) -> tuple[int, float, Iterator[Image.Image]]:
+def _frames(medium: Medium) -> tuple[int, float, Frames]:
     """Return how many frames a video has, how many a second, and the frames one after the other."""
     source = medium.source
     if isinstance(source, list):
         parts = [_path_or_bytes(one, medium) for one in source]
-        return len(parts), UNTIMED_FPS, map(_decode_image, parts)
+        return len(parts), UNTIMED_FPS, (partial(_decode_image, part) for part in parts)
     found = _path_or_bytes(source, medium)
     if _is_film(found):
         return _open_film(found)
     assert isinstance(found, Path)
     if found.is_dir():
         files = sorted(path for path in found.iterdir() if path.is_file())
-        return len(files), UNTIMED_FPS, map(_decode_image, files)
+        return len(files), UNTIMED_FPS, (partial(_decode_image, file) for file in files)
     return _open_animation(found)
 
 
@@ -141,47 +157,56 @@ def _import_av(source: Path | bytes) -> Any:
     try:
         import av
     except ImportError:
-        raise RuntimeError(
-            f"the video {_name(source)} needs PyAV to be read: pip install av, or give a folder "
-            "of frames"
+        raise ConfigError(
+            f"the video {_name(source)} cannot be read without PyAV: {how_to_install()}; or give a "
+            "folder of frames"
         ) from None
     return av
 
 
-def _open_animation(path: Path) -> tuple[int, float, Iterator[Image.Image]]:
-    try:
+def _open_animation(path: Path) -> tuple[int, float, Frames]:
+    with _naming(path, DAMAGED):
         file = Image.open(path)
         total, lasts = getattr(file, "n_frames", 1), file.info.get("duration")
-        frames = (frame.convert("RGB") for frame in ImageSequence.Iterator(file))
-    except DAMAGED as error:
-        raise MalformedRecord(f"the video {path} cannot be read: {error}") from None
+        frames = (partial(frame.convert, "RGB") for frame in ImageSequence.Iterator(file))
     return total, MILLISECONDS / lasts if lasts else UNTIMED_FPS, _told(frames, path, DAMAGED)
 
 
-def _open_film(source: Path | bytes) -> tuple[int, float, Iterator[Image.Image]]:
+def _open_film(source: Path | bytes) -> tuple[int, float, Frames]:
     av = _import_av(source)
-    errors = (av.FFmpegError, OSError, IndexError, ValueError)
-    try:
+    errors = (av.FFmpegError, OSError, ValueError)
+    with _naming(source, errors):
         file = av.open(io.BytesIO(source) if isinstance(source, bytes) else str(source))
+        if not file.streams.video:
+            raise ValueError("it has no pictures")
         stream = file.streams.video[0]
         rate, total = float(stream.average_rate or UNTIMED_FPS), stream.frames
         if not total:  # not every kind of file says it
             total = sum(packet.size > 0 for packet in file.demux(stream))
             file.seek(0)
-    except errors as error:
-        raise MalformedRecord(f"the video {_name(source)} cannot be read: {error}") from None
-    frames = (frame.to_image() for frame in file.decode(video=0))
+    frames = (frame.to_image for frame in file.decode(video=0))
     return total, rate, _told(frames, source, errors)
 
 
-def _told(
-    frames: Iterator[Image.Image], source: Path | bytes, errors: tuple[type[Exception], ...]
-) -> Iterator[Image.Image]:
-    """Yield the frames; say of which video they are if one is damaged."""
+@contextmanager
+def _naming(source: Path | bytes, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Say of which video it is if something is damaged."""
     try:
-        yield from frames
+        yield
     except errors as error:
         raise MalformedRecord(f"the video {_name(source)} cannot be read: {error}") from None
+
+
+def _told(frames: Frames, source: Path | bytes, errors: tuple[type[Exception], ...]) -> Frames:
+    """Yield the frames; damage may show when one is read, or when it becomes an image."""
+
+    def image(frame: Callable[[], Image.Image]) -> Image.Image:
+        with _naming(source, errors):
+            return frame()
+
+    with _naming(source, errors):
+        for frame in frames:
+            yield partial(image, frame)
 
 
 def _fit(image: Image.Image, least: int | None, most: int | None) -> Image.Image:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from mindspeed_llm.data.indexed import Array
 from mindspeed_llm.data.tokenizer import TokenizerFacts, facts_of
 from mindspeed_mm.data.media import Clip, Kind, Medium, blank, open_image, open_video
 from mindspeed_mm.data.options import ProcessorOptions
-
-logger = logging.getLogger(__name__)
+from mindspeed_mm.packages import check_torchvision, how_to_install, torchvision_problem
 
 CLASS_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 TOKENS = ("input_ids", "attention_mask")
@@ -62,9 +59,10 @@ class MediaProcessor:
         """Refuse a kind of medium that the processor does not know."""
         if kind in self.tokens:
             return
-        hint = ": install torchvision, which its video processor needs" if kind == "video" else ""
+        if kind == "video" and (problem := torchvision_problem()):
+            raise ConfigError(f"there are videos, but {problem}: {how_to_install()}")
         raise ConfigError(
-            f"{self.facts.source}: its {type(self._processor).__name__} takes no {kind}s{hint}"
+            f"{self.facts.source}: its {type(self._processor).__name__} takes no {kind}s"
         )
 
     def blank(self, kind: Kind) -> Expansion:
@@ -132,17 +130,13 @@ def load_processor(options: ProcessorOptions) -> Any:
     folder = Path(options.model_name_or_path)
     if not folder.is_dir():
         raise ConfigError(f"model_name_or_path {folder} is no folder: give that of the model")
-    loader: Any = transformers.AutoProcessor
+    check_torchvision()
     known = getattr(transformers, _class_name(folder), None)
-    if known is not None and importlib.util.find_spec("torchvision") is None:
-        loader = _without_video(known)
-    try:
-        processor = loader.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=options.trust_remote_code
-        )
-    except (OSError, ValueError, ImportError, TypeError, AttributeError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model_name_or_path {folder} holds no processor: {reason}") from None
+    has_videos = torchvision_problem() is None
+    loaders = [transformers.AutoProcessor] if has_videos or known is None else []
+    if known is not None:  # a folder that was saved without torchvision has no video processor
+        loaders.append(_without_video(known))
+    processor = _load_first(loaders, folder, options.trust_remote_code)
     if getattr(processor, "tokenizer", None) is None:
         raise ConfigError(
             f"model_name_or_path {folder} is of a model without images: its processor is a "
@@ -151,15 +145,35 @@ def load_processor(options: ProcessorOptions) -> Any:
     return processor
 
 
+def _load_first(loaders: Sequence[Any], folder: Path, trust_remote_code: bool) -> Any:
+    """Load with the first class that can; if none can, say why the first one cannot."""
+    reasons = []
+    for loader in loaders:
+        try:
+            return loader.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError, ImportError, TypeError, AttributeError, KeyError) as error:
+            reasons.append(" ".join(str(error).split()))
+    raise ConfigError(f"model_name_or_path {folder} holds no processor: {reasons[0]}")
+
+
 def _without_video(known: Any) -> Any:
-    """Return a processor class that does without the video processor, which needs torchvision."""
+    """Return a processor class that does without the video processor."""
     attributes = known.get_attributes() if hasattr(known, "get_attributes") else known.attributes
     kept = [name for name in attributes if name != "video_processor"]
     if kept == list(attributes):
         return known
-    logger.info("torchvision is not installed: images are processed, videos are not")
-    members = {"get_attributes": classmethod(lambda cls: kept), "attributes": kept}
+    members: dict[str, Any] = {"get_attributes": classmethod(lambda cls: kept), "attributes": kept}
+    members["__reduce__"] = lambda self: (_made_again, (known, vars(self)))
     return type(known.__name__, (known,), members)
+
+
+def _made_again(known: Any, state: dict[str, Any]) -> Any:
+    """Return a processor without videos in another process, where its class is not known."""
+    made = object.__new__(_without_video(known))
+    vars(made).update(state)
+    return made
 
 
 def _class_name(folder: Path) -> str:

@@ -45,6 +45,8 @@ class Finding(NamedTuple):
     kinds: frozenset[Kind] = frozenset()
     size: int = 0
     skipped: Skipped | None = None
+    error: ConfigError | None = None
+    """What stops the run; handed on and not raised, so that no rank waits for one that is gone."""
 
 
 @dataclass
@@ -81,6 +83,8 @@ class _Looks(Dataset[Finding]):
         except (MalformedRecord, UnusableRecord) as error:
             is_bad = isinstance(error, MalformedRecord)
             return Finding(skipped=Skipped(records.place(index), str(error), is_bad))
+        except ConfigError as error:
+            return Finding(error=error)
 
 
 def survey(
@@ -91,6 +95,8 @@ def survey(
     is_shared = measures and dist.is_available() and dist.is_initialized()
     look = _look_together if is_shared else _look
     for index, finding in enumerate(look(records, encoder, measures, workers)):
+        if finding.error is not None:
+            raise finding.error
         if finding.skipped is None:
             found.usable.append(index)
             found.sizes.append(finding.size)

@@ -13,6 +13,7 @@ from torch import nn
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_mm.models.hf_folder import explained
 from mindspeed_mm.models.options import ModelConfig
+from mindspeed_mm.packages import transformers_class
 
 
 def build_skeleton(source: str) -> nn.Module:
@@ -69,7 +70,7 @@ def _from_folder(folder: Path) -> nn.Module:
         raise ConfigError(f"{path}: names no model class under architectures") from None
     import transformers
 
-    model_class = getattr(transformers, str(architecture), None)
+    model_class = transformers_class(str(architecture))
     if model_class is None:
         raise ConfigError(
             f"{path}: transformers {transformers.__version__} has no {architecture}: "

@@ -129,15 +129,16 @@ def save(name, folder):
     MAKERS[name]().save_pretrained(Path(folder))
 
 
-def new_model(name):
+def new_model(name, **vision_values):
     """Build the model that fits the Qwen or the InternVL processor, the same every time."""
     import transformers
 
     class_name, values, text, vision = tiny.CONFIGS[name]
-    words = MAKERS[name]().tokenizer
+    words = MAKERS.get(name, qwen2_5_vl)().tokenizer
     tokens = {"vision_start_token_id": "<|vision_start|>", "video_token_id": "<|video_pad|>"}
     tokens["image_token_id"] = "<IMG_CONTEXT>" if name == "internvl" else "<|image_pad|>"
     ids = {key: words.convert_tokens_to_ids(tokens[key]) for key in tokens.keys() & values.keys()}
+    vision = {**vision, **vision_values}
     text = {**text, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
     model_class = getattr(transformers, class_name)
     config = model_class.config_class(**values | ids, text_config=text, vision_config=vision)

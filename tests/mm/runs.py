@@ -161,7 +161,7 @@ def outcome_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def plain_loop(
-    model: Any, data: Dataset[Any], loss_of: Callable[[Any, Any], torch.Tensor], steps: int = STEPS
+    model: Any, data: Any, loss_of: Callable[[Any, Any], torch.Tensor], steps: int = STEPS
 ) -> Outcome:
     """Train with torch only, one sample at a time."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -174,7 +174,7 @@ def plain_loop(
     for step in range(steps):
         total = 0.0
         for place in range(step * BATCH, (step + 1) * BATCH):
-            loss = loss_of(model, data[place % SAMPLES]) / BATCH
+            loss = loss_of(model, data[place % len(data)]) / BATCH
             loss.backward()
             total += loss.item()
         norms.append(torch.nn.utils.clip_grad_norm_(trained, CLIP).item())

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_mm.packages import transformers_class
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -35,7 +36,7 @@ class ModelHub:
         import transformers
 
         named = getattr(hf_config, "architectures", None) or []
-        found = getattr(transformers, str(named[0]), None) if named else None
+        found = transformers_class(str(named[0])) if named else None
         if found is None:
             found = cls.MODEL_MAPPINGS.get(hf_config.model_type)
         if found is None:

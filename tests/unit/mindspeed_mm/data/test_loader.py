@@ -1,6 +1,7 @@
 """The order of batches: every item once an epoch, on any number of ranks, from any position."""
 
 import collections
+import pickle
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from mindspeed.config import ConfigError, build
 from mindspeed_mm.data import DataConfig, build_mm_dataloader
 from mindspeed_mm.data.loader import BatchOrder
 from mindspeed_mm.data.options import DataloaderOptions
+from tests.mm import processors
 
 SIZE = 23
 
@@ -95,8 +97,20 @@ def test_records_left_out_while_training_are_counted(data, caplog):
     assert [(one != -100).any().item() for one in labels] == [True, False, True]
     assert loader.skipped == 1 and "line 2: the image" in caplog.text
     stopping = build_mm_dataloader(data.open(records), options(num_workers=1))
-    with pytest.raises(ConfigError, match="broken.png cannot be read"):
+    with pytest.raises(ConfigError, match="^[^\n]*line 2: .*broken.png cannot be read[^\n]*$"):
         list(stopping)
+
+
+@pytest.mark.parametrize("model", processors.MAKERS)
+def test_workers_may_be_new_processes(data, model):
+    """They are on macOS, and wherever a rank was not forked: everything has to be sent there."""
+    said = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "Yes."}]
+    dataset = data.open([{"conversations": said, "images": ["a.png"]}], model=model)
+    ((sample,),) = dataset
+    ((sent,),) = there = pickle.loads(pickle.dumps(dataset))
+    batch, other = dataset.collator(8)([sample]), there.collator(8)([sent])
+    assert batch.keys() == other.keys()
+    assert all(torch.equal(batch[key], other[key]) for key in batch)
 
 
 def test_validation_set_is_fixed_and_apart(data):

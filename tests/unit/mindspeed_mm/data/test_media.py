@@ -1,20 +1,24 @@
 """Images and videos from files, addresses and folders; videos through a processor."""
 
 import base64
+import importlib.metadata
 import importlib.util
 import io
+import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.data.conversation import MalformedRecord
 from mindspeed_mm.data.dataset import open_datasets
 from mindspeed_mm.data.media import Medium, open_image, open_video, sample_frames
 from mindspeed_mm.data.options import ProcessorOptions
 from mindspeed_mm.data.processor import MediaProcessor
-from tests.mm import processors
+from tests.mm import processors, videos
 
 FRAMES, SECONDS = 12, 3.0
 
@@ -86,19 +90,47 @@ def test_images_from_addresses_and_turned_ones(pictures, tmp_path):
         open_image(Medium("image", "data:image/png;base64,!!", tmp_path), options())
 
 
-def test_damaged_and_missing_videos_are_told(film, tmp_path):
-    (tmp_path / "half.gif").write_bytes(film.read_bytes()[:40])
-    (tmp_path / "b.mp4").write_bytes(b"no video")
-    with pytest.raises(MalformedRecord, match="half.gif cannot be read"):
-        open_video(Medium("video", "half.gif", tmp_path), options())
+def test_damaged_and_missing_videos_are_told(film, pictures, tmp_path):
+    whole = film.read_bytes()
+    for size in (40, len(whole) // 2):  # the head of the file, and some frames
+        (tmp_path / "half.gif").write_bytes(whole[:size])
+        with pytest.raises(MalformedRecord, match="half.gif (cannot be read|ends after)"):
+            open_video(Medium("video", "half.gif", tmp_path), options())
     with pytest.raises(MalformedRecord, match="c.mp4 does not exist"):
         Medium("video", "c.mp4", tmp_path).check()
-    if importlib.util.find_spec("av"):
-        with pytest.raises(MalformedRecord, match="b.mp4 cannot be read"):
-            open_video(Medium("video", "b.mp4", tmp_path), options())
+    (tmp_path / "frames").mkdir()
+    for number, picture in enumerate([pictures[0], Image.new("RGB", (8, 8))]):
+        picture.save(tmp_path / "frames" / f"{number}.png")
+    with pytest.raises(MalformedRecord, match="the frames of the video frames differ in size"):
+        open_video(Medium("video", "frames", tmp_path), options())
+
+
+def test_films_need_a_decoder(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "b.mp4").write_bytes(b"no video")
+    release = importlib.metadata.version("torch").partition("+")[0]
+    right = f"b.mp4 cannot be read without PyAV: pip install av torchvision torch=={release}"
+    with pytest.raises(ConfigError, match=re.escape(right)):
+        Medium("video", "b.mp4", tmp_path).check()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="no films: av is not installed")
+@pytest.mark.parametrize("kind", ["mp4", "mkv", "avi"])
+def test_films(kind, tmp_path):
+    path = tmp_path / f"a.{kind}"
+    videos.write_film(path, seed=1, size=64)
+    address = "data:video/x;base64," + base64.b64encode(path.read_bytes()).decode()
+    for source in (path.name, address):
+        clip = open_video(Medium("video", source, tmp_path), options())
+        assert (clip.fps, clip.total, clip.indices) == (4.0, FRAMES, videos.TAKEN)
+        assert (clip.frames == videos.frames(path)).all()
+    # All of the head, which says how long it is; half of the frames.
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    if kind == "mkv":  # it does not say how long it is
+        assert open_video(Medium("video", path.name, tmp_path), options()).total < FRAMES
     else:
-        with pytest.raises(RuntimeError, match="b.mp4 needs PyAV to be read: pip install av"):
-            Medium("video", "b.mp4", tmp_path).check()
+        with pytest.raises(MalformedRecord, match="cannot be read: .*Invalid data|ends after"):
+            open_video(Medium("video", path.name, tmp_path), options())
 
 
 class Videos:

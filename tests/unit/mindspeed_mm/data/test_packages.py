@@ -1,0 +1,51 @@
+"""Videos without the packages for them: one sentence that says what to type."""
+
+import importlib.metadata
+import sys
+
+import pytest
+
+from mindspeed.config import ConfigError
+from mindspeed_mm.packages import how_to_install, torchvision_problem
+from tests.mm import processors
+
+TORCH = importlib.metadata.version("torch")
+VIDEO = {
+    "conversations": [{"from": "human", "value": "<video>"}, {"from": "gpt", "value": "Yes."}],
+    "videos": ["a.gif"],
+}
+
+
+@pytest.mark.parametrize("build", ["", "+cpu"])
+def test_the_torch_that_is_there_stays(build, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"2.13.0{build}")
+    command, _, rest = how_to_install().partition(" --extra-index-url ")
+    assert command == "pip install av torchvision torch==2.13.0"
+    assert rest == (f"(where torch 2.13.0{build} came from)" if build else "")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_videos_without_torchvision(data, monkeypatch, workers):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    (data.root / "a.gif").write_bytes(b"")
+    with pytest.raises(ConfigError) as error:
+        data.open([VIDEO], basic={"preprocessing_num_workers": workers})
+    expected = f"there are videos, but torchvision is not installed: {how_to_install()}"
+    assert str(error.value) == expected
+
+
+def test_a_torchvision_for_another_torch(data, monkeypatch, tmp_path):
+    """Such a build makes transformers lose its classes for images, with a word about neither."""
+    (tmp_path / "torchvision").mkdir()
+    source = 'raise RuntimeError("operator torchvision::nms does not exist")'
+    (tmp_path / "torchvision/__init__.py").write_text(source)
+    (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.28.0.dist-info/METADATA").write_text("Version: 0.28.0")
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = f"torchvision 0.28.0 does not load beside torch {TORCH} (operator"
+    assert torchvision_problem().startswith(problem)
+    processors.save("qwen2_5_vl", tmp_path / "model")
+    with pytest.raises(ConfigError) as error:
+        data.open([VIDEO], more={"model_name_or_path": str(tmp_path / "model")})
+    assert str(error.value).startswith(problem) and how_to_install() in str(error.value)
