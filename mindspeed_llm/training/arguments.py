@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from mindspeed.config import ConfigError, Spelling, add_options, read_options, suggest_flags
 from mindspeed_llm.data.instruction import split_parts, split_weights
-from mindspeed_llm.training.options import SECTIONS, TrainOptions
+from mindspeed_llm.training.options import SECTIONS, RunOptions, TrainOptions
 
 LARGEST = 1e18
 """What is beyond it, or not a number, is a slip."""
@@ -45,10 +45,7 @@ def check(options: TrainOptions) -> None:
     """Refuse what can never work, before anything is loaded."""
     if not options.data_path:
         raise ConfigError("--data-path is missing: give the --output-prefix of preprocess")
-    if options.lr is None:
-        raise ConfigError("--lr is missing: give the highest learning rate, such as 1e-5")
-    if (options.train_iters is None) == (options.epochs is None):
-        raise ConfigError("give one of --train-iters and --epochs: the length of the run")
+    check_run(options)
     if options.load is None and not options.from_scratch:
         raise ConfigError(
             "--load is missing: give a model or a checkpoint, or --from-scratch for random weights"
@@ -57,8 +54,16 @@ def check(options: TrainOptions) -> None:
         raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
     split_weights(options.data_path)
     split_parts(options.split)
+
+
+def check_run(options: RunOptions) -> None:
+    """Refuse a run of any kind that has no length or learning rate, or numbers out of range."""
+    if options.lr is None:
+        raise ConfigError("--lr is missing: give the highest learning rate, such as 1e-5")
+    if (options.train_iters is None) == (options.epochs is None):
+        raise ConfigError("give one of --train-iters and --epochs: the length of the run")
     for name, (is_fine, wish) in RANGES.items():
-        value = getattr(options, name)
+        value = getattr(options, name, None)  # not every kind has all of them
         if value is not None and not (-LARGEST < value < LARGEST and is_fine(value)):
             raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {wish}")
 

@@ -6,7 +6,7 @@ from mindspeed import device
 from mindspeed.config import ConfigError, Spelling
 from mindspeed.fsdp import FsdpOptions
 from mindspeed_llm.checkpoint import detect
-from mindspeed_llm.training.arguments import LARGEST, RANGES
+from mindspeed_llm.training.arguments import check_run
 from mindspeed_mm.training.options import INSTEAD, MmOptions
 
 DCP = "torch_dist"
@@ -15,7 +15,7 @@ DCP = "torch_dist"
 
 def check(options: MmOptions, fsdp: FsdpOptions) -> None:
     """Refuse what can never work; ConfigError says what to do."""
-    _check_numbers(options)
+    check_run(options)
     _check_refused(options)
     for key in ("param_dtype", "reduce_dtype", "output_dtype"):
         if getattr(fsdp, key) == "fp16":
@@ -41,18 +41,6 @@ def check(options: MmOptions, fsdp: FsdpOptions) -> None:
 def reaches_host(backend: str | None) -> bool:
     """Say whether ranks will be able to talk from host memory."""
     return device.current().name == "cpu" or "cpu:" in (backend or "")
-
-
-def _check_numbers(options: MmOptions) -> None:
-    if options.lr is None:
-        raise ConfigError("--lr is missing: give the highest learning rate, such as 1e-5")
-    if (options.train_iters is None) == (options.epochs is None):
-        raise ConfigError("give one of --train-iters and --epochs: the length of the run")
-    for name in RANGES.keys() & type(options).model_fields.keys():
-        is_fine, wish = RANGES[name]
-        value = getattr(options, name)
-        if value is not None and not (-LARGEST < value < LARGEST and is_fine(value)):
-            raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {wish}")
 
 
 def _check_refused(options: MmOptions) -> None:

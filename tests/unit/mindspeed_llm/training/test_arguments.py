@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.arguments import parse
+from mindspeed_llm.training.arguments import RANGES, parse
+from mindspeed_llm.training.options import TrainOptions
 
 SCRIPT = """
 --finetune --stage sft --is-instruction-dataset --tokenizer-not-use-fast --prompt-type qwen
@@ -71,6 +72,10 @@ def test_a_file_says_the_same_and_flags_win(tmp_path: Path) -> None:
 def test_what_cannot_work_is_told_at_once(flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(flags.split())
+
+
+def test_ranges_are_those_of_options_that_exist() -> None:
+    assert RANGES.keys() <= TrainOptions.model_fields.keys()
 
 
 def test_an_unknown_flag_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
