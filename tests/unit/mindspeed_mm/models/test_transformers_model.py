@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mindspeed.config import ConfigError, Spelling, build
 from mindspeed_mm.models.common.modelzoo import ModelHub
@@ -46,6 +48,29 @@ def test_the_loss_is_that_of_transformers(folders, name, mode):
     torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-7)
     del batch["labels"]
     torch.testing.assert_close(model(**batch)["logits"], expected.logits)
+
+
+class Rows(TorchDispatchMode):
+    """Notes the most rows as long as the vocabulary that any tensor has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (tiny.VOCABULARY,):
+                self.most = max(self.most, tensor.numel() // tiny.VOCABULARY)
+        return found
+
+
+@pytest.mark.parametrize("mode", ["default", "chunk", "dynamic_chunk"])
+def test_by_chunks_there_are_never_all_logits(folders, mode):
+    size = {} if mode == "default" else {"chunk_size": 5}
+    model = new(folders["qwen2_5_vl"], loss_cfg={"compute_mode": mode, **size})
+    with Rows() as rows:
+        model(**tiny.batch("qwen2_5_vl", length=40))["loss"].backward()
+    # The transposed weight has as many rows as the hidden size; a chunk has fewer.
+    assert rows.most == (2 * 40 if mode == "default" else tiny.TEXT["hidden_size"])
 
 
 def by_hand(logits, labels, kind):
