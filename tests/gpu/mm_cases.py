@@ -1,5 +1,6 @@
 """Small trainings of mindspeed_mm in one rank on the device at hand, each in its own folder."""
 
+import gc
 import os
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ def run_all(folder: str) -> None:
         _train(root / "lora", model, BF16, {"lr": 1e-2}, lora)
     _convert(root, model)
     _user_models(root)
-    print(here.name, max(_gradient_differences()))
+    print(here.name, max(_gradient_differences()), *_device_bytes())
     torch.distributed.destroy_process_group()
 
 
@@ -102,6 +103,23 @@ def _user_models(root: Path) -> None:
     fsdp = {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}"]} | OFFLOADED
     run = runs.make_run(runs.options(root / "user", **flags), fsdp)
     runs.train_once(run, callbacks)
+
+
+def _device_bytes() -> list[int]:
+    """Return what a model of 32 MiB takes of the device, sharded and then also offloaded."""
+    from mindspeed.config import build
+    from mindspeed.fsdp import FsdpOptions, shard
+
+    found = []
+    for more in ({}, OFFLOADED):
+        gc.collect()  # models of before are not to go in between
+        before = device.current().memory_allocated()
+        layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+        shard(layers, build(FsdpOptions, {"sub_modules_to_wrap": ["{*}"]} | more))
+        layers(move_to_device(torch.ones(1, 1024))).sum().backward()
+        found.append(device.current().memory_allocated() - before)
+        del layers
+    return found
 
 
 def _gradient_differences() -> list[float]:

@@ -28,9 +28,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs a CUDA device")
     root = tmp_path_factory.mktemp("mm")
     (line,) = last_lines(root, SCRIPT, root)
-    name, difference = line.split()
+    name, difference, sharded, offloaded = line.split()
     assert name == "cuda"
     assert float(difference) < 1e-3, "dropout that is computed again drew other numbers"
+    # 32 MiB of weights and as much of gradients; offloaded, a layer may still be gathered.
+    assert int(sharded) >= 64 << 20 and int(offloaded) <= 12 << 20
     return root
 
 
