@@ -9,8 +9,7 @@ from mindspeed_mm.data import DataConfig
 from tests.mm import runs, videos
 from tests.ranks import run_ranks
 
-LACKING = videos.lacking()
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"videos need av and torchvision: {LACKING}")
+pytestmark = videos.needs_packages()
 
 STEPS = 6
 PARTS = ["model.language_model.layers.{*}", "model.visual.blocks.{*}"]
@@ -32,7 +31,7 @@ def train(folder: str, name: str) -> None:
     runs.train_once(run, CALLBACKS)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", videos.QWEN)
 def test_training_equals_a_loop_of_transformers(tmp_path: Path, name: str) -> None:
     import transformers
 

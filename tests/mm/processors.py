@@ -37,6 +37,12 @@ LLAVA = {
     "num_additional_image_tokens": 1,
     "chat_template": LLAVA_TEMPLATE,
 }
+TILES = {
+    "size": {"height": 16, "width": 16},
+    "crop_to_patches": True,
+    "min_patches": 1,
+    "max_patches": 2,
+}
 VOCABULARY = 448
 """A few more than the tokenizers have."""
 
@@ -75,7 +81,7 @@ def qwen2_5_vl():
     return made(images, tokenizer(**VISION), chat_template=QWEN_TEMPLATE)
 
 
-def internvl():
+def internvl(images=None, *videos):
     """Return a processor whose tiles of 16 x 16 pixels have 4 tokens each."""
     from transformers import InternVLProcessor
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -83,11 +89,9 @@ def internvl():
     names = {"start_image_token": "<img>", "end_image_token": "</img>"}
     names |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
     words = tokenizer(**names)
-    images = GotOcr2ImageProcessorPil(
-        size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=2
-    )
-    made = _without_video(InternVLProcessor)
-    return made(images, words, image_seq_length=4, chat_template=INTERNVL_TEMPLATE)
+    made = InternVLProcessor if videos else _without_video(InternVLProcessor)
+    images = images or GotOcr2ImageProcessorPil(**TILES)
+    return made(images, words, *videos, image_seq_length=4, chat_template=INTERNVL_TEMPLATE)
 
 
 def llava():

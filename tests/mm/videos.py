@@ -1,12 +1,13 @@
-"""Qwen's whole processors, films to read, and what transformers makes of them.
+"""Processors with videos, films to read, and what transformers makes of them.
 
-All of it needs PyAV and torchvision; `lacking()` says which is not here.
+All of it needs PyAV and torchvision.
 """
 
 import importlib.util
 import json
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
@@ -18,6 +19,14 @@ FRAMES, RATE, SIDE = 12, 4, 24
 TAKEN = [0, 2, 4, 7, 9, 11]
 """Two frames a second, at equal distances."""
 PIXELS = {"shortest_edge": 64, "longest_edge": 576}
+QWEN = {
+    # Classes of the processor and of its video processor, and how many pixels a frame may have,
+    # or all frames of a video.
+    "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLVideoProcessor", 576),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 576),
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor", 6 * 576),
+}
+NAMES = (*QWEN, "internvl")
 IMAGE, VIDEO = "<image>", "<video>"
 RECORDS = [
     (f"{VIDEO} and {IMAGE}: what happens?", "A fox jumps.", ["b.png"], ["a.mp4"]),
@@ -28,33 +37,40 @@ RECORDS = [
 ]
 
 
-def lacking():
-    """Return why videos cannot be tested here, "" if they can."""
-    if importlib.util.find_spec("av") is None:
-        return "av is not installed"
-    return torchvision_problem() or ""
+def needs_packages():
+    """Return the mark of tests that skips them where a package does not load, and says which."""
+    problem = "av is not installed" if importlib.util.find_spec("av") is None else None
+    problem = problem or torchvision_problem()
+    return pytest.mark.skipif(bool(problem), reason=f"videos need av and torchvision: {problem}")
 
 
-def qwen(name):
-    """Return a whole processor; a token is 8 x 8 pixels of an image or of two frames."""
+def whole(name):
+    """Return a processor with its video processor, small as those of tests.mm.processors."""
     import transformers
 
+    if name == "internvl":
+        images = transformers.GotOcr2ImageProcessor(**processors.TILES)
+        videos = transformers.InternVLVideoProcessor(size=processors.TILES["size"])
+        return processors.internvl(images, videos)
+    processor_class, video_class, most = QWEN[name]
+    # A token is 8 x 8 pixels of an image or of two frames.
     sizes = {"patch_size": processors.PATCH, "temporal_patch_size": 2, "merge_size": 2}
     images = transformers.Qwen2VLImageProcessor(size=PIXELS, **sizes)
-    videos = transformers.Qwen2VLVideoProcessor(size=PIXELS, **sizes)
-    whole = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}[name]
-    return getattr(transformers, whole)(
-        images,
-        processors.tokenizer(**processors.VISION),
-        videos,
-        chat_template=processors.QWEN_TEMPLATE,
-    )
+    videos = getattr(transformers, video_class)(size={**PIXELS, "longest_edge": most}, **sizes)
+    words = processors.tokenizer(**processors.VISION)
+    template = processors.QWEN_TEMPLATE
+    return getattr(transformers, processor_class)(images, words, videos, chat_template=template)
+
+
+def new_model(name):
+    """Build the model that fits the processor, the same every time."""
+    return processors.new_model(name, **({"temporal_patch_size": 2} if name in QWEN else {}))
 
 
 def write(folder, name):
     """Write a model with its processor, images, films and records."""
-    qwen(name).save_pretrained(folder)
-    processors.new_model(name, temporal_patch_size=2).save_pretrained(folder)
+    whole(name).save_pretrained(folder)
+    new_model(name).save_pretrained(folder)
     random = np.random.default_rng(0)
     for file in ("a.png", "b.png"):
         Image.fromarray(random.integers(0, 255, (16, 40, 3), np.uint8)).save(folder / file)
@@ -92,7 +108,7 @@ class ByHand(Dataset):
     """The records as a script writes it that has only transformers and PyAV."""
 
     def __init__(self, folder, name):
-        self._folder, self._processor = folder, qwen(name)
+        self._folder, self._processor = folder, whole(name)
 
     def __len__(self):
         return len(RECORDS)
