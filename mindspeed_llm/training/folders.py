@@ -95,6 +95,10 @@ def agreed_to_resume(options: RunOptions) -> Path | None:
     return choice[0]
 
 
+class Mismatch(ConfigError):
+    """A checkpoint is whole, but not of this run's model: an older one would be no better."""
+
+
 class Loads(Protocol):
     """What reads this rank's part of a training checkpoint."""
 
@@ -108,6 +112,8 @@ def go_on(checkpoints: Loads, folder: Path, options: RunOptions) -> Progress:
     with_optimizer = progress.has_optimizer and not options.no_load_optim
     try:
         checkpoints.load(folder, with_optimizer=with_optimizer)
+    except Mismatch:
+        raise
     except ConfigError as error:
         raise ConfigError(f"{error}{_advice(folder)}") from None
     logger.info("going on after iteration %d (%s)", progress.iteration, folder)

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed import device
 from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_llm.checkpoint.dcp_files import check_files
 from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, read_metadata
-from mindspeed_llm.checkpoint.detection import TRACKER
-from mindspeed_llm.training.folders import CheckpointFolders, Progress, reason
+from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, reason
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
 from mindspeed_mm.training.stored import StoredForm
@@ -54,7 +54,9 @@ class FsdpCheckpoints:
     def load(self, folder: Path, *, with_optimizer: bool) -> None:
         """Read this rank's shards of a checkpoint that any number of ranks has written."""
         stored = read_metadata(folder)
+        check_files(folder, stored.values())
         wanted = self._stored(self._weights(stored))
+        _must_have_adapters(wanted, stored, folder)
         aliases = {MODEL + a: MODEL + b for a, b in _aliases(self._model).items()}
         state = _matched(wanted, aliases, stored, folder)
         if with_optimizer:
@@ -62,10 +64,7 @@ class FsdpCheckpoints:
         try:
             dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
         except dcp.CheckpointException as error:
-            raise ConfigError(
-                f"{folder}: is damaged ({reason(error)}): go on from another iteration, named in "
-                f"{TRACKER}"
-            ) from None
+            raise ConfigError(f"{folder}: cannot be loaded ({reason(error)})") from None
 
     def save(
         self, progress: Progress, *, keep_last: int | None = None, in_background: bool = False
@@ -146,7 +145,7 @@ class FsdpCheckpoints:
         wanted = self._optimizer_state()
         names = {name for name in stored if name.startswith(OPTIMIZER)}
         if unknown := sorted(names - wanted.keys()):
-            raise ConfigError(
+            raise Mismatch(
                 f"{folder}: holds {unknown[0]}, which this run does not train with: other "
                 "parameters were trained, or with another --optimizer. Go on with what the run "
                 "had, or give --no-load-optim"
@@ -215,17 +214,29 @@ def _matched(
     _must_be_none(names - wanted.keys(), "holds", wanted, folder)
     for name, tensor in wanted.items():
         if stored[name].shape != tuple(tensor.shape):
-            raise ConfigError(
+            raise Mismatch(
                 f"{folder}: {name} has the shape {stored[name].shape}, the model wants "
                 f"{tuple(tensor.shape)}"
             )
     return wanted
 
 
+def _must_have_adapters(wanted: Iterable[str], stored: Iterable[str], folder: Path) -> None:
+    """Refuse a checkpoint whose adapters stand beside other layers than those of this run."""
+    theirs = {name for name in stored if name.startswith(MODEL) and ADAPTER in name}
+    ours = {name for name in wanted if ADAPTER in name}
+    if theirs and theirs != ours:
+        raise Mismatch(
+            f"{folder}: holds adapters ({len(theirs)} tensors) and this run has others "
+            f"({len(ours)}): give the `lora` of that run, or add its adapters to the weights by "
+            "mindspeed-mm convert --lora-alpha"
+        )
+
+
 def _must_be_none(names: Iterable[str], what: str, others: Iterable[str], folder: Path) -> None:
     if found := sorted(names):
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        raise ConfigError(
+        raise Mismatch(
             f"{folder}: {what} {found[0]}{more}: it is of another model; "
             f"{did_you_mean(found[0], others)}"
         )

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.folders import to_resume
+from mindspeed_llm.training.folders import go_on, to_resume
 from mindspeed_mm.training.checkpoint import FsdpCheckpoints, weights_of
 from mindspeed_mm.training.options import MmOptions
 
@@ -58,6 +58,7 @@ def test_tied_weights_are_kept_once_and_found_under_either_name(tmp_path: Path) 
         ({"model.extra": torch.ones(1)}, "holds model.extra"),
         ({"model.embed.weight": torch.ones(4, 3)}, r"the shape \(4, 3\), the model wants \(5, 3\)"),
         ({"model.embed.weight": "text, so a pickle"}, "has no model.embed.weight"),
+        ({"model.embed.lora_A.default.weight": torch.ones(1)}, "convert --lora-alpha"),
         ({"optimizer.embed.weight.momentum": torch.ones(1)}, "give --no-load-optim"),
     ],
 )
@@ -96,7 +97,7 @@ def test_damaged_files_are_one_line(tmp_path: Path, is_there: bool) -> None:
         file.write_bytes(file.read_bytes()[:100])
     else:
         file.unlink()
-    with pytest.raises(ConfigError, match="saved: is damaged .*go on from another iteration"):
+    with pytest.raises(ConfigError, match="0.distcp: "):
         load(folder)
 
 
@@ -113,3 +114,17 @@ def test_a_folder_whose_training_is_lost_is_not_overwritten(tmp_path: Path, said
     )
     tracker.write_text("release\n")
     assert to_resume(options) is None
+
+
+def test_an_older_checkpoint_is_named_only_where_it_would_help(tmp_path: Path) -> None:
+    model = Tied()
+    checkpoints = FsdpCheckpoints(None, model, torch.optim.AdamW(model.parameters()))
+    state = {"model.scale": torch.ones(2), "model.embed.weight": torch.ones(4, 3)}
+    for number in (1, 2):
+        folder = save(tmp_path / f"iter_000000{number}", **state)
+        (folder / "training.json").write_text('{"iteration": 2, "has_optimizer": false}')
+    with pytest.raises(ConfigError, match=r"the model wants \(5, 3\)$"):
+        go_on(checkpoints, folder, MmOptions())
+    next(folder.glob("*.distcp")).unlink()
+    with pytest.raises(ConfigError, match="to go on from iteration 1, put 1 into"):
+        go_on(checkpoints, folder, MmOptions())
