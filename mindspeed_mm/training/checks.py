@@ -3,7 +3,7 @@
 import os
 
 from mindspeed import device
-from mindspeed.config import ConfigError, Spelling
+from mindspeed.config import ConfigError, Spelling, did_you_mean
 from mindspeed.fsdp import FsdpOptions
 from mindspeed_llm.checkpoint import detect
 from mindspeed_llm.training.arguments import check_run
@@ -27,6 +27,7 @@ def check(options: MmOptions, fsdp: FsdpOptions) -> None:
             f"--context-parallel-size {options.context_parallel_size} does not divide {world} "
             "rank(s): start a multiple of it"
         )
+    _check_backend(options.distributed_backend)
     if fsdp.offload_to_cpu and not reaches_host(options.distributed_backend):
         here = device.current()
         host = device.known()["cpu"].backend
@@ -41,6 +42,17 @@ def check(options: MmOptions, fsdp: FsdpOptions) -> None:
 def reaches_host(backend: str | None) -> bool:
     """Say whether ranks will be able to talk from host memory."""
     return device.current().name == "cpu" or "cpu:" in (backend or "")
+
+
+def _check_backend(given: str | None) -> None:
+    """Refuse names that nobody has; those of other devices stand in scripts that moved here."""
+    known = [(each.name, each.backend) for each in device.known().values()]
+    names = {backend for _, backend in known} | {f"{name}:{backend}" for name, backend in known}
+    for word in given.split(",") if given else ():
+        if word.strip() not in names:
+            raise ConfigError(
+                f"--distributed-backend {given}: {word} is not known; {did_you_mean(word, names)}"
+            )
 
 
 def _check_refused(options: MmOptions) -> None:

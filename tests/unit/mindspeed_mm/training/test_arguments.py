@@ -115,6 +115,12 @@ def test_bf16_is_a_policy_of_the_sharding(tmp_path: Path) -> None:
         (["--load", "{empty}/nowhere"], {}, 1, "--load .*does not exist"),
         (["--micro-batch-size", "0"], {}, 1, "--micro-batch-size 0: give 1 or more"),
         ([], {"shardng_size": 3}, 1, "shardng_size.*did you mean sharding_size"),
+        (
+            ["--distributed-backend", "npu:hcl"],
+            {},
+            1,
+            "hcl is not known; did you mean npu:hccl",
+        ),
         (["--epochs", "1"], {}, 1, "one of --train-iters and --epochs"),
     ],
 )
