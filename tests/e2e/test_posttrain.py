@@ -108,6 +108,29 @@ def test_sigterm_saves_and_another_layout_goes_on(inputs: list[str], tmp_path: P
     assert read_losses(str(stopped / "log.jsonl")) == pytest.approx(expected, abs=2e-5)
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_signal_for_all_processes_after_a_save(
+    inputs: list[str], tmp_path: Path, in_background: bool
+) -> None:
+    flags = [*inputs, "--train-iters", "4000", "--save", str(tmp_path), "--save-interval", "2"]
+    flags += ["--log-interval", "1", *(["--async-save"] if in_background else [])]
+    process = _start("posttrain_gpt.py", *flags)
+    _wait_for(tmp_path / "latest_checkpointed_iteration.txt", 1, process)
+    os.killpg(process.pid, signal.SIGTERM)  # as schedulers and `mindspeed run` do
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "asked to stop after iteration" in output, output
+    done = len(read_losses(str(tmp_path / "log.jsonl")))
+    assert int((tmp_path / "latest_checkpointed_iteration.txt").read_text()) == done
+
+
+def test_nothing_is_left_of_a_killed_rank(inputs: list[str], tmp_path: Path) -> None:
+    flags = [*inputs, "--train-iters", "4000", "--save", str(tmp_path), "--save-interval", "2"]
+    process = _start("posttrain_gpt.py", *flags)
+    _wait_for(tmp_path / "latest_checkpointed_iteration.txt", 1, process)
+    process.kill()
+    process.communicate(timeout=60)  # whatever is left would hold the other end of the pipe
+
+
 def test_pretraining_learns_a_repeated_text(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path, "text", np.dtype("<u2"))
     text = np.random.default_rng(0).integers(0, VOCABULARY, 32)

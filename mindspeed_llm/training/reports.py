@@ -1,0 +1,35 @@
+"""The process to which Megatron's writers of a checkpoint report, made to live as its rank does."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing.connection import wait
+from multiprocessing.managers import SyncManager
+
+
+def start_reports() -> None:
+    """Start the process before Megatron does.
+
+    Megatron's would end by a SIGTERM for all processes of a run, which is how runs are stopped, so
+    that the save which follows fails; and it would stay behind when its rank is killed.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(_live_as_the_rank)
+        filesystem_async._results_queue = manager.Queue()
+
+
+def _live_as_the_rank() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_leave_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _leave_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
