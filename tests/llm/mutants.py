@@ -1,12 +1,15 @@
 """Damaged files, values and command lines, drawn by hypothesis, and how a command has to end."""
 
+import argparse
 import contextlib
 import copy
 import io
+import json
 import time
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, settings
+import yaml
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_llm.cli.main import main
@@ -16,6 +19,25 @@ PIECES = (b"\x00", b"\xff\xfe", b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", 
 PIECES += (b"\\u", b"1e999", b"null", b"&a", b"*a", b"!!python/object", b"\xed\xa0\x80", b" " * 40)
 ODD = (None, True, -1, 0, 1.5, 10**12, 10**400, float("nan"), float("inf"), "", "x", "\0", "../x")
 ODD += ([], [1], ["x", {}], {}, {"a": 1}, [[[[]]]])
+VALUES = [
+    "1",
+    "2",
+    "0",
+    "-1",
+    "x",
+    "",
+    "1e9",
+    "99999999999999999999",
+    "true",
+    "1,2",
+    "{",
+    "/",
+    "\0",
+]
+VALUES += ["/nowhere", "qwen", "AlpacaStyleInstructionHandler", "hf", "mg", "bf16", "llama2", "é"]
+"""What may follow a flag."""
+KEPT = ("save_dir", "output_prefix", "cache_dir", "tokenizer_name_or_path")
+"""Options that mutants of a YAML file leave alone: they say where to write, or take seconds."""
 
 
 def mutants(count):
@@ -116,3 +138,36 @@ def run(*words):
         assert lines[-1] is errors[0], "something stands behind the error"
         assert len(errors[0]) < 2000 and errors[0].isprintable()
     return End(code, out.getvalue(), errors[0].partition(": error: ")[2] if errors else "")
+
+
+def check_yaml(values, path, command, check_end):
+    """Run a command with mutants of a YAML file, and look at the end of each."""
+    kept = {key: value for key, value in values.items() if key in KEPT}
+    other = {key: value for key, value in values.items() if key not in KEPT}
+    odd = changed(other).map(yaml.safe_dump).map(str.encode)
+
+    @mutants(60)
+    @given(odd | damaged(yaml.safe_dump(other).encode()))
+    def check(content):
+        path.write_bytes(yaml.safe_dump(kept).encode() + content)
+        check_end(run(command, "--config", path))
+
+    check()
+
+
+def known_flags(command):
+    """Return every flag of a command, and whether a value follows it.
+
+    Without those that say where to write, and what takes seconds to read.
+    """
+    parser = command.add_parser(argparse.ArgumentParser().add_subparsers())
+    actions = [action for action in parser._actions if action.dest != "help"]
+    found = {a.option_strings[0]: a.nargs != 0 for a in actions if a.option_strings}
+    left_out = {"--output-prefix", "--save-dir", "--cache-dir", "--tokenizer-name-or-path"}
+    left_out.add("--trust-remote-code")  # reads the tokenizer anew
+    return {name: has_value for name, has_value in found.items() if name not in left_out}
+
+
+def as_json(value):
+    """Return the bytes of a file."""
+    return json.dumps(value).encode()
