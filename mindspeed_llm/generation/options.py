@@ -137,7 +137,9 @@ def check(options: GenerateOptions) -> None:
     if options.bf16 and options.fp16:
         raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
     if options.output is not None and not _can_be_written(Path(options.output)):
-        raise ConfigError(f"--output {options.output}: give a file name in a folder that exists")
+        raise ConfigError(
+            f"--output {options.output}: give a file name in a folder that can be written"
+        )
     lowest = {"max_new_tokens": 1, "max_length": 1, "num_beams": 1, "batch_size": 1}
     lowest |= {"temperature": 0, "top_k": 0, "history_turns": 0}
     for name, limit in lowest.items():

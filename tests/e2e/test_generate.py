@@ -156,7 +156,7 @@ WRONG = [
     ("--load {model} --prompt a --add-eos-token <|nix|>", "the tokenizer has no such token"),
     ("--load {model} --prompt a --tensor-model-parallel-size 2", "start 2"),
     ("--load {model} --prompt a --task gredy", "gredy"),
-    ("--load {model} --prompt a --output /nowhere/a.jsonl", "a folder that exists"),
+    ("--load {model} --prompt a --output /nowhere/a.jsonl", "a folder that can be written"),
     ("--load {model} --prompt a --maxnewtokens 3", "--max-new-tokens"),
 ]
 
