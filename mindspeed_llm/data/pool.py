@@ -48,6 +48,10 @@ def encode_blocks(
             raise RuntimeError(
                 "a worker process ended by itself (was it out of memory?): use fewer --workers"
             ) from None
+        except BaseException:  # whoever interrupts does not want the blocks in work any more
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
