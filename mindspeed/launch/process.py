@@ -1,10 +1,13 @@
 """Tie the life of a process to the life of its parent."""
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,3 +24,18 @@ def die_with_parent(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return bind
+
+
+def leave_with_parent() -> None:
+    """End this process of `multiprocessing` when the one that started it ends, on any system.
+
+    The kernel's signal would come when the thread that started it ends, and may not exist.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_leave_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _leave_after(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)

@@ -14,8 +14,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import wait
 
+from mindspeed.launch.process import leave_with_parent
 from mindspeed_llm.data.readers import Block
 from mindspeed_llm.data.work import Encoded, Plan, Worker, make_worker
 
@@ -122,17 +122,9 @@ def _start(get_worker: Callable[[], Worker], let_go: Callable[[], None] | None) 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if let_go is not None:
         let_go()
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        watch = threading.Thread(target=_leave_with, args=(parent.sentinel,), daemon=True)
-        watch.start()
+    leave_with_parent()
     _worker = get_worker()
     gc.freeze()  # what is there now stays: looking through it again and again costs a tenth
-
-
-def _leave_with(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
 
 
 def _work(block: Block) -> Encoded:

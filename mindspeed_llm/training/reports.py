@@ -1,11 +1,10 @@
 """The process to which Megatron's writers of a checkpoint report, made to live as its rank does."""
 
 import multiprocessing
-import os
 import signal
-import threading
-from multiprocessing.connection import wait
 from multiprocessing.managers import SyncManager
+
+from mindspeed.launch.process import leave_with_parent
 
 
 def start_reports() -> None:
@@ -25,11 +24,4 @@ def start_reports() -> None:
 def _live_as_the_rank() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_leave_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _leave_with(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
+    leave_with_parent()
