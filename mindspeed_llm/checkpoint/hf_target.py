@@ -60,9 +60,10 @@ def in_shards(
         shards[-1].append(tensor)
         size += nbytes
     if len(shards) == 1:
-        return [SafetensorsOutput(folder / "model.safetensors", shards[0])]
+        return [SafetensorsOutput(folder / "model.safetensors", shards[0], is_export=True)]
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    return [SafetensorsOutput(folder / name, part) for name, part in zip(names, shards)]
+    named = zip(names, shards)
+    return [SafetensorsOutput(folder / name, part, is_export=True) for name, part in named]
 
 
 def write_index(folder: Path, outputs: Sequence[SafetensorsOutput]) -> None:

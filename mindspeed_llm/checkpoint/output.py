@@ -17,7 +17,7 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.assembly import Stored, Wholes
 from mindspeed_llm.checkpoint.direct_file import DirectFile
 from mindspeed_llm.checkpoint.pt_file import PtTensor, write_pt
-from mindspeed_llm.checkpoint.safetensors_file import EXPORTED, header_bytes
+from mindspeed_llm.checkpoint.safetensors_file import EXPORTED, FORMAT, header_bytes
 from mindspeed_llm.checkpoint.stream import blocks, new_buffer
 
 LET_GO = 256 << 20
@@ -88,6 +88,8 @@ class SafetensorsOutput:
 
     path: Path
     tensors: Sequence[tuple[Stored, torch.dtype]]
+    is_export: bool = False
+    """Whether it says that it is ours, so that the next export may replace it."""
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +99,7 @@ class SafetensorsOutput:
     def write(self, file: BinaryIO, stream: Blocks) -> None:
         """Write everything."""
         described = [(stored.name, dtype, stored.shape) for stored, dtype in self.tensors]
-        file.write(header_bytes(described, EXPORTED))
+        file.write(header_bytes(described, EXPORTED if self.is_export else FORMAT))
         for stored, dtype in self.tensors:
             for block in stream(stored, dtype):
                 file.write(block)

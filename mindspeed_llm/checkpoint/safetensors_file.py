@@ -32,8 +32,10 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = "__metadata__"
-EXPORTED = {"format": "pt", "writer": "mindspeed-llm"}
-"""What files that we wrote say of themselves."""
+FORMAT = {"format": "pt"}
+"""What transformers wants a file to say of itself."""
+EXPORTED = FORMAT | {"writer": "mindspeed-llm"}
+"""What the files of our exports say of themselves."""
 
 
 def read_safetensors(file: MappedFile) -> dict[str, torch.Tensor]:
@@ -58,7 +60,7 @@ def read_safetensors(file: MappedFile) -> dict[str, torch.Tensor]:
 
 
 def is_export(path: Path) -> bool:
-    """Return whether a file is one of ours."""
+    """Return whether a file is of an export of ours."""
     return path.suffix == ".safetensors" and _header(MappedFile(path))[0].get(METADATA) == EXPORTED
 
 
