@@ -1,6 +1,7 @@
 """The `mindspeed` command, and the like for the `cli` folder of another package.
 
 Every other file of such a folder is a sub-command: `add_parser(subparsers)` and `run(args) -> int`.
+What is not Python's own is imported in `main`, where Ctrl-C is quiet.
 """
 
 import argparse
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import mindspeed.cli
-from mindspeed.config import ConfigError, printable, suggest_flags
 
 MISUSE = 2
 INTERRUPTED = 130
@@ -23,7 +23,15 @@ def main(
     description: str = "Megatron on any device, fast.",
 ) -> int:
     """Run one sub-command of a package and return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv, package, description)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(argv: Sequence[str], package: ModuleType, description: str) -> int:
+    from mindspeed.config import ConfigError, printable
+
     parser = build_parser(argv[0] if argv else "", package, description)
     try:
         args, unknown = parser.parse_known_args(argv)
@@ -38,8 +46,6 @@ def main(
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: error: {printable(str(error))}\n")
         return MISUSE
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has left; without this the flush at exit would complain.
         sys.stdout = None  # type: ignore[assignment]
@@ -50,6 +56,8 @@ def build_parser(
     chosen: str = "", package: ModuleType = mindspeed.cli, description: str = ""
 ) -> argparse.ArgumentParser:
     """Build the parser of the command and of its sub-commands, or of the chosen one only."""
+    from mindspeed.config import suggest_flags
+
     prog = package.__name__.partition(".")[0].replace("_", "-")
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     suggest_flags(parser)

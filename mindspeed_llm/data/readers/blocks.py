@@ -20,8 +20,6 @@ from mindspeed_llm.data.readers.sources import Source
 
 BLOCK_BYTES = 4 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
 SHOWN = 15
 """Characters that are shown before a mistake, and behind it."""
 
@@ -140,7 +138,7 @@ def _not_json(line: bytes | memoryview, error: orjson.JSONDecodeError) -> Proble
     try:
         bytes(line).decode()
     except UnicodeDecodeError as wrong:
-        return Problem(f"is not UTF-8 text: byte {wrong.start + 1} of the line")
+        return _not_text(wrong)
     return Problem(f"is not valid JSON: {error.msg} (column {error.colno}{show(error)})")
 
 
@@ -157,7 +155,11 @@ def _parse_text(line: bytes | memoryview) -> dict[str, Any] | Problem | None:
     try:
         return {"text": line.decode().removesuffix("\r")} if line.strip() else None
     except UnicodeDecodeError as error:
-        return Problem(f"is not UTF-8 text: byte {error.start + 1} of the line")
+        return _not_text(error)
+
+
+def _not_text(error: UnicodeDecodeError) -> Problem:
+    return Problem(f"is not UTF-8 text: byte {error.start + 1} of the line")
 
 
 def kind_of(value: object) -> str:

@@ -11,7 +11,7 @@ from tests.small_tokenizers import byte_level
 
 INTERRUPTED = 130
 WHILE_LOADING = """
-import sys
+import importlib, sys
 
 class Interrupt:
     def find_spec(self, name, *rest):
@@ -19,16 +19,25 @@ class Interrupt:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, Interrupt())
-from mindspeed_llm.cli.main import main
-sys.exit(main(["preprocess", "--input", "a.jsonl", "--output-prefix", "out"]))
+main = importlib.import_module(f"{sys.argv[2]}.cli.main").main
+sys.exit(main(sys.argv[3:]))
 """
+PREPROCESS = ("mindspeed_llm", "preprocess", "--input", "a.jsonl", "--output-prefix", "out")
 
 
 @pytest.mark.parametrize(
-    "module", ["pydantic", "mindspeed_llm.cli.preprocess", "mindspeed_llm.data.preprocess"]
+    ("module", "words"),
+    [
+        ("pydantic", PREPROCESS),
+        ("mindspeed_llm.cli.preprocess", PREPROCESS),
+        ("mindspeed_llm.data.preprocess", PREPROCESS),
+        ("pydantic", ("mindspeed_mm", "plan", "a.yaml")),
+        ("mindspeed_mm.cli.plan", ("mindspeed_mm", "plan", "a.yaml")),
+        ("mindspeed.cli.features", ("mindspeed", "features")),
+    ],
 )
-def test_while_the_command_is_loaded(module):
-    command = [sys.executable, "-c", WHILE_LOADING, module]
+def test_while_the_command_is_loaded(module, words):
+    command = [sys.executable, "-c", WHILE_LOADING, module, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (INTERRUPTED, "")
 
