@@ -130,3 +130,12 @@ class ModelConfig(Options):
         for text in value:
             Pattern(text)
         return value
+
+    def for_run(self, *, untied: bool, on_meta: bool) -> "ModelConfig":
+        """Return these options with what the flags of a run add to them."""
+        told: dict[str, bool] = {}
+        if untied:
+            told["tie_word_embeddings"] = False
+        if on_meta:
+            told["init_model_with_meta_device"] = True
+        return self.model_copy(update=told)

@@ -26,8 +26,7 @@ def trained_skeleton(config: ModelConfig) -> nn.Module:
     """Build what a model section names, frozen and with adapters as it says."""
     from mindspeed_mm.models.transformers_model import TransformersModel
 
-    changed = config.model_copy(update={"init_model_with_meta_device": True})
-    return TransformersModel(changed).unwrapped()
+    return TransformersModel(config).unwrapped()
 
 
 def _from_function(source: str) -> nn.Module:

@@ -107,8 +107,9 @@ def read_for_plan(path: str) -> tuple[FsdpOptions, ModelConfig | None]:
     known = {name: value for name, value in flags.items() if name in MmOptions.model_fields}
     options = build(MmOptions, known, Spelling.KEY, source=path)
     model: ModelConfig | None = _section("model", entries, options, path, Schema())
-    if model is not None and options.untie_embeddings_and_output_weights:
-        model = model.model_copy(update={"tie_word_embeddings": False})
+    if model is not None:
+        untied = options.untie_embeddings_and_output_weights
+        model = model.for_run(untied=untied, on_meta=True)
     return _fsdp(entries, options, path), model
 
 

@@ -1,7 +1,6 @@
 """The five callbacks for models of transformers on data.json: nothing is left to write."""
 
 from collections.abc import Iterator
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -23,13 +22,10 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Mo
     args = get_args()
     if args.mm.model is None:
         raise ConfigError("no model: give --mm-model, or a section `model` in the YAML file")
-    config = deepcopy(args.mm.model)
-    told: dict[str, Any] = {}
-    if args.init_model_with_meta_device or args.from_scratch or args.load is not None:
-        told["init_model_with_meta_device"] = True  # the weights of its folder are not needed
-    if args.untie_embeddings_and_output_weights:
-        told["tie_word_embeddings"] = False
-    return TransformersModel(config.model_copy(update=told))
+    # The weights of its folder are not needed where others come from --load, or none.
+    on_meta = args.init_model_with_meta_device or args.from_scratch or args.load is not None
+    untied = args.untie_embeddings_and_output_weights
+    return TransformersModel(args.mm.model.for_run(untied=untied, on_meta=on_meta))
 
 
 def train_valid_test_datasets_provider(
