@@ -33,6 +33,7 @@ from op_table import plot, print_rows  # noqa: E402
 from record import record  # noqa: E402
 
 LEAST, MOST = 20, 200  # samples of a peer
+FEWEST, TOO_LONG = 9, 4  # for passes so long that LEAST would take this many times their seconds
 
 
 @dataclass
@@ -74,10 +75,9 @@ class Bench:
         torch.manual_seed(0)
         inputs = case.make_inputs(self.clock.device)
         for which, work in case.work.items():
-            entrants = []
-            for name in verdicts:
-                with self.telling(case.op, case.shape, name):
-                    entrants.append(self._enter(name, peers[name], inputs, which))
+            entrants = self._enter_all(
+                case, {name: peers[name] for name in verdicts}, inputs, which
+            )
             self._collect(case, which, work, self._sample(entrants), verdicts)
             del entrants
             self.clock.release()
@@ -111,8 +111,17 @@ class Bench:
             if where[-1] == OURS:
                 self.failures.append(text)
 
-    def _enter(self, name, peer, inputs, which):
-        call = run_pass(peer, inputs, which)
+    def _enter_all(self, case, peers, inputs, which):
+        entrants = []
+        for name, peer in peers.items():
+            with self.telling(case.op, case.shape, name):
+                entrants.append(self._enter(name, run_pass(peer, inputs, which)))
+        for name, prepare in case.yardsticks.items():
+            with self.telling(case.op, case.shape, name):
+                entrants.append(self._enter(name, prepare(*inputs)[which]))
+        return entrants
+
+    def _enter(self, name, call):
         for _ in range(3):
             call()
         peak, launches = self.clock.peak_bytes(call), self.clock.launches(call)
@@ -124,7 +133,9 @@ class Bench:
         samples = [(entrant, [], []) for entrant in entrants]
         start = time.perf_counter()
         for count in range(MOST):
-            if count >= LEAST and time.perf_counter() - start > self.seconds:
+            seconds = time.perf_counter() - start
+            enough = FEWEST if seconds > TOO_LONG * self.seconds else LEAST
+            if count >= enough and seconds > self.seconds:
                 break
             for entrant, gpu, wall in samples:
                 gpu.append(self.clock.gpu_seconds(entrant.replay))
@@ -134,9 +145,10 @@ class Bench:
     def _collect(self, case, which, work, samples, verdicts):
         floor = work.floor(*self.ceilings)
         medians = {entrant.name: statistics.median(gpu) for entrant, gpu, _ in samples}
-        others = [seconds for name, seconds in medians.items() if name != OURS]
+        others = [medians[name] for name in verdicts if name in medians and name != OURS]
         for entrant, gpu, wall in samples:
             low, middle, high = _spread(gpu)
+            verdict = verdicts.get(entrant.name)
             row = {
                 "op": case.op,
                 "shape": case.shape,
@@ -152,8 +164,8 @@ class Bench:
                 "best_other_over_time": f"{min(others) / middle:.3f}" if others else "",
                 "peak_mib": f"{entrant.peak / 2**20:.1f}" if entrant.peak != "" else "",
                 "launches": entrant.launches,
-                "error": f"{verdicts[entrant.name].error:.2e}",
-                "bit_equal": verdicts[entrant.name].repeats,
+                "error": f"{verdict.error:.2e}" if verdict else "",
+                "bit_equal": verdict.repeats if verdict else "",
                 "timed": entrant.timed,
                 "samples": len(gpu),
             }

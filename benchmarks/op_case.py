@@ -2,7 +2,7 @@
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from mindspeed import device
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 OURS = "ours"
+PRODUCTS = "products alone"
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
@@ -50,6 +51,11 @@ class Case:
     reference_dtype: torch.dtype = torch.float64
     gate_inputs: Callable[[torch.device], tuple[Any, ...]] | None = None
     """Smaller inputs for the check of correctness, where a float64 reference would not fit."""
+    yardsticks: Mapping[str, Callable[..., Mapping[str, Callable[[], Any]]]] = field(
+        default_factory=dict
+    )
+    """Called with the inputs; returns by pass what no peer can leave out, e.g. its products: timed
+    in turns with the peers, but none of them. It is not judged, and ours is not held against it."""
     must_repeat: bool = True
     """Whether two runs of ours must have equal bits; a library's kernel may not promise that."""
 

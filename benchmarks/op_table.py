@@ -8,7 +8,7 @@ def print_rows(rows):
     for row in sorted(rows, key=lambda row: float(row["gpu_us"])):
         cells = [f"{str(row[column]):>9}" for column in COLUMNS]
         marks = "" if row["timed"] != "events" else " events"
-        marks += "" if row["bit_equal"] else " differs from run to run"
+        marks += " differs from run to run" if row["bit_equal"] is False else ""
         print("  " + " ".join(cells) + marks, flush=True)
 
 

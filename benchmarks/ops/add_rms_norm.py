@@ -41,5 +41,6 @@ def case(rows, hidden, dtype=torch.bfloat16):
     )
 
 
-CASES = [case(8192, 1536), case(8192, 4096), case(16384, 8192)]
+SHAPES = [(8192, 1536), (8192, 4096), (8192, 8192), (16384, 4096), (16384, 8192)]
+CASES = [case(*shape) for shape in SHAPES]
 TINY = [case(5, 24, torch.float32)]

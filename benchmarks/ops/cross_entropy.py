@@ -3,9 +3,12 @@
 The gradient takes the place of the logits, so backward cannot run again on a kept graph.
 """
 
+import functools
+
 import torch
 from op_case import Case, Work, compiled, optional
 
+from mindspeed import device
 from mindspeed.ops.cross_entropy import cross_entropy
 
 
@@ -14,9 +17,30 @@ def eager(logits, target):
     return torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
 
 
+def of_three(function, *more):
+    """Make a peer of a function for logits (s, b, V) and labels (s, b), as Megatron has them."""
+
+    def peer(logits, target):
+        return function(logits[:, None], target[:, None], *(x() for x in more))[:, 0]
+
+    return function and peer
+
+
+@functools.cache
+def one_rank():
+    """Return the group of this process alone, which Megatron asks for."""
+    backend, store = device.current().backend, torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    return torch.distributed.group.WORLD
+
+
 def case(tokens, vocabulary, dtype=torch.bfloat16):
     """Race one shape."""
     liger = optional("liger_kernel.transformers.functional:liger_cross_entropy")
+    liger_split = optional("liger_kernel.megatron.cross_entropy:LigerMegatronCrossEntropy")
+    megatron = optional(
+        "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy"
+    )
 
     def inputs_of(tokens):
         def make_inputs(device):
@@ -38,6 +62,8 @@ def case(tokens, vocabulary, dtype=torch.bfloat16):
             "eager": eager,
             "compile": compiled(eager),
             "liger": liger and (lambda logits, target: liger(logits, target, reduction="none")),
+            "liger for Megatron": of_three(liger_split and liger_split()),
+            "megatron-core": of_three(megatron, one_rank),
         },
         reference=lambda logits, target: torch.nn.functional.cross_entropy(
             logits, target, reduction="none"
@@ -46,5 +72,6 @@ def case(tokens, vocabulary, dtype=torch.bfloat16):
     )
 
 
-CASES = [case(1024, 32000), case(8192, 128256), case(8192, 151936), case(16384, 151936)]
+SHAPES = [(1024, 32000), (8192, 128256), (8192, 151936), (16384, 128256), (16384, 151936)]
+CASES = [case(*shape) for shape in SHAPES]
 TINY = [case(5, 24, torch.float32)]

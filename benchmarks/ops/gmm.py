@@ -1,7 +1,8 @@
 """Grouped products: every row, every matrix and the result once; two products more backward."""
 
 import torch
-from op_case import Case, Work
+from op_case import PRODUCTS, Case, Work, optional
+from op_gate import run_pass
 
 from mindspeed.ops.gmm import gmm
 from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32
@@ -20,8 +21,18 @@ def loop(x, weight, ends):
     return torch.cat(pieces)
 
 
+def one_matrix(x, weight, ends):
+    """Multiply all rows by one matrix: as many FLOPs in products that cuBLAS knows best."""
+    inputs = x, weight[0].detach().requires_grad_()
+    return {which: run_pass(torch.mm, inputs, which) for which in ("fwd", "bwd", "full")}
+
+
 def case(rows, wide_in, wide_out, groups, dtype=torch.bfloat16):
     """Race one shape."""
+    grouped_mm, triton = (
+        optional("torch:_grouped_mm"),
+        optional("mindspeed.ops.gmm.triton_impl:gmm"),
+    )
 
     def make_inputs(device):
         x = torch.randn(rows, wide_in, device=device, dtype=dtype, requires_grad=True)
@@ -37,8 +48,14 @@ def case(rows, wide_in, wide_out, groups, dtype=torch.bfloat16):
         shape=f"{rows}x{wide_in}x{wide_out}/{groups}",
         dtype=dtype,
         make_inputs=make_inputs,
-        peers={"ours": lambda x, w, ends: gmm(x, w, group_list=ends), "loop": loop},
+        peers={
+            "ours": lambda x, w, ends: gmm(x, w, group_list=ends),
+            "grouped_mm": grouped_mm and (lambda x, w, ends: grouped_mm(x, w, offs=ends)),
+            "our Triton": triton and (lambda x, w, ends: triton(x, w, group_list=ends)),
+            "loop": loop,
+        },
         reference=loop,
+        yardsticks={PRODUCTS: one_matrix},
         work={"fwd": one_pass, "bwd": one_pass + one_pass, "full": one_pass + one_pass + one_pass},
     )
 
@@ -77,6 +94,7 @@ def accumulation(rows, wide_in, wide_out, groups, dtype=torch.bfloat16):
             "loop": one_by_one,
         },
         reference=one_by_one,
+        yardsticks={PRODUCTS: lambda x, dy, ends, total: {"fwd": lambda: x.t() @ dy}},
         work={
             "fwd": Work(
                 bytes=dtype.itemsize * rows * (wide_in + wide_out) + 8 * matrices,
@@ -86,6 +104,12 @@ def accumulation(rows, wide_in, wide_out, groups, dtype=torch.bfloat16):
     )
 
 
-SHAPES = [(65536, 2048, 1536, 128), (131072, 2048, 2048, 64), (16384, 4096, 28672, 8)]
+SHAPES = [
+    (65536, 2048, 1536, 128),
+    (65536, 768, 2048, 128),
+    (131072, 2048, 2048, 64),
+    (16384, 4096, 28672, 8),
+    (16384, 14336, 4096, 8),
+]
 CASES = [make(*shape) for shape in SHAPES for make in (case, accumulation)]
 TINY = [make(24, 16, 8, 3, torch.float32) for make in (case, accumulation)]

@@ -6,16 +6,32 @@ The second operator adds the weight's gradient to a float32 main_grad, as Megatr
 import functools
 
 import torch
-from op_case import Case, Work, compiled, optional
+from op_case import PRODUCTS, Case, Work, compiled, optional
+from torch.utils.checkpoint import checkpoint
 
 from mindspeed.ops.linear_cross_entropy import linear_cross_entropy
+from mindspeed.ops.linear_cross_entropy.reference import MEMORY
+from mindspeed.ops.linear_cross_entropy.triton_impl import plan_for
+from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+
+CHUNK = 2048  # tokens
 
 
-def eager(hidden, weight, labels):
+def eager(hidden, weight, labels, reduction="mean"):
     """Compute all logits, then the mean loss in float32."""
     logits = torch.nn.functional.linear(hidden, weight)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return torch.nn.functional.cross_entropy(logits.to(wide), labels)
+    return torch.nn.functional.cross_entropy(logits.to(wide), labels, reduction=reduction)
+
+
+def chunked(hidden, weight, labels):
+    """Compute the logits of some tokens at a time, and again in backward."""
+    how = {"use_reentrant": False, "preserve_rng_state": False}
+    losses = [
+        checkpoint(eager, states, weight, some, "sum", **how)
+        for states, some in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
+    ]
+    return torch.stack(losses).sum() / len(labels)
 
 
 def ours(hidden, weight, labels):
@@ -27,6 +43,39 @@ def ours_into_main_grad(hidden, weight, labels):
     """Compute by slices of the vocabulary, and add to main_grad."""
     weight.main_grad = _main_grad(weight.shape, weight.device)
     return linear_cross_entropy(hidden, weight, labels, fused=True).mean()
+
+
+def products(hidden, weight, labels, into_main_grad=False):
+    """Multiply what ours multiplies, slice by slice in the same memory, and nothing else."""
+    plan = plan_for(hidden, weight, MEMORY, into_main_grad)
+
+    def forward():
+        buffer = hidden.new_empty(plan.buffer_size)
+        gradient = torch.empty_like(weight) if plan.in_gradient else None
+        for index in reversed(range(len(plan.slices))):
+            multiply_into(plan.place(index, buffer, gradient), index)
+        return buffer, gradient
+
+    def multiply_into(logits, index):
+        torch.mm(hidden, weight[plan.slices[index]].t(), out=logits)
+
+    @torch.no_grad()
+    def full():
+        buffer, gradient = forward()
+        if gradient is None and not into_main_grad:
+            gradient = torch.empty_like(weight)
+        total = torch.zeros_like(hidden, dtype=torch.float32)
+        for index, part in enumerate(plan.slices):
+            logits = plan.place(index, buffer, gradient)
+            if index >= plan.kept:
+                multiply_into(logits, index)
+            matmul_add_fp32(weight[part], logits.t(), total)
+            if into_main_grad:
+                matmul_add_fp32(hidden, logits, _main_grad(weight.shape, weight.device)[part])
+            else:
+                torch.mm(logits.t(), hidden, out=gradient[part])
+
+    return {"fwd": torch.no_grad()(forward), "full": full}
 
 
 def without_weight_gradient(hidden, weight, labels):
@@ -57,6 +106,7 @@ def case(tokens, hidden, vocabulary, dtype=torch.bfloat16, into_main_grad=False)
         "ours": ours,
         "eager": eager,
         "compile": compiled(eager),
+        "chunked": chunked,
         "liger": liger and (lambda states, weight, labels: liger(states, weight, labels)),
     }
     flops = 2 * tokens * hidden * vocabulary
@@ -68,6 +118,7 @@ def case(tokens, hidden, vocabulary, dtype=torch.bfloat16, into_main_grad=False)
         gate_inputs=inputs_of(min(tokens, 256)),
         peers={"ours": ours_into_main_grad} if into_main_grad else peers,
         reference=without_weight_gradient if into_main_grad else eager,
+        yardsticks={PRODUCTS: functools.partial(products, into_main_grad=into_main_grad)},
         work={"fwd": Work(flops=flops), "full": Work(flops=3 * flops)},
     )
 
@@ -76,6 +127,7 @@ CASES = [
     case(8192, 1536, 151936),
     case(8192, 4096, 151936),
     case(8192, 4096, 128256),
+    case(16384, 8192, 128256),
     case(8192, 1536, 151936, into_main_grad=True),
     case(8192, 4096, 151936, into_main_grad=True),
 ]

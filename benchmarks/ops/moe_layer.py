@@ -1,7 +1,8 @@
 """The experts of one mixture layer: sort, two grouped products around a SwiGLU, weigh and sum."""
 
 import torch
-from op_case import Case, Work, optional
+from op_case import PRODUCTS, Case, Work, optional
+from op_gate import run_pass
 
 from mindspeed.ops.gmm import gmm
 from mindspeed.ops.moe_token_permute import moe_token_permute
@@ -31,6 +32,20 @@ def loop(x, gate_up, down, chosen, probs):
         weighted = y * probs[token, choice].unsqueeze(-1)
         out = out.index_add(0, token, weighted.to(x.dtype))
     return out
+
+
+def products(x, gate_up, down, chosen, probs):
+    """Multiply rows that lie in the order of their experts, both ways, and nothing else."""
+    ends = chosen.reshape(-1).bincount(minlength=len(gate_up)).cumsum(0)
+    rows = moe_token_permute(x.detach(), chosen)[0].requires_grad_()
+    middle = torch.randn_like(rows[:, :1]).expand(-1, down.shape[2]).clone()
+
+    def both(rows, gate_up, middle, down):
+        wide = gmm(rows, gate_up.transpose(1, 2), group_list=ends)
+        return wide, gmm(middle, down.transpose(1, 2), group_list=ends)
+
+    inputs = rows, gate_up, middle.requires_grad_(), down
+    return {which: run_pass(both, inputs, which) for which in ("fwd", "bwd", "full")}
 
 
 def case(tokens, hidden, ffn, experts, choices, dtype=torch.bfloat16):
@@ -65,6 +80,7 @@ def case(tokens, hidden, ffn, experts, choices, dtype=torch.bfloat16):
         gate_inputs=of_size(min(tokens, 1024)),
         peers={"ours": ours, "loop": loop, "liger": liger and liger_moe},
         reference=loop,
+        yardsticks={PRODUCTS: products},
         work={"fwd": forward, "bwd": backward, "full": forward + backward},
     )
 

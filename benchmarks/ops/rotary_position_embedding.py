@@ -64,5 +64,6 @@ def case(tokens, batch, heads, groups, dim, dtype=torch.bfloat16):
     )
 
 
-CASES = [case(4096, 2, 12, 2, 128), case(4096, 2, 32, 8, 128), case(8192, 2, 64, 8, 128)]
+SHAPES = [(4096, 12, 2), (4096, 32, 8), (4096, 64, 8), (8192, 32, 8), (8192, 64, 8)]
+CASES = [case(tokens, 2, heads, groups, 128) for tokens, heads, groups in SHAPES]
 TINY = [case(5, 2, 4, 2, 8, torch.float32)]

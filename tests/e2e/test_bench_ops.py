@@ -4,6 +4,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def racing(monkeypatch):
     return bench_ops.Bench(CpuClock(), 0.0)
 
 
-def race_doubling(bench, ours):
+def race_doubling(bench, ours, yardsticks=None):
     from op_case import Case, Work
 
     case = Case(
@@ -45,6 +46,7 @@ def race_doubling(bench, ours):
         make_inputs=lambda device: (torch.randn(7, device=device, requires_grad=True),),
         peers={"ours": ours, "eager": lambda x: x + x, "absent": None},
         reference=lambda x: 2 * x,
+        yardsticks=yardsticks or {},
         work={"fwd": Work(bytes=56), "full": Work(bytes=112)},
     )
     bench.race(case)
@@ -55,6 +57,28 @@ def test_a_right_result_is_timed(racing):
     passes = {(peer, which) for peer in ("ours", "eager") for which in ("fwd", "full")}
     assert race_doubling(racing, lambda x: 2 * x) == passes
     assert not racing.failures
+
+
+def test_a_yardstick_is_timed_but_is_no_peer(racing):
+    nothing = {which: lambda: None for which in ("fwd", "full")}
+    race_doubling(racing, lambda x: 2 * x, {"nothing": lambda x: nothing})
+    rows = {(row["peer"], row["pass"]): row for row in racing.rows}
+    ours, eager, least = (rows[peer, "full"] for peer in ("ours", "eager", "nothing"))
+    assert float(least["gpu_us"]) < float(eager["gpu_us"]) and least["error"] == ""
+    share = float(eager["gpu_us"]) / float(ours["gpu_us"])
+    assert float(ours["best_other_over_time"]) == pytest.approx(share, rel=0.1)
+
+
+def test_long_passes_get_fewer_samples(racing):
+    from bench_ops import FEWEST, LEAST, Entrant
+
+    def samples(call):
+        [(_, gpu, _)] = racing._sample([Entrant("ours", call, call, "wall", "", "")])
+        return len(gpu)
+
+    racing.seconds = 0.01
+    assert samples(lambda: time.sleep(0.01)) == FEWEST
+    assert samples(lambda: None) >= LEAST
 
 
 def test_a_wrong_output_is_not_timed(racing):

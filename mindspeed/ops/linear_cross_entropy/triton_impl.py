@@ -42,12 +42,13 @@ def linear_cross_entropy(
         )
     task = Task.of(len(weight), group, 0.0, ignore_index)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    plan = _plan(rows, weight, memory, fused)
+    plan = plan_for(rows, weight, memory, fused)
     loss = _LinearCrossEntropy.apply(rows, weight, labels.flatten(), task, plan, fused)
     return loss.view(labels.shape)
 
 
-def _plan(rows: Tensor, weight: Tensor, memory: int, fused: bool) -> Plan:
+def plan_for(rows: Tensor, weight: Tensor, memory: int, fused: bool) -> Plan:
+    """Cut the vocabulary of `weight` so that no multiprocessor waits for the others."""
     capacity, width = memory // max(len(rows) * rows.element_size(), 1), TILE * multiprocessors()
     is_trained = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     return make_plan(

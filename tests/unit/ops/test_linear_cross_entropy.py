@@ -106,7 +106,7 @@ def test_nothing_is_kept_without_a_backward():
 
     hidden, weight, labels = case()
     with torch.no_grad():
-        plan = triton_impl._plan(hidden.reshape(-1, H), weight, ONE_SLICE, False)
+        plan = triton_impl.plan_for(hidden.reshape(-1, H), weight, ONE_SLICE, False)
     assert (plan.in_gradient, plan.in_buffer) == (0, 1) and plan.buffer_size == S * B * 128
     expected = triton_impl.linear_cross_entropy(hidden, weight, labels)
     with torch.no_grad():
