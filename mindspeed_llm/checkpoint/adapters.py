@@ -43,7 +43,7 @@ def saved_adapters(folder: Path, shape: ModelShape) -> Adapters | None:
     """Read the adapters of an iteration, if it has any."""
     if not (folder / CONFIG).is_file():
         return None
-    config, tensors = _read_config(folder), read_adapters(folder)
+    config, tensors = read_config(folder), read_adapters(folder)
     factors = {}
     for weight in family_named(shape.family).table.weights(shape):
         layer = weight.name.removesuffix(".weight") + ADAPTERS
@@ -122,7 +122,8 @@ def read_peft(folder: str | os.PathLike[str]) -> dict[str, Factors]:
     }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read what a checkpoint or a folder of peft tells of its adapters."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         float(config["lora_alpha"]) / int(config["r"])

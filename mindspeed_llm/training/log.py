@@ -45,7 +45,7 @@ class TrainingLog:
         self._is_writer, self._world, self._flops = is_writer, world, flops_per_step
         self._meter = meter
         self._file = file if is_writer else None
-        self._board = _board(tensorboard) if tensorboard and is_writer else None
+        self.board = _board(tensorboard) if tensorboard and is_writer else None
         self._interval = Interval(time.perf_counter())
         self.skipped = 0
         self.nan = 0
@@ -124,11 +124,11 @@ class TrainingLog:
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(numbers) + "\n")
-        if self._board is not None:
+        if self.board is not None:
             for name, value in numbers.items():
                 if name != "iteration":
-                    self._board.add_scalar(name, value, numbers["iteration"])
-            self._board.flush()
+                    self.board.add_scalar(name, value, numbers["iteration"])
+            self.board.flush()
 
 
 FORMATS = {

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.adapters import CONFIG, read_config
 from mindspeed_llm.checkpoint.assembly import Part, Whole
 from mindspeed_llm.checkpoint.boxes import slices, whole
 from mindspeed_llm.checkpoint.dcp_files import DcpFiles
@@ -28,11 +29,10 @@ class DcpModel:
         self, folder: Path, known: Mapping[str, torch.Tensor], lora_alpha: int | None = None
     ) -> None:
         """Read the description of a checkpoint safely; with `known` ones, they have to be there."""
-        self._files, self._alpha = DcpFiles(folder), lora_alpha
+        self._files = DcpFiles(folder)
         self._tensors = _without_prefix(read_metadata(folder), known)
         adapters = [name for name in self._tensors if ADAPTER in name]
-        if adapters and lora_alpha is None:
-            raise ConfigError(f"{folder}: has adapters ({adapters[0]}): give their --lora-alpha")
+        self._alpha = _alpha(folder, adapters[0], lora_alpha) if adapters else None
         self.names = {n.replace(BASE, ""): n for n in self._tensors if ADAPTER not in n}
         """The tensor in the checkpoint for each of the model."""
         self.copies: set[str] = set()
@@ -85,6 +85,21 @@ class DcpModel:
         assert self._alpha is not None
         added = (self._alpha / len(low)) * (high.float() @ low.float())
         return (base.float() + added).to(base.dtype)
+
+
+def _alpha(folder: Path, adapter: str, given: float | None) -> float:
+    """Return the alpha of adapters: the run that trained them tells, or else the user."""
+    saved = float(read_config(folder)["lora_alpha"]) if (folder / CONFIG).is_file() else given
+    if saved is None:
+        raise ConfigError(
+            f"{folder}: has adapters ({adapter}) and no {CONFIG}: give their --lora-alpha"
+        )
+    if given is not None and given != saved:
+        raise ConfigError(
+            f"--lora-alpha {given}: the adapters in {folder} were trained with {saved:g}: leave "
+            "the flag out"
+        )
+    return saved
 
 
 def _without_prefix(

@@ -26,6 +26,7 @@ class ConvertOptions(Options):
     params_dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Type of the weights that are written; without it they keep the type they have."""
     lora_alpha: int | None = None
-    """alpha of the adapters in a DCP, which are added to the weights."""
+    """alpha of the adapters in a DCP, which are added to the weights; without it as the checkpoint
+    of the training says."""
     overwrite: bool = False
     """Replace what --save-dir already holds."""

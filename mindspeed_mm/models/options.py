@@ -1,6 +1,6 @@
 """The model section: what model.json or the `model:` of the single YAML can say."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -51,6 +51,17 @@ class LoraConfig(Options):
     """Linear layers that get an adapter: patterns like
     model.language_model.layers.{*}.self_attn.q_proj, or the last part of their names, like
     q_proj."""
+
+    def as_peft(self) -> dict[str, Any]:
+        """Return what adapter_config.json of peft says, with the layers as they are given."""
+        return {
+            "peft_type": "LORA",
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": list(self.target_modules),
+            "bias": "none",
+        }
 
 
 class PartConfig(Options):

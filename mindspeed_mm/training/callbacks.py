@@ -21,6 +21,9 @@ class Callbacks:
     model_provider: Callable[..., Any]
     datasets_provider: Callable[..., Any]
     forward_step: Callable[..., Any]
+    show: Callable[[list[Any], int, Any], Any] | None = None
+    """Megatron's process_non_loss_data_func: at evaluations it gets what loss functions return for
+    non_loss_data=True, the iteration and TensorBoard's writer."""
 
     def model(self) -> nn.Module:
         """Call model_provider with what it takes of pre_process and post_process."""
@@ -52,13 +55,21 @@ class Callbacks:
 
     def loss(self, batches: Iterator[Any], model: nn.Module) -> "MicroLoss":
         """Run forward_step on the next micro-batch, and the loss function that it returns."""
+        output, loss_func = self._forward(batches, model)
+        return read_loss(loss_func(output))
+
+    def to_show(self, batches: Iterator[Any], model: nn.Module) -> Any:
+        """Run forward_step on the next micro-batch; return what is to be shown of it."""
+        output, loss_func = self._forward(batches, model)
+        return loss_func(output, non_loss_data=True)
+
+    def _forward(self, batches: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         result = self.forward_step(batches, model)
         if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
             raise ConfigError(
                 f"forward_step returned {_kind(result)}: return the output and the loss function"
             )
-        output, loss_func = result
-        return read_loss(loss_func(output))
+        return result
 
 
 @dataclass(frozen=True)

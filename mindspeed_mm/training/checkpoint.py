@@ -229,7 +229,7 @@ def _must_have_adapters(wanted: Iterable[str], stored: Iterable[str], folder: Pa
         raise Mismatch(
             f"{folder}: holds adapters ({len(theirs)} tensors) and this run has others "
             f"({len(ours)}): give the `lora` of that run, or add its adapters to the weights by "
-            "mindspeed-mm convert --lora-alpha"
+            "mindspeed-mm convert"
         )
 
 

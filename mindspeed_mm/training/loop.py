@@ -13,7 +13,7 @@ from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
 from mindspeed_mm.training.profile import Trace
-from mindspeed_mm.training.setup import Setup
+from mindspeed_mm.training.setup import Setup, adapters
 from mindspeed_mm.training.step import FsdpStepper
 from mindspeed_mm.training.world import seed_step
 
@@ -53,6 +53,10 @@ class FsdpLoop(Course):
             clip=options.clip_grad,
             per_token=setup.is_per_token,
         )
+        self._show = callbacks.show
+        if self._show is not None and options.tensorboard_dir is None:
+            logger.warning("process_non_loss_data_func is not called without --tensorboard-dir")
+            self._show = None
         self._trace = Trace(setup.run.mm.tool, layout.rank)
         self._batches = train.endless(setup.progress.consumed_samples)
 
@@ -74,14 +78,25 @@ class FsdpLoop(Course):
             return self._stepper.train(self._batches, stop)
 
     def evaluate(self) -> dict[str, float] | None:
-        """Return the mean losses on the validation data."""
+        """Return the mean losses on the validation data; show what else there is to show."""
         if self._valid is None:
             return None
-        return self._stepper.evaluate(self._to_evaluate(self._valid))
+        means = self._stepper.evaluate(self._to_evaluate(self._valid))
+        if self._show is not None:  # every rank runs the sharded model, the writer's shows
+            step = islice(self._valid.once(), self._setup.layout.micro_batches)
+            shown = self._stepper.to_show(step)
+            if self._log.board is not None:
+                self._show(shown, self._setup.args.iteration, self._log.board)
+        return means
 
     def note(self, iteration: int, consumed: int) -> Progress:
-        """Return what a checkpoint tells."""
-        return Progress(iteration, consumed, has_optimizer=not self._options.no_save_optim)
+        """Return what a checkpoint tells: also of adapters, which an export adds to the weights."""
+        return Progress(
+            iteration,
+            consumed,
+            has_optimizer=not self._options.no_save_optim,
+            lora=adapters(self._setup.run),
+        )
 
     def config(self) -> dict[str, Any]:
         """Return what was run as one file that can be run; free sections stay in theirs."""

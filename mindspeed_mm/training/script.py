@@ -19,6 +19,7 @@ def pretrain(
     model_provider: Callable[..., Any],
     model_type: Any = None,
     forward_step_func: Callable[..., Any] | None = None,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
     *,
     extra_args_provider: ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
@@ -34,7 +35,12 @@ def pretrain(
         model_type, forward_step_func = None, model_type
     if not callable(forward_step_func):
         raise TypeError("pretrain needs a forward_step: pretrain(data, model, forward_step)")
-    callbacks = Callbacks(model_provider, train_valid_test_dataset_provider, forward_step_func)
+    callbacks = Callbacks(
+        model_provider,
+        train_valid_test_dataset_provider,
+        forward_step_func,
+        process_non_loss_data_func,
+    )
 
     def run() -> None:
         parsed = parse(
@@ -61,9 +67,8 @@ def train(run: Run, callbacks: Callbacks) -> Progress:
     from mindspeed_mm.training.setup import prepare
 
     setup = prepare(run, callbacks)
-    loop = FsdpLoop(setup, callbacks)
     try:
-        return loop.run()
+        return FsdpLoop(setup, callbacks).run()
     except ConfigError as error:
         if setup.args.local_rank:  # what is wrong with data may be seen by one rank only
             logger.error("rank %d: %s", setup.layout.rank, error)

@@ -18,9 +18,10 @@ from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
 from mindspeed_llm.checkpoint import detect
 from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on
-from mindspeed_llm.training.reservation import Reservation
+from mindspeed_llm.training.reservation import Reservation, given_up_on_errors
 from mindspeed_llm.training.world import seed_everything
 from mindspeed_mm.models import weights
+from mindspeed_mm.models.options import LoraConfig
 from mindspeed_mm.training.arguments import Run
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.checkpoint import FsdpCheckpoints
@@ -57,6 +58,14 @@ def prepare(run: Run, callbacks: Callbacks) -> Setup:
     options = run.options
     layout = plan_layout(options)
     reservation = Reservation(options.save) if options.save and layout.rank == 0 else None
+    with given_up_on_errors(reservation):
+        return _begin_with(run, callbacks, layout, reservation)
+
+
+def _begin_with(
+    run: Run, callbacks: Callbacks, layout: Layout, reservation: Reservation | None
+) -> Setup:
+    options = run.options
     join(options)
     args = make_args(run, layout)
     set_args(args)
@@ -69,6 +78,22 @@ def prepare(run: Run, callbacks: Callbacks) -> Setup:
     progress = _begin(run, checkpoints, resumed)
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
     return Setup(run, args, layout, reservation, model, optimizer, checkpoints, progress=progress)
+
+
+def adapters(run: Run) -> dict[str, Any]:
+    """Return what checkpoints tell of the adapters of the model section, if it has some."""
+    lora = getattr(run.mm.model, "lora", None)
+    return lora.as_peft() if isinstance(lora, LoraConfig) else {}
+
+
+def _must_go_on_alike(now: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuse another alpha than the run had; adapters of another rank or place do not fit."""
+    key = "lora_alpha"
+    if saved and now.get(key) != saved.get(key):
+        raise ConfigError(
+            f"lora: alpha: {now.get(key)}: the run to go on from has {saved.get(key)}: give that, "
+            "or begin from that checkpoint with --finetune and another --save"
+        )
 
 
 def make_args(run: Run, layout: Layout) -> argparse.Namespace:
@@ -151,7 +176,9 @@ def _begin(run: Run, checkpoints: FsdpCheckpoints, resumed: Path | None) -> Prog
     """Go on from a training checkpoint, or begin with the weights of one."""
     options = run.options
     if resumed is not None:
-        return go_on(checkpoints, resumed, options)
+        progress = go_on(checkpoints, resumed, options)
+        _must_go_on_alike(adapters(run), progress.lora)
+        return progress
     if options.load is not None and (found := detect(options.load)).kind != "hf":
         checkpoints.load(found.folder, with_optimizer=False)
         logger.info("weights from %s", found.folder)

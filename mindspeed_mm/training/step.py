@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,14 +69,25 @@ class FsdpStepper:
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean losses of micro-batches, of which every rank has as many."""
-        reports, modes = self._new_reports(), [(m, m.training) for m in self._model.modules()]
-        self._model.eval()
-        with torch.no_grad():
+        reports = self._new_reports()
+        with self._evaluating():
             for batch in batches:
                 reports.add(self._callbacks.loss(iter([batch]), self._model))
+        return reports.share().losses
+
+    def to_show(self, batches: Iterable[Any]) -> list[Any]:
+        """Return what is to be shown of micro-batches, of which every rank has as many."""
+        with self._evaluating():
+            return [self._callbacks.to_show(iter([batch]), self._model) for batch in batches]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        with torch.no_grad():
+            yield
         for module, mode in modes:  # a frozen part may have been in evaluation mode all along
             module.training = mode
-        return reports.share().losses
 
     def _new_reports(self) -> Reports:
         return Reports(self._per_token, self._context_group)

@@ -46,6 +46,8 @@ def join(options: MmOptions) -> None:
     if here.name != "cpu" and reaches_host(options.distributed_backend):
         backend = f"{here.name}:{here.backend},cpu:{device.known()['cpu'].backend}"
     meet(options.distributed_timeout_minutes, backend)
+    if parallel_state.model_parallel_is_initialized():  # by an earlier run of the same program
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=options.context_parallel_size)
 
 

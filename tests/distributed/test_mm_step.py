@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.training.course import NotANumber
-from mindspeed_mm.training import get_args
+from mindspeed_mm.training import get_args, train
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.sections import ProfileOptions, ToolConfig, TraceOptions
 from tests.mm import runs
@@ -122,6 +123,8 @@ def observe(folder: str) -> dict[str, Any]:
     with pytest.raises(NotANumber, match="in 1 steps up to 2"):
         _poisoned(folder, "stop", 2, max_nan_iterations=1)
     _trace(folder)
+    seen["shown"] = _shown(folder)
+    _failed_starts(folder)
     return seen
 
 
@@ -136,6 +139,41 @@ def _trace(folder: str) -> None:
     run = runs.make_run(flags(folder, "traced"), SHARDED)
     run = dataclasses.replace(run, mm=dataclasses.replace(run.mm, tool=tool))
     runs.train_once(run, Diary(False).callbacks())
+
+
+def _shown(folder: str) -> list[Any]:
+    """Give every evaluation something to show beside its losses; return what was shown here."""
+    shown: list[Any] = []
+    diary = Diary(False)
+
+    def loss_func(output: Any, non_loss_data: bool = False) -> Any:
+        return output[1] if non_loss_data else diary.loss_func(output)
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        return diary.forward_step(batches, model)[0], loss_func
+
+    def process(collected: list[Any], iteration: int, writer: Any) -> None:
+        writer.add_text("targets", str(len(collected)), iteration)
+        shown.append((iteration, torch.stack(collected)))
+
+    callbacks = dataclasses.replace(diary.callbacks(), forward_step=forward_step, show=process)
+    run = runs.make_run(flags(folder, "shown", tensorboard_dir=f"{folder}/board"), SHARDED)
+    runs.train_once(run, callbacks)
+    run = runs.make_run(flags(folder, "not shown"), SHARDED)
+    runs.train_once(run, callbacks)
+    return shown
+
+
+def _failed_starts(folder: str) -> None:
+    """Fail before the first step in two ways; the same program can then train in the folder."""
+    run, good = runs.make_run(flags(folder, "again"), SHARDED), Diary(False).callbacks()
+    for bad, match in (
+        (dataclasses.replace(good, model_provider=lambda: None), "model_provider returned None"),
+        (dataclasses.replace(good, datasets_provider=lambda: (None,) * 3), "no train loader"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            train(run, bad)
+    assert train(run, good).iteration == STEPS
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +244,13 @@ def test_bad_numbers_of_one_rank_change_nothing_on_any(seen: Any) -> None:
 def test_the_named_rank_writes_a_trace(seen: Any) -> None:
     (trace,) = (seen[0] / "traces").iterdir()
     assert trace.name == "trace_rank1_step2.json" and json.loads(trace.read_text())["traceEvents"]
+
+
+def test_what_else_there_is_to_show_is_shown_at_evaluations(seen: Any) -> None:
+    ((iteration, targets),) = seen[1]["shown"]
+    data = runs.UserData(8)  # the first rank has every other sample
+    expected = [data[number]["tokens"][None, 1:] for number in range(0, BATCH, 2)]
+    assert iteration == STEPS and torch.equal(targets, torch.stack(expected))
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:

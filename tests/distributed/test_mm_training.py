@@ -1,45 +1,48 @@
 """Sharded training through mindspeed_mm's loop equals a plain loop of torch in one process."""
 
+import functools
+import operator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from mindspeed.config import ConfigError
+from mindspeed_mm.checkpoint import ConvertOptions
+from mindspeed_mm.checkpoint.conversion import convert
 from tests.mm import runs, tiny
 from tests.ranks import run_ranks
 
-LAYERS = "layers.{*}"
-# Every row of the document's table, alone.
-ROWS: dict[str, dict[str, Any]] = {
-    "replicated": {"sharding_size": 1},
-    "sharded": {"sharding_size": "auto"},
-    "compute": {"sharding_size": "auto", "param_dtype": "fp32"},
-    "reduce": {"sharding_size": "auto", "reduce_dtype": "fp32"},
-    "output": {"sharding_size": "auto", "output_dtype": "fp32"},
-    "no_casts": {"sharding_size": "auto", "cast_forward_inputs": False},
-    "modules": {"sharding_size": "auto", "sub_modules_to_wrap": [LAYERS]},
-    "ignored": {"sharding_size": "auto", "ignored_modules": ["image_encoder"]},
-    "recompute": {"sharding_size": "auto", "recompute_modules": [LAYERS]},
-    "recompute_anew": {
-        "sharding_size": "auto",
-        "recompute_modules": [LAYERS],
-        "use_reentrant": False,
-    },
-    "zero2": {
-        "sharding_size": "auto",
-        "sub_modules_to_wrap": [LAYERS],
-        "reshard_after_forward": False,
-    },
-    "offload": {"sharding_size": "auto", "offload_to_cpu": True, "pin_memory": True},
-    "ahead": {
-        "sharding_size": "auto",
-        "sub_modules_to_wrap": [LAYERS],
-        "num_to_forward_prefetch": 2,
-        "num_to_backward_prefetch": 2,
-    },
-}
-TOGETHER = ROWS["offload"] | ROWS["zero2"] | ROWS["recompute"] | ROWS["ahead"] | ROWS["ignored"]
+SHARDED = {"sharding_size": "auto"}
+Rows = dict[str, dict[str, Any]]
+
+
+def every_row(layers: list[str], frozen: str) -> Rows:
+    """Return every row of the document's table alone, and many of them together."""
+    wrapped, recompute = SHARDED | {"sub_modules_to_wrap": layers}, {"recompute_modules": layers}
+    ahead = {"num_to_forward_prefetch": 2, "num_to_backward_prefetch": 2}
+    rows: Rows = {
+        "replicated": {"sharding_size": 1},
+        "sharded": SHARDED,
+        "compute": SHARDED | {"param_dtype": "fp32"},
+        "reduce": SHARDED | {"reduce_dtype": "fp32"},
+        "output": SHARDED | {"output_dtype": "fp32"},
+        "no_casts": SHARDED | {"cast_forward_inputs": False},
+        "modules": wrapped,
+        "ignored": SHARDED | {"ignored_modules": [frozen]},
+        "recompute": SHARDED | recompute,
+        "recompute_anew": SHARDED | recompute | {"use_reentrant": False},
+        "zero2": wrapped | {"reshard_after_forward": False},
+        "offload": SHARDED | {"offload_to_cpu": True, "pin_memory": True},
+        "ahead": wrapped | ahead,
+    }
+    names = ("offload", "zero2", "recompute", "ahead", "ignored")
+    return rows | {"together": functools.reduce(operator.or_, map(rows.get, names))}
+
+
+ROWS = every_row(["layers.{*}"], "image_encoder")
 
 
 def train_user(folder: str, rows: dict[str, dict[str, Any]], changes: dict[str, Any]) -> None:
@@ -65,54 +68,105 @@ def user() -> runs.Outcome:
 
 
 def test_every_row_of_the_table(tmp_path: Path, user: runs.Outcome) -> None:
-    run_ranks(train_user, 2, str(tmp_path), ROWS | {"together": TOGETHER}, {}, timeout=280)
-    for name in (*ROWS, "together"):
+    run_ranks(train_user, 2, str(tmp_path), ROWS, {}, timeout=280)
+    for name in ROWS:
         check(tmp_path / name, user)
 
 
 def test_copies_of_shards(tmp_path: Path, user: runs.Outcome) -> None:
-    run_ranks(
-        train_user, 4, str(tmp_path), {"hsdp": TOGETHER | {"sharding_size": 2}}, {}, timeout=280
-    )
+    rows = {"hsdp": ROWS["together"] | {"sharding_size": 2}}
+    run_ranks(train_user, 4, str(tmp_path), rows, {}, timeout=280)
     check(tmp_path / "hsdp", user)
 
 
+class Parts(NamedTuple):
+    """Names of modules of a model of transformers."""
+
+    text: str
+    vision: str
+    frozen: str
+
+
 PARTS = {
-    "internvl": ("model.language_model.layers.{*}", "model.vision_tower.encoder.layer.{*}"),
-    "qwen2_5_vl": ("model.language_model.layers.{*}", "model.visual.blocks.{*}"),
+    "internvl": Parts(
+        "model.language_model.layers.{*}",
+        "model.vision_tower.encoder.layer.{*}",
+        "model.vision_tower.embeddings",
+    ),
+    "qwen2_5_vl": Parts(
+        "model.language_model.layers.{*}", "model.visual.blocks.{*}", "model.visual.patch_embed"
+    ),
 }
+ALPHA = 6
+Cases = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
-def train_tiny(folder: str, name: str, model: str, cases: dict[str, tuple[Any, Any]]) -> None:
-    for case, (fsdp, changes) in cases.items():
-        flags = runs.options(Path(folder) / case, **changes)
-        run = runs.make_run(flags, fsdp, {"init_from_hf_path": model})
-        runs.train_once(run, runs.tiny_callbacks(name))
+def tiny_cases(parts: Parts) -> Cases:
+    """Return FSDP2 options and changes of the flags: rows alone, and with what is no row."""
+    rows = every_row([parts.text, parts.vision], parts.frozen)
+    once = {"recompute_modules": [parts.text], "use_reentrant": False}
+    # The model computes in float32 anyway: casts must change nothing.
+    casts = {"param_dtype": "fp32", "output_dtype": "fp32"}
+    return {name: (row, {"no_save_optim": True}) for name, row in rows.items()} | {
+        "meta": (rows["zero2"] | rows["recompute"], {"init_model_with_meta_device": True}),
+        "ulysses": (rows["ahead"] | rows["offload"] | once | casts, {"context_parallel_size": 2}),
+    }
+
+
+def train_tiny(folder: str, models: dict[str, str]) -> None:
+    for name, model in models.items():
+        section = {"init_from_hf_path": model, "freeze": [PARTS[name].frozen]}
+        for case, (fsdp, changes) in tiny_cases(PARTS[name]).items():
+            run = runs.make_run(runs.options(Path(folder, name, case), **changes), fsdp, section)
+            runs.train_once(run, runs.tiny_callbacks(name))
+    _train_adapters(folder, models)
+
+
+def _train_adapters(folder: str, models: dict[str, str]) -> None:
+    """Train adapters; going on with another alpha is refused."""
+    (name, model), *_ = models.items()
+    for alpha, steps in ((ALPHA, 2), (2 * ALPHA, 3)):
+        lora = {"r": 4, "alpha": alpha, "target_modules": ["q_proj"]}
+        section = {"init_from_hf_path": model, "lora": lora}
+        flags = runs.options(Path(folder, "adapters"), train_iters=steps)
+        run = runs.make_run(flags, SHARDED, section)
+        with nullcontext() if alpha == ALPHA else pytest.raises(ConfigError, match="from has 6"):
+            runs.train_once(run, runs.tiny_callbacks(name))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train both models in all cases with one start of ranks; return where."""
+    root = tmp_path_factory.mktemp("tiny")
+    models = {name: tiny.save(name, root / "models" / name) for name in PARTS}
+    run_ranks(train_tiny, 2, str(root), models, timeout=280)
+    return root
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_models_of_transformers(tmp_path: Path, name: str) -> None:
-    model = tiny.save(name, tmp_path / "model")
-    text, vision = PARTS[name]
-    sharded = {"sharding_size": "auto", "sub_modules_to_wrap": [text, vision]}
-    ahead = {"num_to_forward_prefetch": 1, "num_to_backward_prefetch": 2}
-    cases = {
-        "zero2": (
-            sharded | {"reshard_after_forward": False, "recompute_modules": [text]},
-            {"init_model_with_meta_device": True},
-        ),
-        "all": (
-            sharded
-            | ahead
-            | {"recompute_modules": [text], "use_reentrant": False}
-            # The model computes in float32 anyway: casts must change nothing.
-            | {"offload_to_cpu": True, "param_dtype": "fp32", "output_dtype": "fp32"},
-            {"context_parallel_size": 2},
-        ),
-    }
-    run_ranks(train_tiny, 2, str(tmp_path), name, model, cases, timeout=280)
+def test_every_row_of_models_of_transformers(trained: Path, name: str) -> None:
     plain = tiny.new_model(name).train()
+    plain.get_submodule(PARTS[name].frozen).requires_grad_(False)
     expected = runs.plain_loop(plain, runs.TinyData(name), lambda m, b: m(**b).loss)
     expected.weights = {f"model.{key}": value for key, value in expected.weights.items()}
-    for case in cases:
-        check(tmp_path / case, expected)
+    for case in tiny_cases(PARTS[name]):
+        check(trained / name / case, expected)
+
+
+def test_a_checkpoint_knows_how_to_add_its_adapters(trained: Path) -> None:
+    load, save, base = (str(trained / name) for name in ("adapters", "merged", "models/internvl"))
+    options = ConvertOptions(load_dir=load, save_dir=save, model_assets_dir=base)
+    with pytest.raises(ConfigError, match="were trained with 6: leave the flag out"):
+        convert(options.model_copy(update={"lora_alpha": 2 * ALPHA}))
+    convert(options)
+    plain = tiny.new_model("internvl")
+    stored, before = runs.outcome_weights(trained / "adapters"), plain.state_dict()
+    merged = type(plain).from_pretrained(save).state_dict()
+    assert merged.keys() == before.keys()
+    for name, weight in before.items():
+        layer = f"model.{name.removesuffix('.weight')}.lora_"
+        if name.endswith("q_proj.weight"):
+            low, high = (stored[f"{layer}{letter}.default.weight"] for letter in "AB")
+            assert high.any()
+            weight = weight + ALPHA / 4 * (high @ low)
+        torch.testing.assert_close(merged[name], weight)

@@ -130,12 +130,7 @@ def make_run(
 
 def train_once(run: Run, callbacks: Callbacks) -> int:
     """Train in this rank; return the iteration it came to."""
-    from megatron.core import parallel_state
-
-    try:
-        return train(run, callbacks).iteration
-    finally:
-        parallel_state.destroy_model_parallel()
+    return train(run, callbacks).iteration
 
 
 @dataclass
