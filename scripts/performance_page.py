@@ -2,8 +2,8 @@
 
     python scripts/performance_page.py
 
-What stands between `<!-- table: NAME -->` and `<!-- end -->` is made from NAME.csv; the text around
-it is written by hand.
+What stands between `<!-- table: NAME -->` and `<!-- end -->` is made from NAME.csv, op_targets from
+ops.csv and benchmarks/op_targets.csv; the text around it is written by hand.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
+TARGETS = ROOT / "benchmarks" / "op_targets.csv"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTEXT = ("device", "torch", "triton", "liger", "megatron_core", "commit")
 PEER_ORDER = ("ours", "eager", "compile", "liger")
+PRODUCTS = "products alone"
 
 Row = dict[str, str]
+Races = dict[tuple[str, ...], list[Row]]
 
 
 def render(page: str, results: Path = RESULTS) -> str:
@@ -29,12 +32,16 @@ def render(page: str, results: Path = RESULTS) -> str:
 
 
 def _table(results: Path, name: str) -> str:
-    path = results / f"{name}.csv"
+    path = results / f"{'ops' if name == 'op_targets' else name}.csv"
     if not path.is_file():
-        return f"\nNot measured yet: benchmarks/results has no {name}.csv.\n\n"
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        return f"\nNot measured yet: benchmarks/results has no {path.name}.\n\n"
+    rows = _read(path)
     return "\n" + "\n".join(TABLES.get(name, plain)(rows)) + "\n\n"
+
+
+def _read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def plain(rows: list[Row]) -> Iterator[str]:
@@ -47,7 +54,15 @@ def plain(rows: list[Row]) -> Iterator[str]:
 
 def ops(rows: list[Row]) -> Iterator[str]:
     """Show one table an operator, the last race of each shape and pass."""
-    races: dict[tuple[str, ...], list[Row]] = {}
+    races = _last_races(rows)
+    yield _measured_on([row for race in races.values() for row in race])
+    for name in dict.fromkeys(key[0] for key in races):
+        yield from ["", f"### {name}", ""]
+        yield from _operator([race for key, race in races.items() if key[0] == name])
+
+
+def _last_races(rows: list[Row]) -> Races:
+    races: Races = {}
     for row in rows:
         if row["device"] == "cpu":
             continue
@@ -55,22 +70,62 @@ def ops(rows: list[Row]) -> Iterator[str]:
         if race and race[0]["run"] != row["run"]:  # a later run replaces an earlier one
             race.clear()
         race.append(row)
-    yield _measured_on([row for race in races.values() for row in race])
-    for name in dict.fromkeys(key[0] for key in races):
-        yield from ["", f"### {name}", ""]
-        yield from _operator([race for key, race in races.items() if key[0] == name])
+    return races
+
+
+def op_targets(rows: list[Row]) -> Iterator[str]:
+    """Show what each operator was to reach, the worst of the shapes it was meant for, and why."""
+    races = list(_last_races(rows).values())
+    head = ["", "operator", "pass", "held against", "target", "reached", "worst shape", ""]
+    yield from markdown(head, [_target(target, races) for target in _read(TARGETS)])
+
+
+def _target(target: Row, races: list[list[Row]]) -> list[str]:
+    """Compare one target with the races of its operator, pass and shapes (all, if it has none)."""
+    shares = []
+    for race in races:
+        ours = next((row for row in race if row["peer"] == "ours"), race[0])
+        named = target["shape"].split("|") if target["shape"] else [ours["shape"]]
+        if (ours["op"], ours["pass"]) == (target["op"], target["pass"]) and ours["shape"] in named:
+            share = _share(target["against"], ours, race)
+            if ours["peer"] == "ours" and share is not None:
+                shares.append((share, ours["shape"]))
+    cells = [target[column] for column in ("row", "op", "pass", "against", "at_least")]
+    if not shares:
+        return [*cells, "-", "", "not raced yet"]
+    share, shape = min(shares)
+    is_met = share >= float(target["at_least"])
+    return [*cells, f"{share:.3f}", shape, "reached" if is_met else f"missed: {target['why']}"]
+
+
+def _share(against: str, ours: Row, race: list[Row]) -> float | None:
+    """Return how often ours fits into what it is held against: a time, a memory, a peer."""
+    if against.endswith(" us"):
+        return float(against.removesuffix(" us")) / float(ours["gpu_us"])
+    if against.endswith(" MiB"):
+        return float(against.removesuffix(" MiB")) / float(ours["peak_mib"])
+    if against in ("floor", "best other"):
+        text = ours["floor_over_time" if against == "floor" else "best_other_over_time"]
+        return float(text) if text else None
+    others = [row for row in race if row["peer"] == against]
+    return float(others[0]["gpu_us"]) / float(ours["gpu_us"]) if others else None
 
 
 def _operator(races: list[list[Row]]) -> Iterator[str]:
     peers = dict.fromkeys(row["peer"] for race in races for row in race)
     ordered = sorted(peers, key=lambda peer: (PEER_ORDER + tuple(peers)).index(peer))
     head = ["shape", "pass", *ordered, "floor", "floor / ours", "best other / ours"]
+    has_products = PRODUCTS in peers
+    head += [f"{PRODUCTS} / ours"] if has_products else []
     lines = []
     for race in races:
         by_peer = {row["peer"]: row for row in race}
         ours, first = by_peer.get("ours"), race[0]
         cells = [_time(by_peer.get(peer)) for peer in ordered]
         shares = [ours["floor_over_time"], ours["best_other_over_time"]] if ours else ["", ""]
+        if has_products:
+            share = _share(PRODUCTS, ours, race) if ours else None
+            shares.append("" if share is None else f"{share:.3f}")
         lines.append([first["shape"], first["pass"], *cells, _micro(first["floor_us"]), *shares])
     yield from markdown(head, lines)
     memory = _memory(races)
@@ -142,7 +197,11 @@ def _micro(text: str) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {"ops": ops, "train_step": train_step}
+TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
+    "ops": ops,
+    "op_targets": op_targets,
+    "train_step": train_step,
+}
 
 if __name__ == "__main__":
     PAGE.write_text(render(PAGE.read_text()))

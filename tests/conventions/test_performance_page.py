@@ -4,6 +4,8 @@ import csv
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("page", ROOT / "scripts" / "performance_page.py")
 page = importlib.util.module_from_spec(_spec)
@@ -13,6 +15,10 @@ _spec.loader.exec_module(page)
 def test_the_page_is_what_the_script_writes():
     text = page.PAGE.read_text()
     assert text == page.render(text), "run python scripts/performance_page.py"
+
+
+def test_a_missed_target_says_why():
+    assert "missed: |" not in page.PAGE.read_text(), "write why into benchmarks/op_targets.csv"
 
 
 def race(peers, shape="8x4", which="full", commit="abc"):
@@ -37,19 +43,57 @@ def race(peers, shape="8x4", which="full", commit="abc"):
     ]
 
 
+def write(rows, path):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def test_the_last_race_of_a_shape_counts(tmp_path):
     rows = race({"ours": 25.0, "eager": 20.0}, commit="old")
     rows += race({"liger": 40.0, "eager": 1234.0, "ours": 12.5})
     rows += race({"ours": 50.0, "eager": 60.0}, which="fwd")
-    with (tmp_path / "ops.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write(rows, tmp_path / "ops.csv")
     text = page.render("a\n<!-- table: ops -->\nstale\n<!-- end -->\nb\n", tmp_path)
     assert "stale" not in text and "old" not in text
     assert "Measured on: NVIDIA H200; commit abc." in text
     assert "| 8x4 | full | 12.5 (2) | 1,234 (2) | 40.0 (2) | 10.0 | 0.800 | 3.200 |" in text
     assert "| 8x4 | fwd | 50.0 (2) | 60.0 (2) | - | 10.0 | 0.200 | 1.200 |" in text
+
+
+def test_products_alone_have_a_share_of_ours(tmp_path):
+    write(race({"ours": 20.0, "eager": 30.0, "products alone": 15.0}), tmp_path / "ops.csv")
+    text = page.render("<!-- table: ops -->\n<!-- end -->\n", tmp_path)
+    assert "best other / ours | products alone / ours |" in text and "| 0.750 |" in text
+
+
+TARGET = {"row": "1", "op": "rms_norm", "pass": "full", "shape": "", "why": "a reason"}
+
+
+@pytest.mark.parametrize(
+    ("target", "cells"),
+    [
+        ({"against": "floor", "at_least": "0.40"}, "0.400 | 8x8 | reached"),
+        ({"against": "floor", "at_least": "0.41"}, "0.400 | 8x8 | missed: a reason"),
+        ({"against": "floor", "at_least": "0.41", "shape": "8x4"}, "0.800 | 8x4 | reached"),
+        ({"against": "best other", "at_least": "2"}, "1.600 | 8x4 | missed: a reason"),
+        ({"against": "liger", "at_least": "2"}, "3.200 | 8x4 | reached"),
+        ({"against": "50 us", "at_least": "1"}, "2.000 | 8x8 | reached"),
+        ({"against": "4 MiB", "at_least": "1"}, "0.800 | 8x4 | missed: a reason"),
+        ({"against": "compile", "at_least": "1"}, "- |  | not raced yet"),
+        ({"against": "floor", "at_least": "1", "pass": "bwd"}, "- |  | not raced yet"),
+    ],
+)
+def test_the_worst_shape_meets_a_target_or_misses_it(tmp_path, monkeypatch, target, cells):
+    rows = race({"ours": 12.5, "eager": 20.0, "liger": 40.0})
+    rows += race({"ours": 25.0, "eager": 60.0}, shape="8x8") + race(
+        {"ours": 1.0, "eager": 1}, "8x4", "fwd"
+    )
+    write(rows, tmp_path / "ops.csv")
+    write([TARGET | target], tmp_path / "targets.csv")
+    monkeypatch.setattr(page, "TARGETS", tmp_path / "targets.csv")
+    assert cells in page.render("<!-- table: op_targets -->\n<!-- end -->\n", tmp_path)
 
 
 def test_what_was_not_measured_is_told(tmp_path):

@@ -1,6 +1,7 @@
 """The race of the operators runs every entry on a cpu, and does not time a wrong result of ours."""
 
 import csv
+import importlib
 import os
 import subprocess
 import sys
@@ -25,6 +26,24 @@ def test_every_entry_races_on_a_cpu(tmp_path):
     for row in rows:
         assert float(row["p20_us"]) <= float(row["gpu_us"]) <= float(row["p80_us"])
     assert (tmp_path / "ops.png").stat().st_size > 1000
+
+
+def test_every_target_can_be_raced(monkeypatch):
+    """What is held against is a peer, a yardstick, or told by every row."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = [path.stem for path in (BENCHMARKS / "ops").glob("*.py")]
+    cases = [case for name in names for case in importlib.import_module(f"ops.{name}").CASES]
+    with (BENCHMARKS / "op_targets.csv").open() as file:
+        targets = list(csv.DictReader(file))
+    assert {target["row"] for target in targets} == {str(row) for row in range(1, 15)}
+    for target in targets:
+        raced = [c for c in cases if c.op == target["op"] and target["pass"] in c.work]
+        assert raced, target
+        assert set(filter(None, target["shape"].split("|"))) <= {c.shape for c in raced}, target
+        others = {"floor", "best other"}.union(
+            *(c.peers.keys() | c.yardsticks.keys() for c in raced)
+        )
+        assert target["against"] in others or target["against"].endswith((" us", " MiB")), target
 
 
 @pytest.fixture
