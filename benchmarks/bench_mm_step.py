@@ -2,11 +2,12 @@
 
     python benchmarks/bench_mm_step.py [--layers 18] [--rounds 4] [--tiny]
 
-Three processes train a model of the shape of Qwen2.5-VL-3B (all of its vision tower, as many text
-layers as let three models share the device) on pictures and text, with FSDP2, bf16 and AdamW on
-fp32 weights, and take turns: `mindspeed-mm train`'s own steps; a loop by hand on transformers and
-torch's fully_shard with the same fused operators; and the same loop without them. Prints and
-records seconds, peak memory and ratios; losses must be near, or there is no result.
+Processes train a model of the shape of Qwen2.5-VL-3B (all of its vision tower, as many text layers
+as let two models share the device) on pictures and text, with FSDP2, bf16 and AdamW on fp32
+weights. `mindspeed-mm train`'s own steps take turns with a loop by hand on transformers and torch's
+fully_shard with the same fused operators, then with the same loop without them. Prints and records
+seconds, peak memory and the ratio to ours in the same turns; losses must be near, or there is no
+result.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from turns import Worker, serve
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE, START, VOCABULARY = 151655, 151652, 151936
 PEERS = ("ours", "hand, fused", "hand, plain")
-STEPS, WARM_UP, RATE, EPS, CLIP = 3, 3, 1e-5, 1e-8, 1.0
+STEPS, WARM_UP, BATCHES, RATE, EPS, CLIP = 3, 3, 32, 1e-5, 1e-8, 1.0
 
 
 def shape(layers, is_tiny):
@@ -62,26 +63,34 @@ def shape(layers, is_tiny):
 
 
 def batches(is_tiny, device):
-    """Give batch after batch: two sequences, each with one picture, the same in every process."""
+    """Give batch after batch: two sequences, each with one picture, the same in every process.
+
+    They are ready on the device, as a loader's workers would have made them meanwhile.
+    """
     import torch
 
     length, side = (64, 8) if is_tiny else (4096, 64)
     pictures = side * side // 4
-    for number in itertools.count():
-        generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(2 * side * side, 1176, generator=generator).to(device)
+    ready = []
+    for _ in range(BATCHES):
         tokens = torch.randint(0, 150000, (2, length), generator=generator)
         tokens[:, 1] = START
         tokens[:, 2 : 2 + pictures] = IMAGE
         labels = tokens.clone()
         labels[:, : 2 + pictures] = -100
-        yield {
-            "input_ids": tokens.to(device),
-            "attention_mask": torch.ones_like(tokens).to(device),
-            "labels": labels.to(device),
-            "pixel_values": torch.randn(2 * side * side, 1176, generator=generator).to(device),
-            "image_grid_thw": torch.tensor([[1, side, side]] * 2, device=device),
-            "mm_token_type_ids": (tokens == IMAGE).int().to(device),
-        }
+        ready.append(
+            {
+                "input_ids": tokens.to(device),
+                "attention_mask": torch.ones_like(tokens).to(device),
+                "labels": labels.to(device),
+                "pixel_values": pixels,
+                "image_grid_thw": torch.tensor([[1, side, side]] * 2, device=device),
+                "mm_token_type_ids": (tokens == IMAGE).int().to(device),
+            }
+        )
+    return map(dict, itertools.cycle(ready))  # copies: a step may take things out
 
 
 def our_step(config, is_tiny):
@@ -204,40 +213,44 @@ def work(options):
     serve(step, STEPS, WARM_UP)
 
 
-def race(options):
-    """Let the processes take turns; return what each measured."""
+def start(peer, options):
+    """Start a process and let it take its first steps."""
     command = [__file__, "--layers", str(options.layers), *(["--tiny"] if options.tiny else [])]
-    workers = {peer: Worker(*command, "--work", peer) for peer in PEERS}
-    results = {peer: [] for peer in PEERS}
-    for peer, worker in workers.items():
-        if not worker.warm_up():
-            sys.exit(f"{peer} could not run; its own words are above")
-    for _ in range(options.rounds):
-        for peer, worker in workers.items():
-            results[peer].append(worker.measure())
-    for worker in workers.values():
-        worker.end()
-    return results
+    worker = Worker(*command, "--work", peer)
+    if not worker.warm_up():
+        sys.exit(f"{peer} could not run; its own words are above")
+    return worker
 
 
-def rows(results, layers):
-    """Return a row a peer: median, spread, memory, and the ratio to ours."""
-    medians = {
-        peer: statistics.median(r["seconds"] for r in found) for peer, found in results.items()
+def race(options):
+    """Let ours take turns with one peer after the other; yield a row of each and of each race."""
+    ours, *others = PEERS
+    worker = start(ours, options)
+    for other in others:
+        rival = start(other, options)
+        found = {ours: [], other: []}
+        for _ in range(options.rounds):
+            for peer, each in ((ours, worker), (other, rival)):
+                found[peer].append(each.measure())
+        rival.end()
+        base = statistics.median(result["seconds"] for result in found[ours])
+        for peer, results in found.items():
+            yield row(peer, results, base) | {"against": other, "layers": options.layers}
+    worker.end()
+
+
+def row(peer, results, base):
+    """Return median, spread, memory, and the ratio to ours in the same turns."""
+    seconds = [result["seconds"] for result in results]
+    return {
+        "peer": peer,
+        "milliseconds": round(1000 * statistics.median(seconds), 1),
+        "fastest": round(1000 * min(seconds), 1),
+        "slowest": round(1000 * max(seconds), 1),
+        "peak_gib": round(max(result["peak_gib"] for result in results), 2),
+        "times_ours": round(statistics.median(seconds) / base, 3),
+        "last_loss": round(results[-1]["last"], 4),
     }
-    return [
-        {
-            "peer": peer,
-            "layers": layers,
-            "milliseconds": round(1000 * medians[peer], 1),
-            "fastest": round(1000 * min(r["seconds"] for r in found), 1),
-            "slowest": round(1000 * max(r["seconds"] for r in found), 1),
-            "peak_gib": round(max(r["peak_gib"] for r in found), 2),
-            "times_ours": round(medians[peer] / medians[PEERS[0]], 3),
-            "last_loss": round(found[-1]["last"], 4),
-        }
-        for peer, found in results.items()
-    ]
 
 
 def main():
@@ -251,10 +264,11 @@ def main():
     if options.work:
         work(options)
         return
-    found = rows(race(options), options.layers)
-    for row in found:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
-    losses = [row["last_loss"] for row in found]
+    found = []
+    for each in race(options):
+        print("  ".join(f"{name} {value}" for name, value in each.items()), flush=True)
+        found.append(each)
+    losses = [each["last_loss"] for each in found]
     if max(losses) - min(losses) > 0.2:  # they begin with other random numbers
         sys.exit(f"the last losses differ, so these were not the same steps: {losses}")
     if not options.tiny:

@@ -49,7 +49,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Any, pictures: Any) -> Any:
         x = self.embed(tokens) + self.image_encoder(pictures)
-        mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+        mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=x.device).tril()
         steps = torch.linspace(0.5, 1.5, SEQUENCE)[:, None]
         for layer in self.layers:
             x, _ = layer(x, mask=mask, positions=(steps, steps))
