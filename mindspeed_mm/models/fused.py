@@ -4,6 +4,7 @@ A module is changed only if its class computes, on a small sample, what the oper
 classes that merely look alike, such as a norm with 1 + weight, stay as they are.
 """
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from mindspeed.ops.swiglu import silu_mul
 logger = logging.getLogger(__name__)
 
 PLAIN, FUSED = "sdpa", "mindspeed_sdpa"
+PACKED = "mindspeed_flash_sdpa"
+"""For towers that take all pictures as one sequence: to a name with `flash`, transformers gives it
+whole and says where pictures end; others it calls once for each of hundreds of windows."""
 _SIZE = 16
 
 
@@ -37,9 +41,13 @@ def fuse(model: nn.Module) -> Counter[str]:
             if computes(module):
                 module.forward = replacement(module, module.forward)
                 found[name] += 1
+    # Modules share configs: those that know how pictures are packed decide first.
+    modules = sorted(model.modules(), key=_takes_packed, reverse=True)
+    for module in modules:
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) == PLAIN:
-            config._attn_implementation_internal = _register_attention()
+            name, attend = (PACKED, _attend_packed) if _takes_packed(module) else (FUSED, _attend)
+            config._attn_implementation_internal = _registered(name, attend)
             found["attention"] += 1
     logger.info("fused operators: %s", ", ".join(f"{n} {what}" for what, n in found.items()))
     return found
@@ -102,14 +110,18 @@ def _epsilon(module: Any) -> Any:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-def _register_attention() -> str:
-    """Tell transformers of the attention, which knows the masks of its own; return the name."""
+def _takes_packed(module: nn.Module) -> bool:
+    return "cu_seqlens" in inspect.signature(type(module).forward).parameters
+
+
+def _registered(name: str, attend: Callable[..., Any]) -> str:
+    """Tell transformers of an attention, which gets the masks of its own; return the name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(FUSED, _attend)
-    AttentionMaskInterface.register(FUSED, ALL_MASK_ATTENTION_FUNCTIONS[PLAIN])
-    return FUSED
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[PLAIN])
+    return name
 
 
 def _attend(
@@ -139,3 +151,37 @@ def _attend(
         is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_packed(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend (1, N, T, H) within the documents that the cumulative lengths tell of."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        return _attend(module, query, key, value, attention_mask, **kwargs)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if max_length_q is not None and max_length_k is not None and sdpa.serves_flash(q, k, v):
+        scaling, is_causal = kwargs.get("scaling"), kwargs.get("is_causal", False)
+        output = sdpa.flash_attention(
+            *(q, k, v),
+            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+            dropout=kwargs.get("dropout", 0.0),
+            window=(-1, 0 if is_causal else -1),
+            documents=sdpa.Documents(
+                cu_seq_lens_q.int(), cu_seq_lens_k.int(), max_length_q, max_length_k
+            ),
+        )
+        return output[None], None
+    of_q, of_k = (bounds.diff().tolist() for bounds in (cu_seq_lens_q, cu_seq_lens_k))
+    documents = zip(query.split(of_q, 2), key.split(of_k, 2), value.split(of_k, 2))
+    return torch.cat([_attend(module, *each, None, **kwargs)[0] for each in documents], 1), None

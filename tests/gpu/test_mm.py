@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mindspeed import device
+from mindspeed_mm.models.fused import fuse
 from tests.gpu.launched import last_lines
 from tests.mm import runs, tiny
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
@@ -101,3 +102,22 @@ def test_adapters_learn_and_nothing_else(trained: Path, expected: runs.Outcome) 
 def test_a_module_without_mixins_offloads_and_tells_numbers_of_python(trained: Path) -> None:
     found = runs.outcome(trained / "user")
     assert len(found.losses) == 2 and found.losses[1] < found.losses[0]
+
+
+def test_packed_pictures_are_seen_as_one_by_one() -> None:
+    """The kernel for documents of different lengths against transformers' own calls."""
+    found = []
+    half = torch.bfloat16
+    for dtype, is_fused in ((torch.float32, False), (half, False), (half, True)):
+        tower = tiny.new_model("qwen2_5_vl").model.visual.to("cuda", dtype)
+        if is_fused:
+            assert fuse(tower)["attention"]
+        pixels = torch.randn(16 + 64, 48, generator=torch.Generator().manual_seed(1))
+        grids = torch.tensor([[1, 4, 4], [1, 8, 8]], device="cuda")
+        seen = tower(pixels.to("cuda", dtype), grid_thw=grids).pooler_output
+        seen.square().sum().backward()
+        gradients = [p.grad.float().flatten() for p in tower.parameters()]
+        found.append(torch.cat([seen.detach().float().flatten(), *gradients]))
+    exact, plain, fused = found
+    error = (plain - exact).norm()
+    assert error > 0 and (fused - exact).norm() < 2 * error

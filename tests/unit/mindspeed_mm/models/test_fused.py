@@ -23,6 +23,9 @@ def test_a_fused_model_computes_the_same(name):
     found = fuse(fused)
     assert {kind: found[kind] for kind in ("RMSNorm", "SwiGLU")} == EXPECTED[name]
     assert found["attention"]
+    # Pictures of several sizes come packed to the towers that can take them so.
+    vision = fused.config.vision_config._attn_implementation
+    assert vision == ("mindspeed_flash_sdpa" if name.startswith("qwen") else "mindspeed_sdpa")
     batch = tiny.batch(name)
     if name != "internvl":
         batch["attention_mask"][1, -3:] = 0  # a mask that is needed as well
