@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "MINDSPEED_OPS"
 REFERENCE = "reference"
+FIRST = 6  # parameters that implementations take by position
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Op:
     """An operator that runs the fastest implementation for the device of its first tensor.
 
     `check` takes the operator's arguments and raises for those that no implementation serves.
+    `parameters` names all arguments in the order of the documents, where those past the sixth may
+    be given by position too; implementations take these by name.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class Op:
         reference: str,
         impls: tuple[Impl, ...] = (),
         check: str | None = None,
+        parameters: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.impls = impls
+        self._parameters = parameters
         self._reference = reference
         self._check = check
         self._chosen: dict[str, Callable[..., Any]] = {}
@@ -127,15 +132,29 @@ class Op:
             reasons = "; ".join(choice.obstacles)
             logger.info("op %s runs its %s (%s)", self.name, choice.name, reasons)
         run = _load(choice.target)
-        if self._check is None:
-            return run
-        check = _load(self._check)
+        if self._check is not None:
+            run = _checked(_load(self._check), run)
+        return _by_name(self.name, self._parameters, run) if self._parameters else run
 
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            check(*args, **kwargs)
-            return run(*args, **kwargs)
 
-        return checked
+def _checked(check: Callable[..., None], run: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    return checked
+
+
+def _by_name(name: str, parameters: tuple[str, ...], run: Callable[..., Any]) -> Callable[..., Any]:
+    def named(*args: Any, **kwargs: Any) -> Any:
+        unknown = [word for word in kwargs if word not in parameters]
+        if unknown or len(args) > len(parameters):
+            given = ", ".join(unknown) or f"{len(args)} arguments"
+            raise TypeError(f"{name} does not take {given}. It takes: {', '.join(parameters)}")
+        later = dict(zip(parameters[FIRST:], args[FIRST:]))
+        return run(*args[:FIRST], **later, **kwargs)
+
+    return named
 
 
 def _forced() -> dict[str, str]:

@@ -21,7 +21,7 @@ def mm_all_reduce(slices_rows, in_place, by_name):
     hcom = dist.group.WORLD.group_name if by_name else dist.group.WORLD
     run = npu_mm_all_reduce_add_rms_norm_ if in_place else npu_mm_all_reduce_add_rms_norm
     before = residual.clone()
-    y, norm = run(x[..., mine], w[mine], residual, gamma, hcom, epsilon=1e-5, bias=bias)
+    y, norm = run(x[..., mine], w[mine], residual, gamma, hcom, "sum", 1e-5, bias)
     expected = x @ w + size * bias + before
     torch.testing.assert_close(y, expected)
     rms = expected.square().mean(-1, keepdim=True).add(1e-5).rsqrt()

@@ -32,6 +32,8 @@ def apply_fused_ema_adamw(
         step: (1,), which step this is, from 1 on.
         mode: 1 decays the weights apart from the gradient (AdamW), 0 adds the decay to it.
     """
+    if mode not in (0, 1):
+        raise ValueError(f"mode must be 0 (L2) or 1 (AdamW), got {mode}")
     hyper = AdamHyper(
         lr=lr,
         betas=(beta1, beta2),
@@ -47,18 +49,8 @@ def apply_fused_ema_adamw(
 
 
 def check(
-    grad: Tensor,
-    var: Tensor,
-    m: Tensor,
-    v: Tensor,
-    s: Tensor,
-    step: Tensor,
-    *_: Any,
-    mode: int = 1,
-    **__: Any,
+    grad: Tensor, var: Tensor, m: Tensor, v: Tensor, s: Tensor, step: Tensor, *_: Any, **__: Any
 ) -> None:
-    """Refuse a step that is no number and a mode there is not; adamw refuses the rest."""
+    """Refuse a step that is no number; adamw refuses the rest."""
     if step.numel() != 1 or step.is_floating_point():
         raise ValueError(f"step must be one whole number, got {step.numel()} of {step.dtype}")
-    if mode not in (0, 1):
-        raise ValueError(f"mode must be 0 (L2) or 1 (AdamW), got {mode}")

@@ -3,7 +3,7 @@
 Quantised: ((act((x W1 + bias1) * deq_scale1) * scale + offset) W2 + bias2) * deq_scale2 for int8 x,
 W1 and W2; what enters the second product is rounded to int8. Weight only: an int8 W is
 (W + antiquant_offset) * antiquant_scale. With experts, W1 (E, K1, N1) and W2 (E, K2, N2) are those
-of consecutive groups of rows.
+of consecutive groups of rows, and biases, scales and offsets have a row for each expert.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed.ops.gmm import gmm, gmm_v2
+from mindspeed.ops.gmm import gmm
+from mindspeed.ops.gmm.contract import Grouping
+from mindspeed.ops.quant_gmm.reference import of_rows
 from mindspeed.ops.weight_quant_gmm.reference import widen
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -59,28 +61,49 @@ def ffn(
         expert_tokens: the number of rows of each expert
         expert_tokens_index: the end of each expert's rows, instead of their numbers
         bias1: (N1,) or (E, N1); bias2 likewise
+        scale: one number or (N1,), with experts (E,) or (E, N1); offset likewise
+        deq_scale1: one number or (N1,), with experts (E,) or (E, N1); deq_scale2 likewise
+        antiquant_scale1: of an int8 weight1 for a float x, like deq_scale1; the others likewise
         inner_precise: accepted for the sake of callers; sums are never less than float32
         output_dtype: of a quantised layer, float16 by default
     """
     rows = x.reshape(-1, x.shape[-1])
-    multiply: Callable[..., Tensor] = _whole
-    if expert_tokens is not None:
-        multiply = functools.partial(gmm_v2, group_list=expert_tokens)
-    elif expert_tokens_index is not None:
-        multiply = functools.partial(gmm, group_list=expert_tokens_index)
+    ends = _ends(expert_tokens, expert_tokens_index, x.device)
+    multiply = _whole if ends is None else functools.partial(gmm, group_list=ends)
     if x.dtype == torch.int8:
         total = multiply(rows.double(), weight1.double(), bias=_wide(bias1))
-        hidden = _activate(total if deq_scale1 is None else total * deq_scale1, activation)
-        hidden = hidden if scale is None else hidden * scale
-        hidden = (hidden if offset is None else hidden + offset).round().clamp(-128, 127)
+        hidden = _activate(_scaled(total, deq_scale1, None, ends), activation)
+        hidden = _scaled(hidden, scale, offset, ends).round().clamp(-128, 127)
         out = multiply(hidden, weight2.double(), bias=_wide(bias2))
-        out = (out if deq_scale2 is None else out * deq_scale2).to(output_dtype or torch.float16)
-        return out.view(*x.shape[:-1], -1)
-    if weight1.dtype == torch.int8:
-        weight1 = widen(weight1, antiquant_scale1, antiquant_offset1).to(x.dtype)
-        weight2 = widen(weight2, antiquant_scale2, antiquant_offset2).to(x.dtype)
-    hidden = _activate(multiply(rows, weight1, bias=bias1), activation)
-    return multiply(hidden, weight2, bias=bias2).view(*x.shape[:-1], -1)
+        out = _scaled(out, deq_scale2, None, ends).to(output_dtype or torch.float16)
+    else:
+        if weight1.dtype == torch.int8:
+            weight1 = widen(weight1, antiquant_scale1, antiquant_offset1).to(x.dtype)
+            weight2 = widen(weight2, antiquant_scale2, antiquant_offset2).to(x.dtype)
+        hidden = _activate(multiply(rows, weight1, bias=bias1), activation)
+        out = multiply(hidden, weight2, bias=bias2)
+    return out.view(*x.shape[:-1], weight2.shape[-1])
+
+
+def _ends(
+    counts: Sequence[int] | Tensor | None,
+    index: Sequence[int] | Tensor | None,
+    device: torch.device,
+) -> Tensor | None:
+    """Return the end of each expert's rows."""
+    if counts is None and index is None:
+        return None
+    return Grouping(index if counts is None else counts, counts is None, 0, None).ends(device)
+
+
+def _scaled(x: Tensor, scale: Tensor | None, offset: Tensor | None, ends: Tensor | None) -> Tensor:
+    """Return x * scale + offset, those of each row's expert."""
+
+    def of_each(value: Tensor) -> Tensor:
+        return value if ends is None or value.numel() == 1 else of_rows(value, ends, len(x))
+
+    x = x if scale is None else x * of_each(scale)
+    return x if offset is None else x + of_each(offset)
 
 
 def _whole(x: Tensor, weight: Tensor, *, bias: Tensor | None) -> Tensor:
@@ -118,9 +141,22 @@ def check(x: Tensor, weight1: Tensor, weight2: Tensor, activation: str, **option
             f"ffn has {len(weight1)} experts and {len(groups)} counts: equally many, and at most "
             f"{_MOST_EXPERTS}, are needed"
         )
+    _check_types(x, weight1, weight2, options)
     inner = weight2.shape[-2] * (2 if activation in GATED else 1)
     if x.shape[-1] != weight1.shape[-2] or weight1.shape[-1] != inner:
         raise ValueError(
             f"ffn cannot chain {tuple(x.shape)}, {tuple(weight1.shape)} and "
             f"{tuple(weight2.shape)} by {activation}"
         )
+
+
+def _check_types(x: Tensor, weight1: Tensor, weight2: Tensor, options: dict[str, Any]) -> None:
+    types = {weight1.dtype, weight2.dtype}
+    if len(types) > 1 or (x.dtype == torch.int8 and torch.int8 not in types):
+        raise ValueError(
+            f"ffn needs two weights of one type, int8 for an int8 x, got {x.dtype}, "
+            f"{weight1.dtype} and {weight2.dtype}"
+        )
+    scales = options.get("antiquant_scale1"), options.get("antiquant_scale2")
+    if x.dtype != torch.int8 and torch.int8 in types and any(scale is None for scale in scales):
+        raise ValueError("ffn with int8 weights needs antiquant_scale1 and antiquant_scale2")

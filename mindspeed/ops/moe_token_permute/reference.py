@@ -28,7 +28,8 @@ def moe_token_permute(
     if padded_mode:
         places, starts = rows_by_token(indices.reshape(-1), len(tokens))
         return spread_rows(tokens, places, indices.numel(), starts), indices
-    places = rows_of_pairs(indices.reshape(-1)).view(len(tokens), -1)
+    pairs = indices if indices.ndim == 2 else indices.unsqueeze(1)
+    places = rows_of_pairs(pairs.reshape(-1)).view(pairs.shape)
     num_rows = indices.numel()
     if num_out_tokens is not None:
         num_rows = min(num_rows, num_out_tokens)

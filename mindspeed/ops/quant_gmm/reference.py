@@ -65,11 +65,11 @@ def operators(
             ends = Grouping(group_list, is_cumulative, 0, None).ends(x.device)
             total = multiply(x, weight, ends).double()
             if bias is not None:
-                total += _of_rows(bias, ends, len(x))
+                total += of_rows(bias, ends, len(x))
             if scale.dtype == torch.int64:
-                total *= _of_rows(scale.to(torch.int32).view(torch.float32), ends, len(x))
+                total *= of_rows(scale.to(torch.int32).view(torch.float32), ends, len(x))
             else:
-                total *= _of_rows(scale, ends, len(x))
+                total *= of_rows(scale, ends, len(x))
             dtype = _result_type(scale, output_dtype)
             return _finish(total, ends, offset, per_token_scale, act_type, dtype)
 
@@ -97,14 +97,14 @@ def _finish(
     dtype: torch.dtype,
 ) -> Tensor:
     if dtype == torch.int8:
-        shifted = total if offset is None else total + _of_rows(offset, ends, len(total))
+        shifted = total if offset is None else total + of_rows(offset, ends, len(total))
         return shifted.round().clamp(-128, 127).to(torch.int8)
     if per_token_scale is not None:
         total = total * per_token_scale.view(-1, 1)
     return ACTIVATIONS[act_type](total).to(dtype)
 
 
-def _of_rows(values: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+def of_rows(values: Tensor, ends: Tensor, num_rows: int) -> Tensor:
     """Return the values (E, ...) of each row's group."""
     rows = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     group = torch.searchsorted(ends, rows, right=True)

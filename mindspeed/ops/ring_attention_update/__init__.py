@@ -6,6 +6,11 @@ ring_attention_update = Op(
     "ring_attention_update",
     reference="mindspeed.ops.ring_attention_update.reference:ring_attention_update",
     check="mindspeed.ops.ring_attention_update.contract:check",
+    parameters=(
+        *("prev_attn_out", "prev_softmax_max", "prev_softmax_sum"),
+        *("cur_attn_out", "cur_softmax_max", "cur_softmax_sum"),
+        *("actual_seq_qlen", "layout"),
+    ),
     impls=(
         Impl(
             "triton",

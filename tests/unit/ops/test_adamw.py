@@ -143,3 +143,6 @@ def test_illegal_input_is_refused(changes, hyper, message):
 def test_illegal_ema_call_is_refused(step, mode, message):
     with pytest.raises(ValueError, match=message):
         npu_apply_fused_ema_adamw(*(torch.ones(2) for _ in range(5)), step, mode=mode)
+    with pytest.raises(ValueError, match=message):
+        options = 0.1, 0.9, 0.9, 0.9, 1e-8, mode
+        npu_apply_fused_ema_adamw(*(torch.ones(2) for _ in range(5)), step, *options)

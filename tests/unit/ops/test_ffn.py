@@ -76,6 +76,51 @@ def test_quantised():
     torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("channels", [True, False])
+def test_quantised_experts_have_scales_of_their_own(channels):
+    torch.manual_seed(4)
+    x, w1, w2 = (
+        torch.randint(-128, 128, s, dtype=torch.int8) for s in ((5, K1), (3, K1, N1), (3, N1, N2))
+    )
+    b1, b2 = torch.randint(-99, 99, (3, N1)), torch.randint(-99, 99, (3, N2))
+    wide = {"deq_scale1": N1, "deq_scale2": N2, "scale": N1, "offset": N1}
+    shapes = {name: (3, columns) if channels else (3,) for name, columns in wide.items()}
+    sizes = {"deq_scale1": 1e-3, "deq_scale2": 1e-2, "scale": 9.0, "offset": 3.0}
+    given = {name: torch.rand(shapes[name]) * size for name, size in sizes.items()}
+    got = ffn(x, w1, w2, "relu", expert_tokens=COUNTS, bias1=b1, bias2=b2, **given)
+    for row, expert in enumerate([0, 0, 2, 2, 2]):
+        one = {name: value[expert].double() for name, value in given.items()}
+        hidden = x[row].double() @ w1[expert].double() + b1[expert]
+        hidden = (hidden * one["deq_scale1"]).clamp(min=0) * one["scale"] + one["offset"]
+        inner = hidden.round().clamp(-128, 127)
+        expected = (inner @ w2[expert].double() + b2[expert]) * one["deq_scale2"]
+        torch.testing.assert_close(got[row].double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_no_rows():
+    assert ffn(torch.ones(0, 2, K1), torch.ones(K1, N1), torch.ones(N1, N2), "relu").shape == (
+        *(0, 2),
+        N2,
+    )
+    weights = torch.ones(3, K1, N1), torch.ones(3, N1, N2)
+    assert ffn(torch.ones(0, K1), *weights, "relu", expert_tokens=[0, 0, 0]).shape == (0, N2)
+
+
+@pytest.mark.parametrize(
+    "types, message",
+    [
+        (("int8", "float32", "float32"), "int8 for an int8 x, got torch.int8, torch.float32"),
+        (("float32", "int8", "float32"), "two weights of one type"),
+        (("float32", "int8", "int8"), "needs antiquant_scale1 and antiquant_scale2"),
+    ],
+)
+def test_refuses_types(types, message):
+    shapes = (2, K1), (K1, N1), (N1, N2)
+    given = [torch.ones(s, dtype=getattr(torch, t)) for s, t in zip(shapes, types)]
+    with pytest.raises(ValueError, match=message):
+        ffn(*given, "relu")
+
+
 def test_int8_weights_only():
     torch.manual_seed(3)
     x = drawn(4, K1)

@@ -57,6 +57,17 @@ def test_gradients(num_out):
     assert torch.autograd.gradcheck(both, (tokens, probs))
 
 
+@pytest.mark.parametrize("choices", [(0,), (0, 2)])
+def test_no_tokens(choices):
+    tokens = torch.randn(0, H, requires_grad=True)
+    rows, places = moe_token_permute(tokens, torch.zeros(choices, dtype=torch.long))
+    assert rows.shape == (0, H) and places.shape == (0,)
+    probs = torch.rand(choices) if len(choices) == 2 else None
+    back = moe_token_unpermute(rows, places, probs)
+    (grad,) = torch.autograd.grad(back.sum(), tokens)
+    assert back.shape == grad.shape == (0, H)
+
+
 def test_padded_mode():
     tokens = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
     probs = torch.rand(T, 3, dtype=torch.float64, requires_grad=True)

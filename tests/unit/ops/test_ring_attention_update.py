@@ -75,5 +75,5 @@ def test_what_does_not_fit_is_refused(change, message):
             *statistics,
             layout=change.get("layout", "SBH"),
         )
-    with pytest.raises(TypeError, match="does not know input_layout"):
+    with pytest.raises(TypeError, match="does not take input_layout"):
         ring_attention_update(out, *statistics, out, *statistics, input_layout="SBH")
