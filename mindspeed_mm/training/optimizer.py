@@ -1,12 +1,30 @@
 """The optimizer of a sharded model."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.training.options import RunOptions
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """AdamW on this rank's shards themselves: a DTensor is unpacked anew for every operation."""
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        found = super()._init_group(group, *lists)
+        for tensors in lists:
+            if isinstance(tensors, list):
+                tensors[:] = local_shards(tensors)
+        return found
+
+
+def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's shards themselves, not copies or views."""
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def make_optimizer(model: nn.Module, options: RunOptions) -> torch.optim.Optimizer:
@@ -24,7 +42,7 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> torch.optim.Optimiz
         return torch.optim.SGD(groups, lr=0.0, momentum=options.sgd_momentum)
     is_fused = all(p.device.type != "cpu" for p in trained)
     betas = (options.adam_beta1, options.adam_beta2)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=options.adam_eps, fused=is_fused)
+    return ShardedAdamW(groups, lr=0.0, betas=betas, eps=options.adam_eps, fused=is_fused)
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:

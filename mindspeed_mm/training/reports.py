@@ -1,5 +1,6 @@
 """What micro-batches tell of their losses, added up over a step and over all ranks."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +21,36 @@ class Shared:
     tokens: int
     sums: list[float]
     """The sums over all ranks of whatever else was to be shared."""
+    is_finite: bool
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all ranks, on the device: of each loss and its count, of tokens, of all else."""
+
+    names: list[str]
+    values: torch.Tensor
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The tokens of the step."""
+        return self.values[2 * len(self.names)]
+
+    def other(self, number: int) -> torch.Tensor:
+        """One of the sums of whatever else was to be shared."""
+        return self.values[2 * len(self.names) + 1 + number]
+
+    def read(self) -> Shared:
+        """Wait for the device."""
+        numbers, end = self.values.tolist(), 2 * len(self.names)
+        pairs = zip(numbers[0:end:2], numbers[1:end:2])
+        losses = {name: value / max(count, 1.0) for name, (value, count) in zip(self.names, pairs)}
+        is_finite = all(map(math.isfinite, numbers))
+        return Shared(losses, int(numbers[end]), numbers[end + 1 :], is_finite)
 
 
 class Reports:
-    """Collects the micro-batches of one rank; nothing waits for the device before `share`."""
+    """Collects the micro-batches of one rank; nothing here waits for the device."""
 
     def __init__(self, per_token: bool, context_group: dist.ProcessGroup | None = None) -> None:
         self._per_token, self._context_group = per_token, context_group
@@ -39,7 +66,7 @@ class Reports:
             self._pairs.setdefault(name, []).append(self._pair(value))
         return loss
 
-    def share(self, *others: torch.Tensor | float) -> Shared:
+    def share(self, *others: torch.Tensor | float) -> Totals:
         """Add up over all ranks and begin anew; `others` are added up with it."""
         if self._names is None:
             self._names = _union(self._pairs)
@@ -55,11 +82,8 @@ class Reports:
         counted = torch.stack([sum(tokens, torch.zeros((), dtype=torch.float32, device=where))])
         total = torch.cat([*row, counted, *(value.reshape(1) for value in last)])
         dist.all_reduce(total)
-        numbers = total.tolist()
-        pairs = zip(numbers[0 : 2 * len(row) : 2], numbers[1 : 2 * len(row) : 2])
-        losses = {name: value / max(count, 1.0) for name, (value, count) in zip(self._names, pairs)}
         self._begin()
-        return Shared(losses, int(numbers[2 * len(row)]), numbers[2 * len(row) + 1 :])
+        return Totals(self._names, total)
 
     def _begin(self) -> None:
         self._pairs: dict[str, list[torch.Tensor]] = {}

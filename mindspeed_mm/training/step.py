@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from mindspeed import device
 from mindspeed_llm.training.step import StepResult
 from mindspeed_mm.training.callbacks import Callbacks, MicroLoss
-from mindspeed_mm.training.reports import Reports
+from mindspeed_mm.training.optimizer import local_shards
+from mindspeed_mm.training.reports import Reports, Shared, Totals
 from mindspeed_mm.training.world import Layout
 
 
@@ -34,6 +35,10 @@ class FsdpStepper:
         self._model, self._optimizer, self._callbacks = model, optimizer, callbacks
         self._layout, self._clip, self._per_token = layout, clip, per_token
         self._roots = list(_outermost(model))
+        self._is_reducing: bool | None = None
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._shares = torch.tensor([1 / _copies(p) for p in self._trained])
+        self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
         self._context_group = _context_group() if layout.cp > 1 else None
         self._reports = self._new_reports()
 
@@ -45,27 +50,57 @@ class FsdpStepper:
             loss = self._callbacks.loss(batches, self._model)
             loss = self._reports.add(loss)
             self._scaled(loss).backward()
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        shared = self._reports.share(_squares(gradients), float(stop))
-        scale = 1.0 / max(shared.tokens, 1) if self._per_token else 1.0
-        norm = math.sqrt(shared.sums[0]) * scale if shared.sums[0] >= 0 else math.nan
-        is_finite = math.isfinite(norm) and all(map(math.isfinite, shared.losses.values()))
-        if is_finite:
-            if self._clip > 0:
-                scale *= min(1.0, self._clip / (norm + 1e-6))
-            if scale != 1.0:
-                _multiply(gradients, scale)
-            self._optimizer.step()
+        gradients = local_shards(p.grad for p in self._trained if p.grad is not None)
+        totals = self._reports.share(self._squares(gradients), float(stop))
+        shared = self._update(gradients, totals)
         self._optimizer.zero_grad()
+        scale = 1.0 / max(shared.tokens, 1) if self._per_token else 1.0
         return StepResult(
             losses=shared.losses,
-            grad_norm=norm,
+            grad_norm=math.sqrt(shared.sums[0]) * scale if shared.sums[0] >= 0 else math.nan,
             tokens=shared.tokens,
             loss_scale=1.0,
-            is_updated=is_finite,
-            is_finite=is_finite,
+            is_updated=shared.is_finite,
+            is_finite=shared.is_finite,
             is_asked_to_stop=shared.sums[1] > 0,
         )
+
+    def _update(self, gradients: list[torch.Tensor], totals: Totals) -> Shared:
+        """Clip and update, unless anything is not a number; return the sums."""
+        scale = self._scale(totals)
+        if self._is_fused:
+            # The kernel clips and looks for itself: the device need not wait for us to have looked.
+            self._optimizer.grad_scale = scale.reciprocal()
+            self._optimizer.found_inf = 1.0 - totals.values.isfinite().all().float()
+            self._optimizer.step()
+            return totals.read()
+        shared = totals.read()
+        if shared.is_finite:
+            if (factor := scale.item()) != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            self._optimizer.step()
+        return shared
+
+    def _scale(self, totals: Totals) -> torch.Tensor:
+        """Return what to multiply gradients with."""
+        scale = torch.ones_like(totals.tokens)
+        if self._per_token:
+            scale = scale / totals.tokens.clamp(min=1)
+        if self._clip > 0:
+            norm = totals.other(0).sqrt() * scale
+            scale = scale * (self._clip / (norm + 1e-6)).clamp(max=1)
+        return scale
+
+    def _squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's share of the squared norm of all gradients."""
+        where = device.current().torch_device
+        if not gradients:
+            return torch.zeros((), device=where)
+        norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32))
+        self._shares = shares = self._shares.to(norms.device)
+        if len(gradients) < len(self._trained):
+            shares = shares[[p.grad is not None for p in self._trained]]
+        return (norms.square() * shares).sum().to(where)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean losses of micro-batches, of which every rank has as many."""
@@ -73,7 +108,7 @@ class FsdpStepper:
         with self._evaluating():
             for batch in batches:
                 reports.add(self._callbacks.loss(iter([batch]), self._model))
-        return reports.share().losses
+        return reports.share().read().losses
 
     def to_show(self, batches: Iterable[Any]) -> list[Any]:
         """Return what is to be shown of micro-batches, of which every rank has as many."""
@@ -94,9 +129,11 @@ class FsdpStepper:
 
     def _reduce_now(self, is_last: bool) -> None:
         """Until the last micro-batch of a step gradients only add up, on each rank for itself."""
-        for root in self._roots:
-            root.set_requires_gradient_sync(is_last)
-            root.set_is_last_backward(is_last)
+        if is_last != self._is_reducing:  # every module is told, which takes its time
+            self._is_reducing = is_last
+            for root in self._roots:
+                root.set_requires_gradient_sync(is_last)
+                root.set_is_last_backward(is_last)
 
     def _scaled(self, loss: MicroLoss) -> torch.Tensor:
         """Return what to differentiate, so that the mean over all ranks is the mean of the step."""
@@ -108,33 +145,13 @@ class FsdpStepper:
         return loss.value / loss.tokens.clamp(min=1) * (layout.cp / layout.micro_batches)
 
 
-def _squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return this rank's share of the squared norm of all gradients."""
-    where = device.current().torch_device
-    if not gradients:
-        return torch.zeros((), device=where)
-    norms = torch._foreach_norm(_local(gradients), 2, torch.float32)
-    copies = torch.tensor([_copies(gradient) for gradient in gradients])
-    return (torch.stack(norms).square() / copies.to(norms[0].device)).sum().to(where)
-
-
-def _copies(gradient: torch.Tensor) -> int:
+def _copies(parameter: torch.Tensor) -> int:
     """Return how many ranks hold the same shard."""
-    if not isinstance(gradient, DTensor):
+    if not isinstance(parameter, DTensor):
         return dist.get_world_size()
-    mesh = gradient.device_mesh
-    shards = [mesh.size(n) for n, place in enumerate(gradient.placements) if place.is_shard()]
+    mesh = parameter.device_mesh
+    shards = [mesh.size(n) for n, place in enumerate(parameter.placements) if place.is_shard()]
     return int(mesh.size() // math.prod(shards))
-
-
-def _multiply(gradients: list[torch.Tensor], factor: float) -> None:
-    torch._foreach_mul_(_local(gradients), factor)
-
-
-@torch.no_grad()
-def _local(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's shards themselves, not copies."""
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def _outermost(model: nn.Module) -> Iterator[FSDPModule]:

@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, build
+from mindspeed.fsdp import FsdpOptions, shard
 from mindspeed_llm.training.course import NotANumber
+from mindspeed_llm.training.step import StepResult
 from mindspeed_mm.training import get_args, train
 from mindspeed_mm.training.callbacks import Callbacks
+from mindspeed_mm.training.optimizer import ShardedAdamW
 from mindspeed_mm.training.sections import ProfileOptions, ToolConfig, TraceOptions
+from mindspeed_mm.training.step import FsdpStepper
+from mindspeed_mm.training.world import Layout
 from tests.mm import runs
 from tests.ranks import run_ranks
 
@@ -125,6 +131,7 @@ def observe(folder: str) -> dict[str, Any]:
     _trace(folder)
     seen["shown"] = _shown(folder)
     _failed_starts(folder)
+    seen["updates"] = [_updates(is_fused) for is_fused in (False, True)]
     return seen
 
 
@@ -174,6 +181,29 @@ def _failed_starts(folder: str) -> None:
         with pytest.raises(ConfigError, match=match):
             train(run, bad)
     assert train(run, good).iteration == STEPS
+
+
+def _updates(is_fused: bool) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
+    """Take steps as devices with a fused AdamW do, or as others; one has a bad number."""
+    torch.manual_seed(7)
+    model = runs.UserModel()
+    shard(model, build(FsdpOptions, SHARDED))
+    options = {"lr": runs.RATE, "weight_decay": runs.DECAY, "fused": is_fused}
+    optimizer = ShardedAdamW([p for p in model.parameters() if p.requires_grad], **options)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    layout = Layout(world, rank, 1, world, rank, 2, 1, 2 * world)
+    callbacks = Diary(True, is_uneven=True).callbacks()
+    stepper = FsdpStepper(model, optimizer, callbacks, layout, clip=0.2, per_token=True)
+    data = runs.UserData()
+    batches = [{k: v[None].clone() for k, v in data[n + rank].items()} for n in range(0, 12, 2)]
+    batches[3]["pictures"][:] = float("nan")  # in the second of three steps
+    taken = iter(batches)
+    results = [stepper.train(taken) for _ in range(3)]
+    return results, {name: whole(t) for name, t in model.state_dict().items()}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +269,17 @@ def test_bad_numbers_of_one_rank_change_nothing_on_any(seen: Any) -> None:
     assert not all(torch.equal(third[name], tensor) for name, tensor in first.items())
     kept = sorted(path.name for path in (folder / "stop").glob("iter_*"))
     assert kept == ["iter_0000001"]
+
+
+def test_a_fused_update_clips_and_skips_for_itself(seen: Any) -> None:
+    (plain, expected), (fused, found) = seen[1]["updates"]
+    assert [step.is_updated for step in plain] == [True, False, True]
+    assert [step.is_updated for step in fused] == [True, False, True]
+    assert all(plain[number].grad_norm > 0.2 for number in (0, 2)), "nothing to clip"
+    for ours, theirs in zip(fused, plain):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-5, nan_ok=True)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5, nan_ok=True)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_the_named_rank_writes_a_trace(seen: Any) -> None:
