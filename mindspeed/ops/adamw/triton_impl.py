@@ -37,6 +37,9 @@ def adamw(
 ) -> None:
     """Update params, exp_avgs and exp_avg_sqs in place, and averages and copies where given."""
     lists = (params, grads, exp_avgs, exp_avg_sqs, averages, copies)
+    if torch.compiler.is_compiling():  # it has no addresses, and fuses lists by itself
+        reference.adamw(*lists[:4], hyper, averages=averages, copies=copies)
+        return
     if _is_uniform(lists):
         _run_uniform(lists, hyper)
         return

@@ -28,23 +28,27 @@ def groupmatmul_add_fp32(
         reference.groupmatmul_add_fp32(x, dy, group_list, out)
         return
     ends = torch.as_tensor(group_list).to(x.device, torch.int32, non_blocking=True)
-    totals = reference.pieces(x, dy, out)
-    step = _even_step(totals)
-    if step is not None:
-        _launch(x, dy, ends, totals[0], step)
+    shape = (len(ends), x.shape[1], dy.shape[1])
+    if isinstance(out, Tensor):
+        _launch(x, dy, ends, out.view(shape), shape[1] * shape[2])
         return
-    shape = (len(totals), x.shape[1], dy.shape[1])
+    step = _even_step(out)
+    if step is not None:
+        _launch(x, dy, ends, out[0], step)
+        return
     together = torch.zeros(shape, dtype=torch.float32, device=x.device)
-    _launch(x, dy, ends, together[0], together.stride(0))
-    torch._foreach_add_(list(totals), list(together.unbind()))
+    _launch(x, dy, ends, together, together.stride(0))
+    torch._foreach_add_(list(out), list(together.unbind()))
 
 
 def _even_step(totals: Sequence[Tensor]) -> int | None:
     """Return the distance between neighbours, which may be negative, or None if it varies.
 
-    Megatron lays the gradients of a bucket side by side, the last parameter first.
+    Megatron lays the gradients of a bucket side by side, the last parameter first. A compiler does
+    not know where.
     """
-    if not all(total.is_contiguous() for total in totals):
+    is_known = not torch.compiler.is_compiling()
+    if not (is_known and all(total.is_contiguous() for total in totals)):
         return None
     places = [total.data_ptr() for total in totals]
     if len(places) == 1:

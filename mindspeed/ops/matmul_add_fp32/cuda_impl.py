@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops.matmul_add_fp32.reference import factors
+from mindspeed.ops.product import add_product
 
 
 def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
@@ -16,16 +17,25 @@ def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> N
     with torch.no_grad():
         if rows.dtype == grad.dtype:
             grad.addmm_(rows, columns)
-        elif _adds_into_float32(rows.dtype, rows.device):
-            torch.addmm(grad, rows, columns, out_dtype=grad.dtype, out=grad)
         else:
-            grad.add_(torch.mm(rows, columns, out_dtype=grad.dtype))
+            add_product(grad, rows, columns, _add)
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+def _add(rows: Tensor, columns: Tensor, grad: Tensor) -> None:
+    if _adds_into_float32(rows.dtype, rows.device):
+        torch.addmm(grad, rows, columns, out_dtype=grad.dtype, out=grad)
+    else:
+        grad.add_(torch.mm(rows, columns, out_dtype=grad.dtype))
+
+
+@torch.compiler.assume_constant_result  # which a compiler overlooks on a cache itself
 def _adds_into_float32(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this torch adds a product of half tensors to a float32 tensor in place."""
+    return _tried(dtype, device)
+
+
+@functools.cache
+def _tried(dtype: torch.dtype, device: torch.device) -> bool:
     half = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:

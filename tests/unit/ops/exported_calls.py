@@ -1,10 +1,11 @@
-"""One call of each operator that mindspeed.ops exports, and a program that compiles them all.
+"""One call of each operator of mindspeed.ops, and a program that compiles them all.
 
 `python -m tests.unit.ops.exported_calls NAME...` runs each eagerly and compiled, in a process
 without the adaptor (its cpu device is not one that torch.compile knows), and prints the name of
 each whose results are equal, on a line of its own.
 """
 
+import importlib
 import sys
 import tempfile
 import traceback
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mindspeed.ops
+from mindspeed.ops.adamw.reference import AdamHyper
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -24,6 +26,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def _random(*shape: int, grad: bool = False) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).requires_grad_(grad)
+
+
+def _half(*shape: int) -> torch.Tensor:
+    return _random(*shape).bfloat16()
 
 
 def _small(*shape: int) -> torch.Tensor:
@@ -95,6 +101,14 @@ def _coc_v2() -> Call:
     return (a, b, out, torch.empty(8, 6), bias), {}
 
 
+def _adamw_lists() -> Call:
+    hyper = AdamHyper(lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1, step=2, ema_decay=0.9)
+    lists = [[_random(3), _random(4, 2)] for _ in range(3)]
+    squares, averages = ([x.abs() for x in lists[0]] for _ in range(2))
+    copies = [x.bfloat16() for x in lists[0]]
+    return (*lists, squares, hyper), {"averages": averages, "copies": copies}
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     "coc_ops.all_gather_matmul": _coc,
     "coc_ops.all_gather_matmul_v2": _coc_v2,
@@ -120,10 +134,10 @@ CALLS: dict[str, Callable[[], Call]] = {
         {},
     ),
     "npu_groupmatmul_add_fp32": lambda: (
-        (_random(8, 6), _random(8, 4), torch.tensor([3, 3, 8]), torch.zeros(3, 6, 4)),
+        (_half(8, 6), _half(8, 4), torch.tensor([3, 3, 8]), torch.zeros(3, 6, 4)),
         {},
     ),
-    "npu_matmul_add_fp32": lambda: ((_random(8, 6), _random(8, 5), torch.zeros(5, 6)), {}),
+    "npu_matmul_add_fp32": lambda: ((_half(8, 6), _half(8, 5), torch.zeros(5, 6)), {}),
     "npu_mm_all_reduce_add_rms_norm": _mm_all_reduce,
     "npu_mm_all_reduce_add_rms_norm_": _mm_all_reduce,
     "npu_moe_token_permute": _permute,
@@ -147,8 +161,45 @@ CALLS: dict[str, Callable[[], Call]] = {
         (_random(8, 6), _small(3, 6, 4), torch.rand(3, 4), torch.zeros(3, 4)),
         {"group_list": torch.tensor([3, 3, 8])},
     ),
+    "adamw:adamw": _adamw_lists,
+    "column_sum:column_sum": lambda: ((_random(40, 6),), {}),
+    "cross_entropy:cross_entropy": lambda: (
+        (_random(4, 9, grad=True), torch.tensor([0, 8, -100, 3])),
+        {"smoothing": 0.1},
+    ),
+    "layer_norm:layer_norm": lambda: (
+        (_random(3, 8, grad=True), _random(8, grad=True), _random(8, grad=True), 1e-5),
+        {},
+    ),
+    "linear_cross_entropy:linear_cross_entropy": lambda: (
+        (_random(4, 6, grad=True), _random(9, 6, grad=True), torch.tensor([0, 8, -100, 3])),
+        {},
+    ),
+    "rms_norm:add_rms_norm": lambda: (
+        (_random(3, 8, grad=True), _random(3, 8, grad=True) + 1, _random(8, grad=True)),
+        {},
+    ),
+    "rotary_position_embedding:rotate_qk": lambda: (
+        (_random(4, 2, 6, 8, grad=True), _random(4, 2, 2, 8, grad=True), _random(4, 1, 1, 8)),
+        {},
+    ),
+    "rotary_position_embedding:rotate_qkv": lambda: (
+        (_random(4, 2, 3, 32, grad=True), _random(4, 1, 1, 8), [16, 8, 8]),
+        {},
+    ),
+    "routing_rows:routing_rows": lambda: ((_random(7, 4) > 0, 9), {}),
+    "swiglu:silu_mul": lambda: ((_random(3, 8, grad=True), _random(3, 8, grad=True) - 1), {}),
+    "swiglu:swiglu_gradient": lambda: ((_random(3, 4), _random(3, 8)), {}),
+    "token_rows:gather_rows": lambda: (
+        (_random(6, 4, grad=True), torch.tensor([[0, 3], [1, 4], [2, 5]]), torch.rand(3, 2)),
+        {},
+    ),
+    "token_rows:spread_rows": lambda: (
+        (_random(3, 4, grad=True), torch.tensor([[0, 3], [1, 4], [2, 5]]), 6),
+        {},
+    ),
 }
-"""Arguments of one call by the operator's name."""
+"""Arguments of one call by the name of an export, or by the room and name of another operator."""
 
 
 _IN_FLIGHT = "torch.compile does not trace a collective that is left in flight"
@@ -166,28 +217,29 @@ BREAKS = {
 
 
 def find(name: str) -> Callable[..., Any]:
-    """Return an export, or a method of one."""
-    operator: Callable[..., Any] = attrgetter(name)(mindspeed.ops)
+    """Return an export, a method of one, or another operator by its room and name."""
+    room, _, inner = name.rpartition(":")
+    place = importlib.import_module(f"mindspeed.ops.{room}") if room else mindspeed.ops
+    operator: Callable[..., Any] = attrgetter(inner)(place)
     return operator
 
 
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
-
-
-def results(operator: Callable[..., Any], call: Call) -> list[torch.Tensor]:
+def results(operator: Callable[..., Any], call: Call, device: str = "cpu") -> list[torch.Tensor]:
     """Return the outputs, the gradients and, for what works in place, the arguments afterwards."""
-    args, kwargs = tree_map_only(torch.Tensor, _copy, call)
+
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().to(device, copy=True).requires_grad_(x.requires_grad)
+
+    args, kwargs = tree_map_only(torch.Tensor, copy, call)
     outputs = operator(*args, **kwargs)
-    outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-    tensors = [x for x in outputs if isinstance(x, torch.Tensor)]
-    leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+    tensors = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    leaves = [x for x in given if x.requires_grad]
     differentiable = [x for x in tensors if x.requires_grad]
     if leaves and differentiable:
         total = sum(x.float().sin().sum() for x in differentiable)
         tensors += torch.autograd.grad(total, leaves, allow_unused=True)
-    tensors += [x for x in args if isinstance(x, torch.Tensor)]
-    return [x.detach() for x in tensors if x is not None]
+    return [x.detach() for x in (*tensors, *given) if x is not None]
 
 
 def main(names: list[str]) -> None:
@@ -202,14 +254,16 @@ def main(names: list[str]) -> None:
             print(name)
 
 
-def compare(operator: Callable[..., Any], call: Call, *, fullgraph: bool) -> None:
+def compare(
+    operator: Callable[..., Any], call: Call, *, fullgraph: bool, device: str = "cpu"
+) -> None:
     """Compare the compiled operator with itself."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return operator(*args, **kwargs)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=fullgraph)
-    torch.testing.assert_close(results(compiled, call), results(operator, call))
+    torch.testing.assert_close(results(compiled, call, device), results(operator, call, device))
 
 
 if __name__ == "__main__":

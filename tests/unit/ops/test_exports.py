@@ -1,5 +1,6 @@
 """Every operator of the documents imports from mindspeed.ops, runs on a cpu and compiles."""
 
+import os
 import subprocess
 import sys
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 import mindspeed.ops
+from mindspeed.ops.dispatch import known_ops
 from tests.unit.ops.exported_calls import BREAKS, CALLS, find, results
+from tests.unit.ops.traced_kernels import targets
 
 DOCUMENTED = (
     "npu_dropout_add_layer_norm",
@@ -37,8 +40,11 @@ def test_everything_documented_is_exported():
     assert set(DOCUMENTED) <= set(mindspeed.ops.__all__)
 
 
-def test_every_export_is_called_here():
-    assert {name.partition(".")[0] for name in CALLS} == set(mindspeed.ops.__all__)
+def test_every_operator_is_called_here():
+    exports = {name.partition(".")[0] for name in CALLS if ":" not in name}
+    assert exports == set(mindspeed.ops.__all__)
+    called = {find(name).name for name in CALLS if not name.startswith("coc_ops")}
+    assert called == set(known_ops())
 
 
 @pytest.fixture
@@ -60,3 +66,12 @@ def test_they_compile():
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert set(done.stdout.split()) == set(CALLS), done.stderr
     assert BREAKS.keys() < CALLS.keys()
+
+
+def test_their_kernels_are_traced_whole():
+    """As the GPU would run them; interpreted kernels cannot be traced, so in a process without."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.ops.traced_kernels", *targets()]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert set(done.stdout.split()) == targets().keys(), done.stderr
+    assert len(targets()) > 20
