@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mindspeed.ops.fusion_attention import flash4
+
 
 def roofline(shape, batch, clock):
     """Return the seconds of each part of a step of `batch` sequences, timed by `clock`."""
@@ -62,16 +64,21 @@ def _attention(shape, batch, clock):
     )
     grad = torch.randn_like(q)
 
-    def both():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        torch.autograd.grad(out, (q, k, v), grad)
+    def both(attend):
+        torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
 
-    backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-    times = []
-    for backend in backends:
+    ways = [_by(SDPBackend.CUDNN_ATTENTION), _by(SDPBackend.FLASH_ATTENTION)]
+    if flash4.serves(q, k, v, True, 0.0):
+        ways.append(lambda *x: flash4.attention(*x, shape.head_size**-0.5, True))
+    return min(clock(lambda attend=attend: both(attend)) for attend in ways)
+
+
+def _by(backend):
+    def attend(q, k, v):
         with sdpa_kernel(backend):
-            times.append(clock(both))
-    return min(times)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return attend
 
 
 def _copy_bandwidth(clock):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 
 def wrap_is_fa_min_version(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Answer no where flash-attn is absent."""
+    """Answer no where flash-attn is absent; flash-attn-4 lies in its folder but is not it."""
 
     @functools.wraps(original)
     def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
-        if importlib.util.find_spec("flash_attn") is None:
+        try:
+            return original(version, check_equality)
+        except ImportError:
             return False
-        return original(version, check_equality)
 
     return is_fa_min_version

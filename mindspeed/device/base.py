@@ -73,6 +73,10 @@ class Device(abc.ABC):
         """Return how many programs of a kernel run side by side; 1 where nobody says."""
         return 1
 
+    def capability(self) -> tuple[int, int] | None:
+        """Return the generation of a CUDA device, (9, 0) for Hopper; None for other devices."""
+        return None
+
     @abc.abstractmethod
     def memory_total(self) -> int:
         """Return the bytes that the current device has."""

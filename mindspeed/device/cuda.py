@@ -37,6 +37,10 @@ class Cuda(Accelerator):
         """Return the streaming multiprocessors of the current device."""
         return int(torch.cuda.get_device_properties(self.index()).multi_processor_count)
 
+    def capability(self) -> tuple[int, int]:
+        """Return the compute capability of the current device."""
+        return torch.cuda.get_device_capability(self.index())
+
     def make_deterministic(self) -> None:
         """Also keep cuDNN from choosing kernels by timing them."""
         super().make_deterministic()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mindspeed.ops.fusion_attention import repeatable
+from mindspeed.ops.fusion_attention import flash4, repeatable
 
 # On an H200 (torch 2.11), 2 x 32 heads x 4096 x 128 causal, bf16, forward and backward: cuDNN 2.03
 # ms, flash 3.82. benchmarks/ops/attention.py races shorter ones. torch passes over what does not
@@ -50,6 +50,8 @@ def attention(
     }
     if mask is not None or not prefers_cudnn(q, k, v):
         return scaled_dot_product_attention(q, k, v, **options)
+    if flash4.serves(q, k, v, is_causal, dropout):
+        return flash4.attention(q, k, v, scale, is_causal)
     if repeatable.serves(q, k, v, is_causal, dropout):
         return repeatable.attention(q, k, v, scale, is_causal)
     if torch.compiler.is_compiling():

@@ -15,10 +15,16 @@ def flash_attn(monkeypatch):
     module.__version__ = "2.6.3"
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr(megatron.core.utils, "_fa_version", None)
+    return module
 
 
 def test_none_is_too_old(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert megatron.core.utils.is_fa_min_version("1.0") is False
+
+
+def test_another_package_in_its_folder_is_too_old(flash_attn):
+    del flash_attn.__version__
     assert megatron.core.utils.is_fa_min_version("1.0") is False
 
 

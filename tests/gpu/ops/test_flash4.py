@@ -1,0 +1,82 @@
+"""Attention by flash-attn-4: where it runs, what it computes, and that it is asked for it."""
+
+import pytest
+import torch
+import torch.utils.flop_counter
+
+from mindspeed.ops.fusion_attention import flash4, sdpa
+from tests.gpu.ops.test_attention_backend import draw, error, exact, kernels
+
+pytestmark = pytest.mark.gpu
+LENGTH = 2304  # no multiple of a kernel's tile of 128 queries and keys times its waves
+
+
+@pytest.fixture(autouse=True)
+def _installed(_cuda):
+    if not flash4._is_here():
+        pytest.skip("needs a Hopper GPU and the package flash-attn-4")
+
+
+def run(inputs, grad, is_causal):
+    given = [x.detach().requires_grad_() for x in inputs]
+    out = sdpa.attention(*given, scale=given[0].shape[-1] ** -0.5, is_causal=is_causal)
+    return [out, *torch.autograd.grad(out, given, grad)]
+
+
+def true(inputs, grad, is_causal):
+    given = [x.detach().double().requires_grad_() for x in inputs]
+    visible = torch.ones(LENGTH, LENGTH, device="cuda", dtype=torch.bool)
+    out = exact(*given, visible.tril() if is_causal else visible)
+    return [out, *torch.autograd.grad(out, given, grad.double())]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("groups", "size"), [(6, 64), (2, 128), (1, 128)])
+def test_matches_float64_no_worse_than_cudnn(groups, size, is_causal, monkeypatch):
+    torch.manual_seed(0)
+    inputs = [draw(2, LENGTH, heads, size) for heads in (6, groups, groups)]
+    grad = torch.randn_like(inputs[0])
+    want = true(inputs, grad, is_causal)
+    got = run(inputs, grad, is_causal)
+    assert "flash_attncute" in kernels(lambda: run(inputs, grad, is_causal))
+    monkeypatch.setattr(flash4, "_is_here", lambda: False)
+    for ours, other, exactly in zip(got, run(inputs, grad, is_causal), want):
+        assert error(ours, exactly) <= 1.05 * error(other, exactly)
+
+
+def test_megatrons_layout_is_not_copied():
+    inputs = [draw(2, LENGTH, heads, 128) for heads in (6, 2, 2)]
+    grad = torch.randn_like(inputs[0])
+    results = run(inputs, grad, True)
+    assert all(x.permute(2, 0, 1, 3).is_contiguous() for x in results)
+    assert "copy" not in kernels(lambda: run(inputs, grad, True))
+
+
+def test_repeats_bits_where_that_is_asked_for():
+    torch.manual_seed(0)
+    inputs = [draw(2, LENGTH, heads, 128) for heads in (6, 2, 2)]
+    grad = torch.randn_like(inputs[0])
+    torch.use_deterministic_algorithms(True)
+    first = run(inputs, grad, True)
+    again = [run(inputs, grad, True) for _ in range(4)]
+    ran = kernels(lambda: run(inputs, grad, True))
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for other in again for a, b in zip(first, other))
+    assert "flash_attncute" in ran
+    for got, exactly in zip(first, true(inputs, grad, True)):
+        assert error(got, exactly) < 5e-3
+
+
+def test_stands_back():
+    inputs = [draw(1, LENGTH, heads, 128) for heads in (4, 2, 2)]
+    assert flash4.serves(*inputs, True, 0.0)
+    assert not flash4.serves(*inputs, True, 0.1)
+    assert not flash4.serves(*(x[:, :, :512] for x in inputs), True, 0.0)
+    assert not flash4.serves(inputs[0][:, :, :2100], *inputs[1:], True, 0.0)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        run(inputs, torch.randn_like(inputs[0]), True)
+    assert counter.get_total_flops() > 0
+    torch.backends.cuda.enable_flash_sdp(False)
+    refused = not flash4.serves(*inputs, True, 0.0)
+    torch.backends.cuda.enable_flash_sdp(True)
+    assert refused
