@@ -38,10 +38,14 @@ class _Binary:
 _binaries: dict[tuple[Any, ...], _Binary] = {}
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+@torch.compiler.assume_constant_result  # which a compiler overlooks on a cache itself
 def multiprocessors() -> int:
     """Return how many programs run side by side on the current device, for a compiler too."""
+    return _multiprocessors()
+
+
+@functools.cache
+def _multiprocessors() -> int:
     return device.current().multiprocessors()
 
 
