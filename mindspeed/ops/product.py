@@ -25,9 +25,9 @@ from mindspeed.ops.watched import is_watched
 
 logger = logging.getLogger(__name__)
 
-CALLS = 40  # before a product is worth trying: the next micro-batch may have another length
+LARGE = 1e10  # operations of a product; less is over before it matters
+WORTH = 1e13  # operations of all its calls: before, the next micro-batch may have another length
 MOST = 64  # products that are tried; one takes half a second
-WORK = 1e10  # operations of a product; less is over before it matters
 WARM_UP, TURN, TURNS = 0.06, 0.015, 3  # seconds, seconds, how often
 NEAR = 1e-2  # of the norm: another order of sums in half precision
 
@@ -81,7 +81,7 @@ class _Tuner:
     def __init__(self) -> None:
         self.is_on = False
         self._left = MOST
-        self._calls: dict[tuple[Any, ...], int] = {}
+        self._work: dict[tuple[Any, ...], int] = {}
         self._chosen: dict[tuple[Any, ...], Run | None] = {}
         self._memory: dict[tuple[int, int], Tensor] = {}
 
@@ -95,10 +95,11 @@ class _Tuner:
         key = (a.shape, a.stride(), b.shape[1], b.stride(), a.dtype, into, a.device.index)
         if key in self._chosen:
             return self._chosen[key]
-        calls = self._calls[key] = self._calls.get(key, 0) + 1
-        if calls == 1 and not _is_served(a, b, out):
+        if key not in self._work and not _is_served(a, b, out):
             self._chosen[key] = None
-        elif calls >= CALLS and self._left and not _is_recorded():
+            return None
+        self._work[key] = self._work.get(key, 0) + _operations(a, b)
+        if self._work[key] >= WORTH and self._left and not _is_recorded():
             self._left -= 1
             self._chosen[key] = self._try(a, b, out, add)
         return self._chosen.get(key)
@@ -154,7 +155,11 @@ def _is_served(a: Tensor, b: Tensor, out: Tensor | None) -> bool:
     is_plain = all(type(x) in (Tensor, Parameter) and 1 in x.stride() for x in (a, b))
     is_half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
     fits = out is None or (out.dtype in (a.dtype, torch.float32) and out.stride(1) == 1)
-    return is_plain and is_half and fits and 2 * a.numel() * b.shape[1] >= WORK
+    return is_plain and is_half and fits and _operations(a, b) >= LARGE
+
+
+def _operations(a: Tensor, b: Tensor) -> int:
+    return 2 * a.numel() * b.shape[1]
 
 
 def _is_recorded() -> bool:

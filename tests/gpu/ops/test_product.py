@@ -16,8 +16,8 @@ M, N, K = 1024, 2304, 1536
 def tuner(monkeypatch):
     """Try at the first call, and let an algorithm of cuBLAS win over torch's."""
     monkeypatch.setattr(room, "_tuner", room._Tuner())
-    monkeypatch.setattr(room, "CALLS", 1)
-    monkeypatch.setattr(room, "WORK", 0)
+    monkeypatch.setattr(room, "LARGE", 0)
+    monkeypatch.setattr(room, "WORTH", 0)
     monkeypatch.setattr(room, "fastest", lambda runs, seconds: len(runs) - 1)
     with tuning():
         yield room._tuner
