@@ -57,11 +57,6 @@ class Plan:
         """The sharded modules below the root, as the forward pass is expected to need them."""
         return tuple(unit.name for unit in self.units if unit.name != ROOT)
 
-    def ahead(self, count: int, backward: bool = False) -> dict[str, tuple[str, ...]]:
-        """Return for every sharded module the next `count` ones of a pass."""
-        order = self.order[::-1] if backward else self.order
-        return {name: order[i + 1 : i + 1 + count] for i, name in enumerate(order)}
-
 
 def make_plan(model: nn.Module, options: FsdpOptions, ranks: int) -> Plan:
     """Work out the plan for a model on so many ranks; ConfigError for what cannot be done."""

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -21,6 +20,7 @@ from mindspeed.config import ConfigError, build
 from mindspeed.fsdp.experts import ExpertGroups
 from mindspeed.fsdp.options import FsdpOptions
 from mindspeed.fsdp.plan import DTYPES, ROOT, Plan, make_plan
+from mindspeed.fsdp.prefetch import prefetch
 from mindspeed.fsdp.recompute import recompute
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Sharding:
 
     def prefetch(self) -> None:
         """Have modules gathered ahead of their use."""
-        _prefetch(self.model, self.plan)
+        prefetch(self.model, self.plan)
 
 
 def make_mesh(plan: Plan, device: mindspeed.device.Device) -> DeviceMesh:
@@ -121,26 +121,6 @@ def _shard_units(model: nn.Module, plan: Plan, kwargs: dict[str, Any]) -> None:
         # The backward pass begins with the root: None lets torch keep it gathered for that.
         is_kept = unit.name == ROOT and reshard is not False
         fully_shard(module, **kwargs | {"reshard_after_forward": None if is_kept else reshard})
-
-
-def _prefetch(model: nn.Module, plan: Plan) -> None:
-    forward, backward = plan.options.num_to_forward_prefetch, plan.options.num_to_backward_prefetch
-    units = {name: _sharded(model, name) for name in plan.order}
-    for name, ahead in plan.ahead(forward).items():
-        units[name].set_modules_to_forward_prefetch([units[other] for other in ahead])
-    if backward == 1:
-        return  # torch does so by itself, in the order that the forward pass really took
-    for name, ahead in plan.ahead(backward, backward=True).items():
-        # An empty list is torch's default of one; a module that names itself, which is gathered
-        # by then, prefetches nothing.
-        others = [units[other] for other in ahead]
-        units[name].set_modules_to_backward_prefetch(others or [units[name]])
-
-
-def _sharded(model: nn.Module, name: str) -> FSDPModule:
-    module = model.get_submodule(name)
-    assert isinstance(module, FSDPModule)
-    return module
 
 
 def _must_be_frozen(plan: Plan) -> None:

@@ -56,6 +56,8 @@ def observe() -> dict[str, Any]:
         "types": _types(),
         "refused": _refusals(),
     }
+    ahead = {**SHARD, "num_to_forward_prefetch": 1, "num_to_backward_prefetch": 2}
+    seen["first pass"], seen["second pass"] = (_log(ahead, True, passes) for passes in (1, 2))
     return seen | {name: _log(values) for name, values in LOG.items()}
 
 
@@ -70,7 +72,8 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(BATCH, SEQUENCE, dtype=torch.long), torch.ones(BATCH, SEQUENCE, 5)
 
 
-def _log(values: dict[str, Any]) -> list[str]:
+def _log(values: dict[str, Any], is_reversed: bool = False, passes: int = 1) -> list[str]:
+    """Return what happens in the last pass of a model, which may run its layers from the last."""
     model, log = new_model(), Log()
     names = dict(model.named_modules())
     for name in ("embed", *(f"layers.{n}" for n in range(LAYERS)), "head"):
@@ -86,10 +89,14 @@ def _log(values: dict[str, Any]) -> list[str]:
 
         names[name].forward = forward
     shard(model, build(FsdpOptions, values))
-    with log:
-        loss = model(*_batch()).sum()
-        log.events.append("backward")
-        loss.backward()
+    if is_reversed:
+        model.layers = torch.nn.ModuleList(reversed(model.layers))
+    for _ in range(passes):
+        log.events.clear()
+        with log:
+            loss = model(*_batch()).sum()
+            log.events.append("backward")
+            loss.backward()
     return log.events
 
 
@@ -194,6 +201,15 @@ def test_the_backward_pass_gathers_ahead():
     assert gathered_before_backward("no backward prefetch") == [0, 1, 2, 3, 4]
     assert gathered_before_backward("zero-3") == [0, 2, 3, 4, 5]
     assert gathered_before_backward("backward prefetch") == [0, 4, 5, 5, 5]
+
+
+def test_from_the_second_pass_on_gathers_follow_the_real_order():
+    """The layers run from the last to the first."""
+    assert [e for e in seen()["second pass"] if e.startswith("layers")][:3] == [
+        f"layers.{number}" for number in reversed(range(LAYERS))
+    ]
+    assert gathered_before("first pass") != gathered_before("second pass") == [2, 3, 4, 5, 5]
+    assert gathered_before_backward("second pass") == [0, 3, 4, 5, 5]
 
 
 def test_recompute_runs_the_named_layers_again():

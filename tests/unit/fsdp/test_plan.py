@@ -46,11 +46,9 @@ def test_nothing_is_allocated_on_meta():
     assert made.held == 4 * ((1 << 40) + (1 << 20)) // 8
 
 
-def test_prefetch_follows_the_definition():
+def test_modules_come_in_the_order_of_their_definition():
     made = plan(Decoder(), sub_modules_to_wrap=["head", "blocks.{*}", "embed"])
     assert made.order == ("embed", "head", "blocks.0", "blocks.1", "blocks.2")
-    assert made.ahead(2)["head"] == ("blocks.0", "blocks.1")
-    assert made.ahead(2, backward=True)["blocks.0"] == ("head", "embed")
 
 
 def test_tied_weights_may_share_a_unit_only():
