@@ -106,7 +106,9 @@ class _Tuner:
 
     @torch.no_grad()
     def _try(self, a: Tensor, b: Tensor, out: Tensor | None, add: Run | None) -> Run | None:
-        scratch = a.new_empty(len(a), b.shape[1]) if out is None else torch.empty_like(out)
+        # Not empty_like, which would close the gaps of a part of a wider matrix.
+        like = a.new_empty(len(a), b.shape[1]) if out is None else out
+        scratch = like.new_empty_strided(like.shape, like.stride())
         plan = cublaslt.Product(a, b, scratch, add is not None)
         runs = [add or _multiply]
         want = torch.mm(a, b).to(scratch.dtype)

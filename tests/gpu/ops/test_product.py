@@ -81,10 +81,15 @@ def test_writes_and_adds_where_it_is_told(tuner):
     out = torch.full((2 * N, K), float("nan"), device="cuda", dtype=torch.bfloat16)
     assert product(grad.t(), rows, out[:N]).data_ptr() == out.data_ptr()
     assert out[:N].isfinite().all() and out[N:].isnan().all()
+    wide = torch.full((M, N + 64), float("nan"), device="cuda", dtype=torch.bfloat16)
+    weight = draw(N, K)
+    product(rows, weight.t(), wide[:, :N])
+    assert wide[:, :N].isfinite().all() and wide[:, N:].isnan().all()
+    torch.testing.assert_close(wide[:, :N], rows @ weight.t(), rtol=2e-2, atol=0.5)
     total = torch.randn(N, K, device="cuda")
     want = total.double() + grad.t().double() @ rows.double()
     matmul_add_fp32(rows, grad, total)
-    assert len(chosen(tuner)) == 2
+    assert len(chosen(tuner)) == 3
     assert error(total, want) < 1e-5
 
 
