@@ -13,7 +13,8 @@ from mindspeed_mm.data.options import DataConfig
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.training.checks import check
 from mindspeed_mm.training.options import SECTIONS, MmOptions
-from mindspeed_mm.training.sections import Sections, ToolConfig, make_section, read_section
+from mindspeed_mm.training.sections import Sections, make_section, read_section
+from mindspeed_mm.training.tool import ToolConfig
 
 ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 

@@ -27,6 +27,7 @@ class Trace:
         how = self._how
         if how is not None and iteration == how.start_step:
             self._running = profiler.profile(
+                activities=None if how.with_cpu else _without_cpu(),
                 record_shapes=how.record_shapes,
                 profile_memory=how.with_memory,
                 with_stack=how.with_stack,
@@ -46,6 +47,11 @@ class Trace:
         self._running.export_chrome_trace(str(file))
         logger.info("trace of steps %d to %d in %s", self._how.start_step, iteration, file)
         self._running = None
+
+
+def _without_cpu() -> list[Any] | None:
+    known = profiler.supported_activities()
+    return [kind for kind in known if kind is not profiler.ProfilerActivity.CPU] or None
 
 
 def _is_named(rank: int, ranks: tuple[int, ...]) -> bool:

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import Field, model_validator
-
 from mindspeed.config import ConfigError, Options, Spelling, build
 from mindspeed.config.yaml_file import read_yaml
 
@@ -19,50 +17,6 @@ class Sections:
     model: Any = None
     data: Any = None
     tool: Any = None
-
-
-class TraceOptions(Options):
-    """Steps to trace with torch's profiler, and what to note."""
-
-    start_step: int = Field(default=10, ge=1)
-    """First step of the trace."""
-    end_step: int = Field(default=11, ge=1)
-    """Step before which it ends."""
-    save_path: str = "./profiling"
-    """Folder for one Chrome trace a rank."""
-    with_stack: bool = False
-    """Note where operators are called."""
-    with_memory: bool = False
-    """Note memory."""
-    record_shapes: bool = False
-    """Note shapes."""
-
-    @model_validator(mode="after")
-    def _has_steps(self) -> "TraceOptions":
-        if self.end_step <= self.start_step:
-            raise ValueError(
-                f"end_step: {self.end_step} leaves no step to trace: it is the first one after "
-                f"start_step: {self.start_step} that is not traced"
-            )
-        return self
-
-
-class ProfileOptions(Options):
-    """Whether and where to trace."""
-
-    enable: bool = False
-    """Trace."""
-    ranks: tuple[int, ...] = (0,)
-    """Ranks that trace; -1 for all."""
-    static_param: TraceOptions = TraceOptions()
-    """What to trace."""
-
-
-class ToolConfig(Options):
-    """The tool section."""
-
-    profile: ProfileOptions = ProfileOptions()
-    """Trace of some steps."""
 
 
 def read_section(path: str, name: str) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from mindspeed_llm.training.step import StepResult
 from mindspeed_mm.training import get_args, train
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.optimizer import ShardedAdamW
-from mindspeed_mm.training.sections import ProfileOptions, ToolConfig, TraceOptions
 from mindspeed_mm.training.step import FsdpStepper
+from mindspeed_mm.training.tool import ProfileOptions, ToolConfig, TraceOptions
 from mindspeed_mm.training.world import Layout
 from tests.mm import runs
 from tests.ranks import run_ranks

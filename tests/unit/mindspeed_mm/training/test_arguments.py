@@ -74,6 +74,23 @@ def test_sections_in_several_files_and_of_other_kinds(tmp_path: Path) -> None:
         parse(["--mm-model", wrong, *NEEDED], schema=Schema(model=Own))
 
 
+def test_tool_files_of_existing_scripts(tmp_path: Path) -> None:
+    trace = {"level": "level1", "with_cpu": False, "aic_metrics_type": "PipeUtilization"}
+    trace |= {"data_simplification": False, "analyse_flag": True, "start_step": 4, "end_step": 6}
+    profile = {"enable": True, "profile_type": "static", "static_param": trace}
+    memory = {"enable": False, "dump_ranks": [0], "stacks": "all", "max_entries": 9}
+    content = {"profile": profile | {"dynamic_param": {"config_path": "./"}}}
+    content |= {"memory_profile": memory, "sorafeature": {"save_path": "./features"}}
+    argv = ["--mm-tool", write(tmp_path, "tool.json", content), *NEEDED]
+    assert parse(argv).mm.tool.profile.static_param.end_step == 6
+    for wrong, match in (
+        ({"memory_profile": {"enable": True}}, "memory_profile.*use with_memory: true of profile"),
+        ({"profile": {"profile_type": "dynamic"}}, "profile_type.*static"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            parse(["--mm-tool", write(tmp_path, "wrong.json", wrong), *NEEDED])
+
+
 def test_arguments_that_a_script_adds(tmp_path: Path) -> None:
     def provide(parser: Any) -> Any:
         parser.add_argument("--my-flag", type=int, default=4)
