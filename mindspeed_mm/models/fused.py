@@ -4,6 +4,7 @@ A module is changed only if its class computes, on a small sample, what the oper
 classes that merely look alike, such as a norm with 1 + weight, stay as they are.
 """
 
+import copy
 import inspect
 import logging
 from collections import Counter
@@ -41,16 +42,29 @@ def fuse(model: nn.Module) -> Counter[str]:
             if computes(module):
                 module.forward = replacement(module, module.forward)
                 found[name] += 1
-    # Modules share configs: those that know how pictures are packed decide first.
-    modules = sorted(model.modules(), key=_takes_packed, reverse=True)
-    for module in modules:
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == PLAIN:
-            name, attend = (PACKED, _attend_packed) if _takes_packed(module) else (FUSED, _attend)
-            config._attn_implementation_internal = _registered(name, attend)
-            found["attention"] += 1
+    found["attention"] = _fuse_attention(model)
+    found = +found  # without what there was none of
     logger.info("fused operators: %s", ", ".join(f"{n} {what}" for what, n in found.items()))
     return found
+
+
+def _fuse_attention(model: nn.Module) -> int:
+    """Let configs name our attention; return how many do."""
+    users: dict[int, list[Any]] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == PLAIN:
+            users.setdefault(id(config), []).append(module)
+    for modules in users.values():
+        config = modules[0].config
+        config._attn_implementation_internal = _registered(FUSED, _attend)
+        if any(map(_takes_packed, modules)):
+            # In a copy: no model can be built from a config with a `flash` of a name unknown.
+            config = copy.copy(config)
+            config._attn_implementation_internal = _registered(PACKED, _attend_packed)
+            for module in modules:
+                module.config = config
+    return len(users)
 
 
 def _fused_norm(module: Any, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from mindspeed_mm.models import weights
 from mindspeed_mm.models.fused import fuse
+from mindspeed_mm.models.options import ModelConfig
+from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.mm import tiny
 
 # Norms and SwiGLU of two text layers and, where the vision tower has them, of its two blocks.
@@ -24,8 +27,9 @@ def test_a_fused_model_computes_the_same(name):
     assert {kind: found[kind] for kind in ("RMSNorm", "SwiGLU")} == EXPECTED[name]
     assert found["attention"]
     # Pictures of several sizes come packed to the towers that can take them so.
-    vision = fused.config.vision_config._attn_implementation
-    assert vision == ("mindspeed_flash_sdpa" if name.startswith("qwen") else "mindspeed_sdpa")
+    tower = getattr(fused.model, "visual", None) or fused.model.vision_tower
+    packs = name.startswith("qwen")
+    assert tower.config._attn_implementation == f"mindspeed_{'flash_' if packs else ''}sdpa"
     batch = tiny.batch(name)
     if name != "internvl":
         batch["attention_mask"][1, -3:] = 0  # a mask that is needed as well
@@ -36,6 +40,17 @@ def test_a_fused_model_computes_the_same(name):
         results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(results[0]) > 20
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["internvl", "qwen2_5_vl"])
+def test_a_fused_model_is_filled_like_any_other(name, tmp_path):
+    folder = tiny.save(name, tmp_path)
+    config = ModelConfig(init_from_hf_path=folder, fused_ops=True, init_model_with_meta_device=True)
+    model, batch = TransformersModel(config), tiny.batch(name)
+    weights.materialize(model)
+    weights.load_pretrained(model, folder)
+    loss = tiny.new_model(name)(**batch).loss
+    torch.testing.assert_close(model(**batch)["loss"], loss, rtol=1e-5, atol=0)
 
 
 def test_only_what_computes_the_same_is_fused():
