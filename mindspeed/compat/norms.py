@@ -2,7 +2,8 @@
 
 WrappedTorchNorm refuses sequence parallelism, zero-centred gamma and the persist flag;
 `wrap_torch_norm` serves them. The final norm of a block of local layers is Transformer Engine's
-when that is there; `wrap_block_submodules` makes it the norm of the layers.
+when that is there, and of a mixture's block apex' LayerNorm when that is there, whatever the model
+is normalised by; `wrap_block_submodules` makes it the norm of the layers.
 """
 
 from __future__ import annotations
@@ -82,9 +83,19 @@ def wrap_block_submodules(original: Callable[..., Any]) -> Callable[..., Any]:
     def submodules(config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
         block = original(config, spec, *args, **kwargs)
         norm = getattr(getattr(spec, "submodules", None), "input_layernorm", None)
-        return dataclasses.replace(block, layer_norm=norm) if _is_local(norm) else block
+        norm = norm if _is_local(norm) else _other_than_apex(block.layer_norm, config)
+        return dataclasses.replace(block, layer_norm=norm)
 
     return submodules
+
+
+def _other_than_apex(norm: Any, config: Any) -> Any:
+    """Return torch's norm where apex' has no such kind, as Megatron does without apex."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    is_refused = norm is FusedLayerNorm and config.normalization != "LayerNorm"
+    return WrappedTorchNorm if is_refused else norm
 
 
 def _is_local(norm: Any) -> bool:

@@ -97,6 +97,15 @@ def test_final_norm_of_local_layers_is_theirs():
     assert block_norm(local) is local.submodules.input_layernorm
 
 
+@pytest.mark.parametrize(
+    ("normalization", "norm"), [("LayerNorm", FusedLayerNorm), ("RMSNorm", WrappedTorchNorm)]
+)
+def test_a_mixture_of_local_layers_ends_with_a_norm_of_its_kind(normalization, norm):
+    spec = TransformerBlockSubmodules(layer_specs=[], layer_norm=FusedLayerNorm)
+    wrapped = wrap_block_submodules(lambda config, spec: spec)
+    assert wrapped(config(normalization=normalization), spec).layer_norm is norm
+
+
 @pytest.mark.parametrize("norm", [IdentityOp, Theirs])
 def test_final_norm_of_other_layers_stays(norm):
     assert block_norm(layer_spec(norm)) is Theirs
