@@ -1,13 +1,13 @@
 """How long is a step of a vision-language model, next to loops written by hand?
 
-    python benchmarks/bench_mm_step.py [--layers 18] [--rounds 4] [--tiny]
+    python benchmarks/bench_mm_step.py [--layers 18] [--rounds 4] [--against plain] [--tiny]
 
 Processes train a model of the shape of Qwen2.5-VL-3B (all of its vision tower, as many text layers
 as let two models share the device) on pictures and text, with FSDP2, bf16 and AdamW on fp32
 weights. `mindspeed-mm train`'s own steps take turns with a loop by hand on transformers and torch's
 fully_shard with the same fused operators, then with the same loop without them. Prints and records
-seconds, peak memory and the ratio to ours in the same turns; losses must be near, or there is no
-result.
+seconds, peak memory and the ratio to ours in the same turns, race by race; losses must be near, or
+there is no result.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from turns import Worker, serve
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE, START, VOCABULARY = 151655, 151652, 151936
-PEERS = ("ours", "hand, fused", "hand, plain")
+OURS, FUSED, PLAIN = "ours", "hand, fused", "hand, plain"
+RACES = {"fused": FUSED, "plain": PLAIN}
 STEPS, WARM_UP, BATCHES, RATE, EPS, CLIP = 3, 3, 32, 1e-5, 1e-8, 1.0
 
 
@@ -206,10 +207,10 @@ def work(options):
     sys.path.insert(0, str(ROOT))
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     config = shape(options.layers, options.tiny)
-    if options.work == PEERS[0]:
+    if options.work == OURS:
         step = our_step(config, options.tiny)
     else:
-        step = hand_step(config, options.tiny, options.work == PEERS[1])
+        step = hand_step(config, options.tiny, options.work == FUSED)
     serve(step, STEPS, WARM_UP)
 
 
@@ -222,21 +223,19 @@ def start(peer, options):
     return worker
 
 
-def race(options):
-    """Let ours take turns with one peer after the other; yield a row of each and of each race."""
-    ours, *others = PEERS
-    worker = start(ours, options)
-    for other in others:
-        rival = start(other, options)
-        found = {ours: [], other: []}
-        for _ in range(options.rounds):
-            for peer, each in ((ours, worker), (other, rival)):
-                found[peer].append(each.measure())
-        rival.end()
-        base = statistics.median(result["seconds"] for result in found[ours])
-        for peer, results in found.items():
-            yield row(peer, results, base) | {"against": other, "layers": options.layers}
-    worker.end()
+def race(ours, other, options):
+    """Let ours take turns with a peer; return a row of each."""
+    rival = start(other, options)
+    found = {OURS: [], other: []}
+    for _ in range(options.rounds):
+        for peer, worker in ((OURS, ours), (other, rival)):
+            found[peer].append(worker.measure())
+    rival.end()
+    base = statistics.median(result["seconds"] for result in found[OURS])
+    return [
+        row(peer, results, base) | {"against": other, "layers": options.layers}
+        for peer, results in found.items()
+    ]
 
 
 def row(peer, results, base):
@@ -259,20 +258,23 @@ def main():
     parser.add_argument("--layers", type=int, default=18, help="text layers (3B has 36)")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--against", choices=RACES, help="one race only")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options)
         return
-    found = []
-    for each in race(options):
-        print("  ".join(f"{name} {value}" for name, value in each.items()), flush=True)
-        found.append(each)
-    losses = [each["last_loss"] for each in found]
-    if max(losses) - min(losses) > 0.2:  # they begin with other random numbers
-        sys.exit(f"the last losses differ, so these were not the same steps: {losses}")
-    if not options.tiny:
-        record("mm_step", found)
+    ours = start(OURS, options)
+    for other in [RACES[options.against]] if options.against else RACES.values():
+        found = race(ours, other, options)
+        for each in found:
+            print("  ".join(f"{name} {value}" for name, value in each.items()), flush=True)
+        losses = [each["last_loss"] for each in found]
+        if max(losses) - min(losses) > 0.2:  # they begin with other random numbers
+            sys.exit(f"the last losses differ, so these were not the same steps: {losses}")
+        if not options.tiny:
+            record("mm_step", found)
+    ours.end()
 
 
 if __name__ == "__main__":
