@@ -22,20 +22,16 @@ def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> N
 
 
 def _add(rows: Tensor, columns: Tensor, grad: Tensor) -> None:
-    if _adds_into_float32(rows.dtype, rows.device):
+    # torch 2.11 runs addmm with out_dtype, and cannot trace it.
+    if not torch.compiler.is_compiling() and _adds_into_float32(rows.dtype, rows.device):
         torch.addmm(grad, rows, columns, out_dtype=grad.dtype, out=grad)
     else:
         grad.add_(torch.mm(rows, columns, out_dtype=grad.dtype))
 
 
-@torch.compiler.assume_constant_result  # which a compiler overlooks on a cache itself
+@functools.cache
 def _adds_into_float32(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this torch adds a product of half tensors to a float32 tensor in place."""
-    return _tried(dtype, device)
-
-
-@functools.cache
-def _tried(dtype: torch.dtype, device: torch.device) -> bool:
     half = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:

@@ -46,10 +46,14 @@ def swiglu_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Halves(NamedTuple):
-    """Gate and up as runs in memory: `rows` of `size` elements, `stride` from one to the next."""
+    """Gate and up as runs in memory: `rows` of `size` elements, `stride` from one to the next.
+
+    Without `up` it lies behind each row of the gate: a compiler does not see through two views of
+    one memory that a kernel writes.
+    """
 
     gate: Tensor
-    up: Tensor
+    up: Tensor | None
     rows: int
     size: int
     stride: int
@@ -59,7 +63,7 @@ def _packed(x: Tensor, dim: int) -> _Halves:
     """Find both halves of a contiguous tensor: along any dimension they are contiguous runs."""
     dim %= x.dim()
     size = math.prod(x.shape[dim:]) // 2
-    return _Halves(x, x.view(-1)[size:], math.prod(x.shape[:dim]), size, 2 * size)
+    return _Halves(x, None, math.prod(x.shape[:dim]), size, 2 * size)
 
 
 def _apart(gate: Tensor, up: Tensor) -> _Halves:
@@ -160,9 +164,14 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 @triton.jit
+def _behind(gate, up, half):
+    return gate + half if up is None else up
+
+
+@triton.jit
 def _load_halves(gate, up, bias, base, columns, mask, half):
     left = tl.load(gate + base + columns, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(up + base + columns, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(_behind(gate, up, half) + base + columns, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         left += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
         right += tl.load(bias + half + columns, mask=mask, other=0.0).to(tl.float32)
@@ -215,7 +224,7 @@ def _backward(
         slope = g * right * (sigmoid + silu * (1 - sigmoid))
         kind = grad_gate.dtype.element_ty
         tl.store(grad_gate + base + columns, slope.to(kind), mask=mask)
-        tl.store(grad_up + base + columns, (g * silu).to(kind), mask=mask)
+        tl.store(_behind(grad_gate, grad_up, half) + base + columns, (g * silu).to(kind), mask=mask)
         if y is not None:
             value = (silu * right).to(y.dtype.element_ty)
             tl.store(y + row * half + columns, value, mask=mask)
