@@ -131,7 +131,13 @@ def test_nothing_is_left_of_a_killed_rank(inputs: list[str], tmp_path: Path) -> 
     process.communicate(timeout=60)  # whatever is left would hold the other end of the pipe
 
 
-def test_pretraining_learns_a_repeated_text(tmp_path: Path) -> None:
+FUSED = """
+--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb
+--linear-cross-entropy --optimizer-selection fused_ema_adamw --ema-decay 0.9 --op-cal-tflops
+"""
+
+
+def test_pretraining_learns_a_repeated_text_with_every_fused_operator(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path, "text", np.dtype("<u2"))
     text = np.random.default_rng(0).integers(0, VOCABULARY, 32)
     writer.append(np.tile(text, 40), np.full(40, 32))
@@ -141,8 +147,9 @@ def test_pretraining_learns_a_repeated_text(tmp_path: Path) -> None:
     flags += " --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4"
     flags += f" --vocab-size {VOCABULARY} --lr 1e-2 --train-iters 30 --global-batch-size 4"
     flags += " --split 90,10,0 --eval-interval 30 --eval-iters 1 --log-interval 10"
-    code, output = _run("pretrain_gpt.py", *flags.split())
+    code, output = _run("pretrain_gpt.py", *flags.split(), *FUSED.split())
     assert code == 0, output
+    assert "model throughput per GPU (TFLOP/s/GPU): " in output
     assert "lm loss is the mean over micro-batches" in output
     assert "| validation lm loss: " in output
     losses = [
