@@ -32,6 +32,7 @@ PEERS = {
     "torchtitan": "torchtitan_peer:eager",
     "torchtitan-compiled": "torchtitan_peer:compiled",
     "ours": "megatron_peer:ours",
+    "ours-untuned": "megatron_peer:untuned",
     "ours-deterministic": "megatron_peer:deterministic",
     "megatron-liger-optimizer": "megatron_peer:liger_with_optimizer",
     "ours-optimizer": "megatron_peer:ours_with_optimizer",
@@ -39,7 +40,8 @@ PEERS = {
 ROWS = {
     "qwen2.5-1.5b": "megatron:2,megatron-recompute:2,megatron-liger:2,transformers:2,"
     "transformers-compiled:2,transformers-liger:2,transformers-liger:4,torchtitan:2,"
-    "torchtitan-compiled:2,torchtitan-compiled:4,ours:2,ours:4,ours-deterministic:2,"
+    "torchtitan-compiled:2,torchtitan-compiled:4,ours:2,ours:4,ours-untuned:2,"
+    "ours-deterministic:2,"
     "megatron-liger-optimizer:2,ours-optimizer:2",
     "llama3-8b": "torchtitan-compiled:1,ours:1",
     "tiny": "ours:2",
@@ -96,15 +98,24 @@ def race(options):
             if not rows[row].has_begun():
                 _leave_out(row, rows)
     answers = {row: [] for row in rows}
-    for _ in range(options.rounds):
-        for row in list(rows):
-            answers[row].append(rows[row].measure())
-            if answers[row][-1] is None:
-                del answers[row]
-                _leave_out(row, rows)
+    try:
+        for _ in range(options.rounds):
+            _take_turns(rows, answers)
+    except KeyboardInterrupt:
+        print("interrupted: the table is that of the turns so far", flush=True)
     for worker in rows.values():
         worker.end()
-    return answers
+    return {row: turns for row, turns in answers.items() if turns}
+
+
+def _take_turns(rows, answers):
+    for row in list(rows):
+        answer = rows[row].measure()
+        if answer is None:
+            del answers[row]
+            _leave_out(row, rows)
+        else:
+            answers[row].append(answer)
 
 
 def _leave_out(row, rows):
