@@ -1,9 +1,9 @@
-"""Write the tables of docs/performance.md from benchmarks/results/*.csv.
+"""Write the tables of docs/performance.md and docs/operators.md from benchmarks/results/*.csv.
 
     python scripts/performance_page.py
 
-What stands between `<!-- table: NAME -->` and `<!-- end -->` is made from NAME.csv, op_targets from
-ops.csv and benchmarks/op_targets.csv; the text around it is written by hand.
+What stands between `<!-- table: NAME -->` and `<!-- end -->` is made from NAME.csv, that of a name
+that begins with op_ from ops.csv; the text around it is written by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "operators.md")
 RESULTS = ROOT / "benchmarks" / "results"
 TARGETS = ROOT / "benchmarks" / "op_targets.csv"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -32,7 +32,7 @@ def render(page: str, results: Path = RESULTS) -> str:
 
 
 def _table(results: Path, name: str) -> str:
-    path = results / f"{'ops' if name == 'op_targets' else name}.csv"
+    path = results / f"{'ops' if name.startswith('op_') else name}.csv"
     if not path.is_file():
         return f"\nNot measured yet: benchmarks/results has no {path.name}.\n\n"
     rows = _read(path)
@@ -78,6 +78,25 @@ def op_targets(rows: list[Row]) -> Iterator[str]:
     races = list(_last_races(rows).values())
     head = ["", "operator", "pass", "held against", "target", "reached", "worst shape", ""]
     yield from markdown(head, [_target(target, races) for target in _read(TARGETS)])
+
+
+def op_choices(rows: list[Row]) -> Iterator[str]:
+    """Show the largest race of each operator: ours, the best other, and what the chip allows."""
+    largest: dict[str, list[Row]] = {}
+    for race in _last_races(rows).values():
+        longest = largest.setdefault(race[0]["op"], race)
+        if float(race[0]["floor_us"]) > float(longest[0]["floor_us"]):
+            largest[race[0]["op"]] = race
+    lines = []
+    for race in largest.values():
+        ours = next((row for row in race if row["peer"] == "ours"), None)
+        others = [row for row in race if row["error"] and row["peer"] != "ours"]
+        if ours is not None:
+            best = min(others, key=lambda row: float(row["gpu_us"]), default=None)
+            second = "-" if best is None else f"{best['peer']} {_micro(best['gpu_us'])}"
+            cells = ours["op"], f"{ours['shape']}, {ours['pass']}", _micro(ours["gpu_us"]), second
+            lines.append([*cells, ours["floor_over_time"]])
+    yield from markdown(["operator", "race", "ours, us", "best other, us", "floor / ours"], lines)
 
 
 def _target(target: Row, races: list[list[Row]]) -> list[str]:
@@ -200,8 +219,10 @@ def _micro(text: str) -> str:
 TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "ops": ops,
     "op_targets": op_targets,
+    "op_choices": op_choices,
     "train_step": train_step,
 }
 
 if __name__ == "__main__":
-    PAGE.write_text(render(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(render(page.read_text()))
