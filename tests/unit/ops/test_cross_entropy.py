@@ -26,7 +26,7 @@ def expected(logits, target, smoothing, grad):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_matches_torch(dtype, smoothing):
     logits, target = case(dtype)
     grad = torch.rand(S, B)
@@ -37,7 +37,7 @@ def test_matches_torch(dtype, smoothing):
     assert logits.grad.dtype == dtype
     torch.testing.assert_close(loss.double(), want_loss, rtol=1e-5, atol=1e-6)
     # The gradient is rounded twice: kept for backward, then times the gradient of the loss.
-    rtol = 2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-5
+    rtol = 2 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
     torch.testing.assert_close(logits.grad.double(), want_grad, rtol=rtol, atol=1e-6)
     assert (loss[target == -100] == 0).all()
     assert (logits.grad[target == -100] == 0).all()

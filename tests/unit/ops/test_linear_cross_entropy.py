@@ -50,6 +50,29 @@ def test_equals_float64(implementation, memory, grad):
     assert (loss[labels == -100] == 0).all()
 
 
+@pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS, NO_COLUMNS])
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_no_worse_than_eager_torch(implementation, memory, dtype):
+    from mindspeed.ops.linear_cross_entropy import triton_impl
+
+    hidden, weight, labels = (x.detach() for x in case())
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    grad = GRADIENTS["per token"]
+    module = reference if implementation == "reference" else triton_impl
+    loss = module.linear_cross_entropy(hidden, weight, labels, memory=memory)
+    got = [loss, *torch.autograd.grad(loss, (hidden, weight), grad)]
+    logits = (hidden @ weight.t()).float().flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    loss = loss.view(S, B)
+    eager = [loss, *torch.autograd.grad(loss, (hidden, weight), grad)]
+    for ours, torchs, true in zip(got, eager, exact(hidden, weight, labels, grad), strict=True):
+        assert ours.dtype == torchs.dtype
+        errors = [(x.double() - true).norm() / true.norm() for x in (ours, torchs)]
+        # Triton's interpreter cuts where the device rounds.
+        assert errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps / 2
+
+
 @pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS])
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])

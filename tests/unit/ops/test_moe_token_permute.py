@@ -16,7 +16,7 @@ def order():
     return [(t, j) for _, t, j in sorted(pairs, key=lambda pair: pair[0])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_out", [None, 12, 7, 20])
 def test_permute_sorts_by_expert(dtype, num_out):
     tokens = torch.randn(T, H).to(dtype)

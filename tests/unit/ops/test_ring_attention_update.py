@@ -12,7 +12,7 @@ BOTH = pytest.mark.parametrize(
 
 @BOTH
 @pytest.mark.parametrize("layout", ["SBH", "TND"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_two_halves_of_the_keys_make_the_whole(function, layout, dtype):
     torch.manual_seed(0)
     shape = (S, B, N * D) if layout == "SBH" else (S, N, D)
@@ -28,7 +28,7 @@ def test_two_halves_of_the_keys_make_the_whole(function, layout, dtype):
     out, largest, total = function(*first, *second, layout=layout)
     assert out.dtype == dtype and out.shape == whole[0].shape
     error = (out - whole[0]).double().norm() / whole[0].double().norm()
-    assert error < (2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-6)
+    assert error < (2 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-6)
     torch.testing.assert_close(largest, whole[1])
     torch.testing.assert_close(total, whole[2])
 
