@@ -32,7 +32,6 @@ PEERS = {
     "torchtitan": "torchtitan_peer:eager",
     "torchtitan-compiled": "torchtitan_peer:compiled",
     "ours": "megatron_peer:ours",
-    "ours-untuned": "megatron_peer:untuned",
     "ours-deterministic": "megatron_peer:deterministic",
     "megatron-liger-optimizer": "megatron_peer:liger_with_optimizer",
     "ours-optimizer": "megatron_peer:ours_with_optimizer",
@@ -40,13 +39,12 @@ PEERS = {
 ROWS = {
     "qwen2.5-1.5b": "megatron:2,megatron-recompute:2,megatron-liger:2,transformers:2,"
     "transformers-compiled:2,transformers-liger:2,transformers-liger:4,torchtitan:2,"
-    "torchtitan-compiled:2,torchtitan-compiled:4,ours:2,ours:4,ours-untuned:2,"
-    "ours-deterministic:2,"
+    "torchtitan-compiled:2,torchtitan-compiled:4,ours:2,ours:4,ours-deterministic:2,"
     "megatron-liger-optimizer:2,ours-optimizer:2",
     "llama3-8b": "torchtitan-compiled:1,ours:1",
     "tiny": "ours:2",
 }
-STEPS, WARM_UP = 4, 12  # products are tried in the first steps
+STEPS, WARM_UP = 4, 3
 
 
 def build(peer, shape, batch):

@@ -44,11 +44,6 @@ def ours(shape, *, features=None, **options):
     return _build(shape, spec, apply_rope_fusion=True, **options)
 
 
-def untuned(shape):
-    """Build ours with the algorithms that torch takes for products."""
-    return ours(shape, features={"tune_products": False})
-
-
 def deterministic(shape):
     """Build ours for the same bits in every run."""
     return ours(shape, features={"npu_deterministic": True})

@@ -21,7 +21,6 @@ from mindspeed.ops.linear_cross_entropy import reference
 from mindspeed.ops.linear_cross_entropy.plan import Plan, make_plan
 from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
 from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
-from mindspeed.ops.product import product
 
 TILE = 128  # columns of a slice for each multiprocessor: none waits for the others
 
@@ -105,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_rows is not None:
                 grad_rows.add_product(logits, weight[part], is_only=len(plan.slices) == 1)
             if grad_weight is not None:
-                product(logits.t(), rows, grad_weight[part])
+                torch.mm(logits.t(), rows, out=grad_weight[part])
             elif needs_weight:
                 add_to_main_grad(ctx.weight.main_grad[part], rows, logits)
         if needs_weight and ctx.weight is not None:
@@ -115,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _write_logits(rows: Tensor, weight: Tensor, part: slice, logits: Tensor) -> None:
-    product(rows, weight[part].t(), logits)
+    torch.mm(rows, weight[part].t(), out=logits)
 
 
 class _Sum:
@@ -128,7 +127,7 @@ class _Sum:
     def add_product(self, grad: Tensor, weight: Tensor, *, is_only: bool) -> None:
         """Add grad @ weight; the only one needs no sum, and is rounded once by the product."""
         if is_only:
-            self._sum = product(grad, weight)
+            self._sum = torch.mm(grad, weight)
             return
         if self._sum is None:
             self._sum = torch.zeros_like(self._rows, dtype=torch.float32)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops.matmul_add_fp32.reference import factors
-from mindspeed.ops.product import add_product
 
 
 def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
@@ -17,16 +16,11 @@ def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> N
     with torch.no_grad():
         if rows.dtype == grad.dtype:
             grad.addmm_(rows, columns)
+        # torch 2.11 runs addmm with out_dtype, and cannot trace it.
+        elif not torch.compiler.is_compiling() and _adds_into_float32(rows.dtype, rows.device):
+            torch.addmm(grad, rows, columns, out_dtype=grad.dtype, out=grad)
         else:
-            add_product(grad, rows, columns, _add)
-
-
-def _add(rows: Tensor, columns: Tensor, grad: Tensor) -> None:
-    # torch 2.11 runs addmm with out_dtype, and cannot trace it.
-    if not torch.compiler.is_compiling() and _adds_into_float32(rows.dtype, rows.device):
-        torch.addmm(grad, rows, columns, out_dtype=grad.dtype, out=grad)
-    else:
-        grad.add_(torch.mm(rows, columns, out_dtype=grad.dtype))
+            grad.add_(torch.mm(rows, columns, out_dtype=grad.dtype))
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from torch.distributed import ProcessGroup
 
 from mindspeed.ops.column_sum import column_sum
 from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
-from mindspeed.ops.product import product
 from mindspeed.ops.swiglu import swiglu_gradient
 from mindspeed.ops.swiglu.origin import origin
 from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
@@ -50,8 +49,8 @@ class DeferredGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the products are computed, and where dW goes."""
+class _WeightGradient:
+    """How dW is computed and where it goes."""
 
     # Autograd hands back a saved parameter without its attributes when saved-tensor hooks are
     # active (offloading, recompute), so the parameter itself is kept here.
@@ -59,7 +58,6 @@ class _Plan:
     gather_group: ProcessGroup | None
     fused: bool
     deferred: DeferredGradients | None
-    times: Callable[[Tensor, Tensor], Tensor]
 
     def take(self, x: Tensor, grad: Tensor) -> Tensor | None:
         """Return what autograd gets: dW, a placeholder for it, or nothing yet."""
@@ -85,19 +83,19 @@ class _Plan:
 
     def _product(self, x: Tensor, grad: Tensor) -> Tensor:
         rows = all_gather(x, self.gather_group).flatten(0, -2)
-        return self.times(grad.flatten(0, -2).t(), rows)
+        return grad.flatten(0, -2).t() @ rows
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _WeightGradient
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.plan = plan
         ctx.bias_dtype = None if bias is None else bias.dtype
-        x, weight = all_gather(x, plan.gather_group), weight.to(x.dtype)
-        if bias is None:
-            return plan.times(x, weight.t())
-        return F.linear(x, weight, bias.to(x.dtype))
+        bias = None if bias is None else bias.to(x.dtype)
+        return F.linear(all_gather(x, plan.gather_group), weight.to(x.dtype), bias)
 
     @staticmethod
     @once_differentiable
@@ -105,8 +103,7 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.plan.times(grad, weight.to(grad.dtype))
-            grad_x = reduce_scatter(grad_x, ctx.plan.gather_group)
+            grad_x = reduce_scatter(grad @ weight.to(grad.dtype), ctx.plan.gather_group)
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.plan.take(x, grad)
         if ctx.needs_input_grad[2]:
@@ -118,17 +115,18 @@ class _LinearOfSwiGLU(Function):
     """The product with swiglu(packed), which backward computes again instead of keeping it."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, activated: Tensor, weight: Tensor, plan: _Plan) -> Tensor:
+    def forward(
+        ctx: Any, packed: Tensor, activated: Tensor, weight: Tensor, plan: _WeightGradient
+    ) -> Tensor:
         ctx.save_for_backward(packed, weight)
         ctx.plan = plan
-        return plan.times(activated, weight.to(activated.dtype).t())
+        return F.linear(activated, weight.to(activated.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         packed, weight = ctx.saved_tensors
-        grad_activated = ctx.plan.times(grad, weight.to(grad.dtype))
-        grad_packed, activated = swiglu_gradient(grad_activated, packed)
+        grad_packed, activated = swiglu_gradient(grad @ weight.to(grad.dtype), packed)
         grad_weight = ctx.plan.take(activated, grad) if ctx.needs_input_grad[2] else None
         return grad_packed, None, grad_weight, None
 
@@ -141,7 +139,6 @@ def linear(
     gather_group: ProcessGroup | None = None,
     fused: bool = False,
     deferred: DeferredGradients | None = None,
-    replicated: bool = False,
 ) -> Tensor:
     """Multiply by one weight shard.
 
@@ -153,10 +150,8 @@ def linear(
         gather_group: ranks that hold the other parts of the sequence.
         fused: add dW to `weight.main_grad` and show autograd a placeholder.
         deferred: queue that takes the computation of dW instead of doing it in backward.
-        replicated: other ranks hold the same weight and must compute the same bits.
     """
-    times = torch.matmul if replicated else product
-    plan = _Plan(weight, gather_group, fused, deferred, times)
+    plan = _WeightGradient(weight, gather_group, fused, deferred)
     packed = origin(x)
     if packed is not None and packed.requires_grad and bias is None and gather_group is None:
         return _LinearOfSwiGLU.apply(packed, x.detach(), weight, plan)

@@ -86,7 +86,6 @@ class LinearBase(TransformerEngineBaseModule):
             gather_group=group if column and self.sequence_parallel else None,
             fused=self.fuse_wgrad_accumulation,
             deferred=self._deferred,
-            replicated=self.tp_size > 1 and not (column or row),
         )
         if not row:
             return out
