@@ -1,16 +1,22 @@
 """Checks of what is installed. None of them needs torch, and none imports Megatron here."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.metadata
 import importlib.util
 import shutil
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
 from mindspeed.compat import megatron
 from mindspeed.doctor.check import Check, absent, fail, ok, warn
+
+if TYPE_CHECKING:
+    from mindspeed.device import Device
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 10), (3, 12)
 _OLDEST_TORCH = Version("2.7")
@@ -107,6 +113,19 @@ def check_operators(device: str) -> Check:
     if missing:
         return warn(name, f"{detail} ({missing[0]})", "mindspeed features lists them")
     return ok(name, f"{detail}: mindspeed features lists them")
+
+
+def check_attention(device: Device) -> list[Check]:
+    """On a Hopper GPU, tell of the package that attends faster than what torch brings."""
+    from mindspeed.ops.fusion_attention.flash4 import HOPPER
+
+    if device.capability() != HOPPER:
+        return []
+    name, found = "flash-attn-4", _version("flash-attn-4")
+    if found is not None:
+        return [ok(name, f"{found}, for long attention")]
+    detail = "not installed: cuDNN attends, and deterministic runs are slower"
+    return [warn(name, detail, "pip install 'flash-attn-4[cu13]>=4.0.0b36' (beside a CUDA 13 torch)")]
 
 
 def check_compiler() -> Check:

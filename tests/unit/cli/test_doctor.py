@@ -7,9 +7,13 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from mindspeed.doctor import software
+from mindspeed.doctor.check import Status
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,3 +80,14 @@ def test_every_obstacle_is_listed_at_once(tmp_path: Path) -> None:
     assert failed == {"megatron-core", "chosen device"}
     assert "0.11.0" in found["megatron-core"]["detail"]
     assert "MINDSPEED_DEVICE=npu cannot be used here" in found["chosen device"]["detail"]
+
+
+def test_a_hopper_without_flash_attn_4_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, ampere = (SimpleNamespace(capability=lambda at=at: at) for at in ((9, 0), (8, 0)))
+    assert software.check_attention(ampere) == []
+    (check,) = software.check_attention(hopper)
+    assert check.status is Status.WARN and "flash-attn-4[cu13]" in check.remedy
+    versions = {"flash-attn-4": "4.0.0b36"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    (check,) = software.check_attention(hopper)
+    assert check.status is Status.OK and "4.0.0b36" in check.detail
