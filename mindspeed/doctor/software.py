@@ -125,7 +125,8 @@ def check_attention(device: Device) -> list[Check]:
     if found is not None:
         return [ok(name, f"{found}, for long attention")]
     detail = "not installed: cuDNN attends, and deterministic runs are slower"
-    return [warn(name, detail, "pip install 'flash-attn-4[cu13]>=4.0.0b36' (beside a CUDA 13 torch)")]
+    remedy = "pip install 'flash-attn-4[cu13]>=4.0.0b36' (beside a CUDA 13 build of torch)"
+    return [warn(name, detail, remedy)]
 
 
 def check_compiler() -> Check:
