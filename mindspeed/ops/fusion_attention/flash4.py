@@ -8,7 +8,9 @@ write where they are told, and Megatron's layout needs no copy.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch.backends.cuda import flash_sdp_enabled
 
 from mindspeed import device
 from mindspeed.ops.watched import is_watched
+
+logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
 HEADS = (64, 128)
@@ -76,9 +80,15 @@ def _tokens_first(*tensors: Tensor) -> list[Tensor]:
 
 @functools.cache
 def _is_here() -> bool:
-    is_installed = importlib.util.find_spec("flash_attn") is not None
-    return (
-        device.current().capability() == HOPPER
-        and is_installed
-        and importlib.util.find_spec("flash_attn.cute") is not None
-    )
+    """Look once, and load it: a package that cannot be used is told of, not stumbled over."""
+    if device.current().capability() != HOPPER:
+        return False
+    try:
+        if importlib.util.find_spec("flash_attn.cute") is None:
+            return False
+        importlib.import_module("flash_attn.cute.interface")
+    except (ImportError, OSError) as error:
+        if getattr(error, "name", None) != "flash_attn":
+            logger.warning("flash-attn-4 is installed and cannot be used: %s", error)
+        return False
+    return True
