@@ -55,7 +55,11 @@ def attend(
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
     # The least number stands for a row without keys: its exponentials are all zero.
-    largest = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
+    least = torch.finfo(wide).min
+    if k.shape[-2]:
+        largest = scores.detach().amax(-1, keepdim=True).clamp_min(least)
+    else:
+        largest = scores.new_full((*scores.shape[:-1], 1), least)
     weights = torch.exp(scores - largest)
     total = weights.sum(-1, keepdim=True)
     weights = weights / torch.where(total > 0, total, 1.0)

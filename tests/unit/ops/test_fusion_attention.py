@@ -41,6 +41,14 @@ def compare(got, want, inputs):
         torch.testing.assert_close(ours, true)
 
 
+@pytest.mark.parametrize(("num_q", "num_k"), [(0, 5), (5, 0), (0, 0)])
+def test_without_queries_or_keys(num_q, num_k):
+    inputs = draw(num_q, num_k, groups=2)
+    out, largest, total, *_ = fusion_attention(*inputs, N, "BNSD", scale=0.3)
+    compare(out, 0 * inputs[0] + 0 * sum(x.sum() for x in inputs[1:]), inputs)
+    assert largest.shape == total.shape == (B, N, num_q, 8) and not total.any()
+
+
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_layouts_and_grouped_queries(layout, groups):
