@@ -88,6 +88,7 @@ def test_where_it_serves(package, hopper):
     assert not flash4.serves(q[..., :96], k[..., :96], k[..., :96], True, 0.0)
     assert not flash4.serves(q, k, k[..., :64], True, 0.0)
     assert not flash4.serves(q[:, :, :2047], k, k, False, 0.0)
+    assert not flash4.serves(q.mT.contiguous().mT, k, k, True, 0.0)
     assert flash4.serves(q, k[:, :, :99], k[:, :, :99], False, 0.0)
     assert not flash4.serves(q, k[:, :, :99], k[:, :, :99], True, 0.0)
     with torch.utils.flop_counter.FlopCounterMode(display=False):
