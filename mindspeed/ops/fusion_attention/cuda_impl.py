@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops.fusion_attention import reference, sdpa
+from mindspeed.ops.fusion_attention import flash4, reference, sdpa
 from mindspeed.ops.fusion_attention.contract import Options, Results
 from mindspeed.ops.fusion_attention.layout import (
     as_given,
@@ -52,7 +52,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, T
     is_causal, dropout = window == (-1, 0), 1.0 - options.keep_prob
     is_plain = window == (-1, -1) or (is_causal and is_square)
     is_free = not torch.are_deterministic_algorithms_enabled()
-    if is_plain and is_free and sdpa.prefers_cudnn(q, k, v):
+    is_long = is_plain and sdpa.prefers_cudnn(q, k, v)
+    if is_long and flash4.serves(q, k, v, is_causal, dropout):
+        return flash4.attention_lse(q, k, v, options.scale, is_causal)
+    if is_long and is_free:
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, dropout, is_causal, False, scale=options.scale
         )

@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from torch.backends.cuda import flash_sdp_enabled
 
 from mindspeed import device
-from mindspeed.ops.watched import is_watched
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +29,25 @@ TOKENS = 2048  # fewer are over before it has started
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
     """Attend (B, N, S, H) queries to keys and values; causal only where they are as many."""
+    return attention_lse(q, k, v, scale, is_causal)[0]
+
+
+def attention_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend, and return the log-sum-exp (B, N, S) of the scores too, which has no gradient."""
     return _Flash4.apply(q, k, v, scale, is_causal)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -> bool:
-    """Say whether the package is here, allowed, and the fastest for this."""
+    """Say whether the package is here, allowed, and the fastest for this.
+
+    Not for a compiler or a mode that looks on, such as the counter of operations: they want to see
+    torch's own operators.
+    """
     return (
-        not is_watched()
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
         and _is_here()
         and flash_sdp_enabled()
         and not dropout
@@ -50,19 +61,22 @@ def serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -> 
 
 class _Flash4(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
         out = torch.empty_like(q)
         options = {"softmax_scale": scale, "causal": is_causal, "return_lse": True}
         _, lse, *_ = _flash_attn_fwd(*_tokens_first(q, k, v), out=out.transpose(1, 2), **options)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
         ctx.scale, ctx.is_causal = scale, is_causal
-        return out
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
         *tensors, lse = ctx.saved_tensors

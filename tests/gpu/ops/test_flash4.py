@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.utils.flop_counter
 
+from mindspeed.ops import npu_fusion_attention
 from mindspeed.ops.fusion_attention import flash4, sdpa
 from tests.gpu.ops.test_attention_backend import draw, error, exact, kernels
 
@@ -42,6 +43,33 @@ def test_matches_float64_no_worse_than_cudnn(groups, size, is_causal, monkeypatc
     monkeypatch.setattr(flash4, "_is_here", lambda: False)
     for ours, other, exactly in zip(got, run(inputs, grad, is_causal), want):
         assert error(ours, exactly) <= 1.05 * error(other, exactly)
+
+
+@pytest.mark.parametrize("is_repeatable", [True, False])
+def test_the_operator_of_the_documents_takes_it(is_repeatable):
+    torch.manual_seed(0)
+    inputs = [draw(2, LENGTH, heads, 128) for heads in (6, 2, 2)]
+    mask = torch.ones(2048, 2048, device="cuda", dtype=torch.bool).triu(1)
+    grad = torch.randn_like(inputs[0])
+    given = [x.detach().requires_grad_() for x in inputs]
+    call = {"scale": 128**-0.5, "atten_mask": mask, "sparse_mode": 2}
+
+    def both():
+        out, largest, total, *_ = npu_fusion_attention(*given, 6, "BNSD", **call)
+        return [out, *torch.autograd.grad(out, given, grad)], largest[..., 0] + total[..., 0].log()
+
+    torch.use_deterministic_algorithms(is_repeatable)
+    got, lse = both()
+    ran = kernels(both)
+    torch.use_deterministic_algorithms(False)
+    assert "flash_attncute" in ran
+    for ours, exactly in zip(got, true(inputs, grad, True)):
+        assert error(ours, exactly) < 5e-3
+    k = inputs[1].repeat_interleave(3, 1).double()
+    scores = inputs[0].double() @ k.transpose(-1, -2) * 128**-0.5
+    hidden = torch.ones(LENGTH, LENGTH, device="cuda", dtype=torch.bool).triu(1)
+    want = scores.masked_fill(hidden, float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), want, rtol=1e-3, atol=1e-3)
 
 
 def test_megatrons_layout_is_not_copied():

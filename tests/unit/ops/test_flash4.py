@@ -78,6 +78,10 @@ def test_layouts_and_gradients(package, groups, is_causal):
     grad = torch.randn_like(want)
     grads = torch.autograd.grad(got, ours, grad)
     torch.testing.assert_close([got, *grads], [want, *torch.autograd.grad(want, plain, grad)])
+    lse = flash4.attention_lse(*ours, 0.3, is_causal)[1]
+    tokens_first = [x.detach().transpose(1, 2) for x in ours[:2]]
+    torch.testing.assert_close(lse, scores(*tokens_first, 0.3, is_causal)[1])
+    assert not lse.requires_grad
 
 
 def test_where_it_serves(package, hopper):
