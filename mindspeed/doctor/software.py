@@ -117,16 +117,17 @@ def check_operators(device: str) -> Check:
 
 def check_attention(device: Device) -> list[Check]:
     """On a Hopper GPU, tell of the package that attends faster than what torch brings."""
-    from mindspeed.ops.fusion_attention.flash4 import HOPPER
+    from mindspeed.ops.fusion_attention.flash4 import HOPPER, OLDEST, PACKAGE
 
     if device.capability() != HOPPER:
         return []
-    name, found = "flash-attn-4", _version("flash-attn-4")
-    if found is not None:
-        return [ok(name, f"{found}, for long attention")]
-    detail = "not installed: cuDNN attends, and deterministic runs are slower"
-    remedy = "pip install 'flash-attn-4[cu13]>=4.0.0b36' (beside a CUDA 13 build of torch)"
-    return [warn(name, detail, remedy)]
+    found = _version(PACKAGE)
+    if found is not None and Version(found) >= Version(OLDEST):
+        return [ok(PACKAGE, f"{found}, for long attention")]
+    state = "not installed" if found is None else f"{found} is too old"
+    detail = f"{state}: cuDNN attends, and deterministic runs are slower"
+    remedy = f"pip install '{PACKAGE}[cu13]>={OLDEST}' (beside a CUDA 13 build of torch)"
+    return [warn(PACKAGE, detail, remedy)]
 
 
 def check_compiler() -> Check:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
+import importlib.metadata
 import logging
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.backends.cuda import flash_sdp_enabled
@@ -23,6 +24,7 @@ from mindspeed import device
 logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
+PACKAGE, OLDEST = "flash-attn-4", "4.0.0b36"
 HEADS = (64, 128)
 TOKENS = 2048  # fewer are over before it has started
 
@@ -99,11 +101,14 @@ def _is_here() -> bool:
     if device.current().capability() != HOPPER:
         return False
     try:
-        if importlib.util.find_spec("flash_attn.cute") is None:
-            return False
+        found = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return False  # flash-attn may have brought a `flash_attn.cute` along, but an early one
+    try:
+        if Version(found) < Version(OLDEST):
+            raise ImportError(f"{found} is older than {OLDEST}")
         importlib.import_module("flash_attn.cute.interface")
-    except (ImportError, OSError) as error:
-        if getattr(error, "name", None) != "flash_attn":
-            logger.warning("flash-attn-4 is installed and cannot be used: %s", error)
+    except Exception as error:  # its compiler, in another version than it wants, raises anything
+        logger.warning("%s is installed and cannot be used: %s", PACKAGE, error)
         return False
     return True

@@ -87,7 +87,10 @@ def test_a_hopper_without_flash_attn_4_is_told_of_it(monkeypatch: pytest.MonkeyP
     assert software.check_attention(ampere) == []
     (check,) = software.check_attention(hopper)
     assert check.status is Status.WARN and "flash-attn-4[cu13]" in check.remedy
-    versions = {"flash-attn-4": "4.0.0b36"}
+    versions = {"flash-attn-4": "4.0.0b4"}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    (check,) = software.check_attention(hopper)
+    assert check.status is Status.WARN and "4.0.0b4 is too old" in check.detail
+    versions["flash-attn-4"] = "4.0.0b36"
     (check,) = software.check_attention(hopper)
     assert check.status is Status.OK and "4.0.0b36" in check.detail

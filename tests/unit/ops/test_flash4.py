@@ -1,5 +1,6 @@
 """How flash-attn-4 is called and when; its kernels are stood in for by plain torch."""
 
+import importlib.metadata
 import logging
 import sys
 import types
@@ -53,7 +54,12 @@ def package(monkeypatch):
         module.__spec__, module.__path__ = SimpleNamespace(name=module.__name__), []
         monkeypatch.setitem(sys.modules, module.__name__, module)
     modules[-1]._flash_attn_fwd, modules[-1]._flash_attn_bwd = forward, backward
-    return modules[-1]
+    install(monkeypatch)
+
+
+def install(monkeypatch, version="4.0.0b36"):
+    versions = {"flash-attn-4": version}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
 
 
 @pytest.fixture
@@ -99,13 +105,34 @@ def test_where_it_serves(package, hopper):
         assert not flash4.serves(q, k, k, True, 0.0)
 
 
-def test_absent_is_silent(monkeypatch, hopper, caplog):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+BROKEN = "raise AttributeError('the compiler has no such thing')"
+
+
+@pytest.fixture
+def on_disk(monkeypatch, tmp_path, hopper):
+    """Lay a `flash_attn.cute` that raises at its import where Python finds it."""
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    (folder / "interface.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in ("flash_attn.cute", "flash_attn"):
+        sys.modules.pop(name, None)
+
+
+def test_an_early_one_of_another_package_is_silent(on_disk, caplog):
     assert not flash4._is_here() and not caplog.records
 
 
-def test_one_that_does_not_load_is_told_of(package, monkeypatch, hopper, caplog):
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+def test_one_that_does_not_load_is_told_of(on_disk, monkeypatch, caplog):
+    install(monkeypatch)
     with caplog.at_level(logging.WARNING):
         assert not flash4._is_here()
-    assert "flash-attn-4 is installed and cannot be used" in caplog.text
+    assert "flash-attn-4 is installed and cannot be used: the compiler has no such" in caplog.text
+
+
+def test_one_that_is_too_old_is_told_of(package, monkeypatch, hopper, caplog):
+    install(monkeypatch, "4.0.0b4")
+    with caplog.at_level(logging.WARNING):
+        assert not flash4._is_here()
+    assert "4.0.0b4 is older than 4.0.0b36" in caplog.text
