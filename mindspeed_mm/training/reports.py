@@ -78,7 +78,7 @@ class Reports:
         where = device.current().torch_device
         row = [_sum(self._pairs.get(name, [])).to(where) for name in self._names]
         tokens = [t.to(where, torch.float32) for t in self._tokens if t is not None]
-        last = [torch.as_tensor(value, dtype=torch.float32, device=where) for value in others]
+        last = [_on_device(value).float() for value in others]
         counted = torch.stack([sum(tokens, torch.zeros((), dtype=torch.float32, device=where))])
         total = torch.cat([*row, counted, *(value.reshape(1) for value in last)])
         dist.all_reduce(total)
@@ -108,18 +108,24 @@ class Reports:
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
-    """Return what is told as a tensor on the device: a number of Python is in host memory."""
-    where = device.current().torch_device
+    """Return what is told as a tensor on the device."""
     if isinstance(value, (tuple, list)):
-        parts = [torch.as_tensor(part, device=where).detach() for part in value]
-        value = torch.stack([part.reshape(()) for part in parts])
-    found = torch.as_tensor(value, device=where).detach()
+        value = torch.stack([_on_device(part).reshape(()) for part in value])
+    found = _on_device(value)
     if found.numel() not in (1, 2):
         raise ConfigError(
             f"loss_func tells a tensor of shape {tuple(found.shape)}: tell a number, or a sum and "
             "how many it sums"
         )
     return found
+
+
+def _on_device(value: Any) -> torch.Tensor:
+    """Bring a tensor or a number to the device; a number is not copied, which would wait for it."""
+    where = device.current().torch_device
+    if isinstance(value, (int, float)):
+        return torch.full((), value, dtype=torch.float32, device=where)
+    return torch.as_tensor(value, device=where).detach()
 
 
 def _sum(pairs: list[torch.Tensor]) -> torch.Tensor:

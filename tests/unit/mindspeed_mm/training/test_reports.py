@@ -1,0 +1,56 @@
+"""What a step tells of its losses, before any rank has to wait for its device."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from mindspeed import device
+from mindspeed_mm.training.callbacks import read_loss
+from mindspeed_mm.training.reports import Reports
+
+FAR = torch.device("meta")
+COPYING = ("tensor", "as_tensor", "to")
+
+
+class Copies(TorchFunctionMode):
+    """Notes what copies from the host to the device, which waits for what the device does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = args[0] if args else None
+        is_host = given.device != FAR if isinstance(given, torch.Tensor) else given is not None
+        if func.__name__ in COPYING and is_host and result.device == FAR:
+            self.found.append(str(func))
+        return result
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    monkeypatch.setattr(device, "current", lambda: SimpleNamespace(torch_device=FAR))
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)  # gloo has no such device
+    yield
+    dist.destroy_process_group()
+
+
+def test_numbers_of_python_go_to_the_device_without_a_copy(one_rank: None) -> None:
+    loss = torch.ones((), device=FAR)
+    told = {"lm loss": loss, "share": 0.5, "pair": (loss, 3), "count": 2}
+    with Copies() as copies:
+        torch.as_tensor(1.0, device=FAR)
+        assert copies.found, "this one is seen"
+        copies.found.clear()
+        reports = Reports(per_token=False)
+        reports.add(read_loss((loss, told)))
+        totals = reports.share(loss, 1.0)
+    assert totals.values.shape == (4 * 2 + 1 + 2,) and totals.values.is_meta
+    assert not copies.found
