@@ -162,9 +162,13 @@ def _attend(
         *(query, key, value),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout=dropout,
-        is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        is_causal=_is_causal(module, is_causal),
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: Any, asked: bool | None) -> bool:
+    return getattr(module, "is_causal", True) if asked is None else asked
 
 
 def _attend_packed(
@@ -185,7 +189,7 @@ def _attend_packed(
         return _attend(module, query, key, value, attention_mask, **kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if max_length_q is not None and max_length_k is not None and sdpa.serves_flash(q, k, v):
-        scaling, is_causal = kwargs.get("scaling"), kwargs.get("is_causal", False)
+        scaling, is_causal = kwargs.get("scaling"), _is_causal(module, kwargs.get("is_causal"))
         output = sdpa.flash_attention(
             *(q, k, v),
             scale=q.shape[-1] ** -0.5 if scaling is None else scaling,

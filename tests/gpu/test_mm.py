@@ -1,12 +1,13 @@
 """mindspeed_mm on a GPU: a tiny Qwen2.5-VL as on the cpu, saved, resumed, offloaded, adapted."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mindspeed import device
-from mindspeed_mm.models.fused import fuse
+from mindspeed_mm.models.fused import _attend_packed, fuse
 from tests.gpu.launched import last_lines
 from tests.mm import runs, tiny
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
@@ -121,3 +122,14 @@ def test_packed_pictures_are_seen_as_one_by_one() -> None:
     exact, plain, fused = found
     error = (plain - exact).norm()
     assert error > 0 and (fused - exact).norm() < 2 * error
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_packed_documents_are_seen_as_their_module_says(is_causal: bool) -> None:
+    """One call for all documents against one for each, which takes no longest length."""
+    module, bounds = SimpleNamespace(is_causal=is_causal), torch.tensor([0, 8, 24], device="cuda")
+    given = [torch.randn(1, 2, 24, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    ends = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    found = _attend_packed(module, *given, None, **ends, max_length_q=16, max_length_k=16)[0]
+    expected = _attend_packed(module, *given, None, **ends)[0]
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
