@@ -139,7 +139,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train both models in all cases with one start of ranks; return where."""
     root = tmp_path_factory.mktemp("tiny")
     models = {name: tiny.save(name, root / "models" / name) for name in PARTS}
-    run_ranks(train_tiny, 2, str(root), models, timeout=280)
+    run_ranks(train_tiny, 2, str(root), models, timeout=840)  # two minutes beside another run
     return root
 
 
