@@ -102,8 +102,15 @@ def read_loss(found: Any) -> MicroLoss:
         )
     if not isinstance(logs, Mapping):
         raise ConfigError(f"loss_func returned {_kind(logs)} as what to tell: return a dict")
-    count = torch.as_tensor(tokens[0], device=loss.device).detach() if tokens else None
+    count = on_device(tokens[0], loss.device) if tokens else None
     return MicroLoss(loss.reshape(()), count, logs)
+
+
+def on_device(value: Any, where: torch.device) -> torch.Tensor:
+    """Bring a tensor or a number to a device; a number is not copied, which would wait for it."""
+    if isinstance(value, (int, float)):
+        return torch.full((), value, dtype=torch.float32, device=where)
+    return torch.as_tensor(value, device=where).detach()
 
 
 def _kind(value: Any) -> str:

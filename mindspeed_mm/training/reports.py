@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mindspeed import device
 from mindspeed.config import ConfigError
-from mindspeed_mm.training.callbacks import MicroLoss
+from mindspeed_mm.training.callbacks import MicroLoss, on_device
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Reports:
         where = device.current().torch_device
         row = [_sum(self._pairs.get(name, [])).to(where) for name in self._names]
         tokens = [t.to(where, torch.float32) for t in self._tokens if t is not None]
-        last = [_on_device(value).float() for value in others]
+        last = [on_device(value, where).float() for value in others]
         counted = torch.stack([sum(tokens, torch.zeros((), dtype=torch.float32, device=where))])
         total = torch.cat([*row, counted, *(value.reshape(1) for value in last)])
         dist.all_reduce(total)
@@ -109,23 +109,16 @@ class Reports:
 
 def _as_tensor(value: Any) -> torch.Tensor:
     """Return what is told as a tensor on the device."""
+    where = device.current().torch_device
     if isinstance(value, (tuple, list)):
-        value = torch.stack([_on_device(part).reshape(()) for part in value])
-    found = _on_device(value)
+        value = torch.stack([on_device(part, where).reshape(()) for part in value])
+    found = on_device(value, where)
     if found.numel() not in (1, 2):
         raise ConfigError(
             f"loss_func tells a tensor of shape {tuple(found.shape)}: tell a number, or a sum and "
             "how many it sums"
         )
     return found
-
-
-def _on_device(value: Any) -> torch.Tensor:
-    """Bring a tensor or a number to the device; a number is not copied, which would wait for it."""
-    where = device.current().torch_device
-    if isinstance(value, (int, float)):
-        return torch.full((), value, dtype=torch.float32, device=where)
-    return torch.as_tensor(value, device=where).detach()
 
 
 def _sum(pairs: list[torch.Tensor]) -> torch.Tensor:
