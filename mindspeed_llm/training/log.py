@@ -108,13 +108,14 @@ class TrainingLog:
             numbers |= self._meter.rates(seconds / interval.steps)
         numbers |= {"learning rate": rate, "global batch size": self._batch}
         numbers |= {name: total / interval.finite for name, total in losses.items()}
-        return numbers | {
+        numbers |= {
             "loss scale": result.loss_scale,
             "grad norm": result.grad_norm,
             "number of skipped iterations": self.skipped,
             "number of nan iterations": self.nan,
-            "tokens/s": interval.tokens / seconds,
         }
+        # A model of the user's own may tell of none.
+        return numbers | ({"tokens/s": interval.tokens / seconds} if interval.tokens else {})
 
     def _write(self, numbers: dict[str, Any]) -> None:
         logger.info(format_line(numbers, self._total))
