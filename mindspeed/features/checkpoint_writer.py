@@ -1,4 +1,4 @@
-"""Distributed checkpoints of older Megatron on newer torch and numpy."""
+"""Distributed checkpoints: on newer torch and numpy, and when a run is stopped or killed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,15 +10,21 @@ from mindspeed.patching import Patch
 
 
 class CheckpointWriter(Feature):
-    """megatron-core 0.12 calls functions that torch has changed and numpy removed since."""
+    """Megatron 0.12 calls what torch and numpy have changed since; all leave a process behind."""
 
     name = "checkpoint_writer"
-    title = "Distributed checkpoints on newer torch and numpy"
+    title = "Writers of distributed checkpoints"
     group = "Foundation"
     level = Level.COMPAT
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Wrap Megatron's copy of torch's function; torch's own is left alone."""
+        """Wrap Megatron's copy of torch's function and its writer; torch's own is left alone."""
+        yield Patch.wrap(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:"
+            "FileSystemWriterAsync.prepare_write_data",
+            "mindspeed.compat.checkpoint_reports:wrap_prepare_write_data",
+            why="a process that it starts ends when all are asked to stop, and outlives its rank",
+        )
         yield Patch.wrap(
             "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
             "mindspeed.compat.checkpoint_writer:wrap_write_item",

@@ -12,7 +12,6 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.dcp_files import check_files
 from mindspeed_llm.checkpoint.dcp_metadata import read_metadata
 from mindspeed_llm.training.folders import CheckpointFolders, Progress, reason
-from mindspeed_llm.training.reports import start_reports
 
 
 class Checkpoints:
@@ -59,7 +58,6 @@ class Checkpoints:
         if self._folders is None:
             return
         self.finish()
-        start_reports()
         with self._explained(progress.iteration):
             aside = self._folders.new(progress.iteration)
             state = self._state(progress.has_optimizer, is_loading=False)

@@ -12,7 +12,7 @@ BELOW = {
     "mindspeed/ops": ("device",),
     "mindspeed/parallel": ("ops", "device"),
     "mindspeed/optim": ("ops", "parallel", "device"),
-    "mindspeed/compat": ("ops", "device", "patching"),
+    "mindspeed/compat": ("ops", "device", "patching", "launch"),
     "mindspeed/te": ("ops", "parallel", "optim", "compat", "device"),
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
