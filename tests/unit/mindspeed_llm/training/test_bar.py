@@ -6,6 +6,7 @@ import pty
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 import pytest
 
@@ -31,6 +32,19 @@ def _run(bar: StepBar) -> None:
     bar.end()
 
 
+END = "<the end>"
+
+
+def _read(master: int, stream: TextIO) -> str:
+    """Give all that was written; one read may give a part of it only."""
+    stream.write(END)
+    stream.flush()
+    shown = b""
+    while END.encode() not in shown:
+        shown += os.read(master, 1 << 16)
+    return shown.decode()
+
+
 @contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
     """Make stdout and stderr a terminal, to which logging writes; give what was shown."""
@@ -43,7 +57,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
         patch.setattr(sys, "stdout", stream)
         patch.setenv("TERM", "xterm")
         patch.setenv("COLUMNS", "100")
-        yield lambda: os.read(master, 1 << 16).decode()
+        yield lambda: _read(master, stream)
     assert handler.stream is stream, "logging was not given back its stream"
     logging.getLogger().removeHandler(handler)
     stream.close()
