@@ -26,9 +26,11 @@ for name, pid in ((f"{rank}.pid", os.getpid()), (f"{rank}.child", child and chil
         os.rename(name + ".new", name)
 """
 
+# A process that ends without leaving its group is aborted by torch now and then.
 _GLOO = """
-import torch, torch.distributed as dist
+import atexit, torch, torch.distributed as dist
 dist.init_process_group()
+atexit.register(dist.destroy_process_group)
 """
 
 
