@@ -92,6 +92,10 @@ class Feature:
             return False
         return getattr(options, self.enabled_by) is None
 
+    def idle_fields(self, options: Any, is_on: bool) -> tuple[str, ...]:
+        """Name the options, beside the switch, that nothing reads."""
+        return () if is_on else tuple(name for name in self.fields if name != self.enabled_by)
+
     def check(self, options: Any, context: Context) -> None:
         """Raise ConfigError when the feature is on and cannot work with what surrounds it."""
 

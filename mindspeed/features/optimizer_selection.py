@@ -36,6 +36,10 @@ class OptimizerSelection(Feature):
         """The default is what Megatron finds under the name of Transformer Engine anyhow."""
         return bool(options.optimizer_selection != "fused_adamw")
 
+    def idle_fields(self, options: Any, is_on: bool) -> tuple[str, ...]:
+        """Only one of the choices has an average."""
+        return () if options.optimizer_selection == "fused_ema_adamw" else ("ema_decay",)
+
     def check(self, options: Any, context: Context) -> None:
         """Only Adam has these forms; an average needs its own float32 weights."""
         word = context.spelling.with_value("optimizer_selection", options.optimizer_selection)

@@ -32,7 +32,19 @@ def select(registry: Registry, options: Any, context: Context) -> list[Choice]:
     """Choose the features that are asked for and whose level is within the requested one."""
     choices = [_choose(feature, options, context) for feature in registry]
     _check([choice.feature for choice in choices if choice.on], registry, options, context)
+    for choice in choices:
+        _tell_idle(choice, options, context)
     return choices
+
+
+def _tell_idle(choice: Choice, options: Any, context: Context) -> None:
+    feature, spelled = choice.feature, context.spelling.with_value
+    for name in feature.idle_fields(options, choice.on):
+        given, switch = getattr(options, name), feature.enabled_by
+        if given != type(options).model_fields[name].default:
+            value = getattr(options, switch) if switch else None
+            reason = spelled(switch, value) if switch and value else choice.why
+            logger.warning("%s has no effect: %s", spelled(name, given), reason)
 
 
 def _choose(feature: Feature, options: Any, context: Context) -> Choice:

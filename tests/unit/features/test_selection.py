@@ -114,6 +114,13 @@ def test_level_two_is_the_default():
     assert on() == {"facade"}
 
 
+def test_options_of_what_is_off_are_told_of(caplog):
+    on(Context(Spelling.FLAG), use_fused=True, fused_width=2)
+    assert not caplog.records
+    on(Context(Spelling.FLAG), fused_width=2)
+    assert caplog.messages == ["--fused-width 2 has no effect: --use-fused is not set"]
+
+
 def test_what_the_level_keeps_off_is_said(caplog):
     on(Context(Spelling.FLAG), optimization_level=0, use_fused=True)
     assert "--use-fused has no effect: it is level 1, above --optimization-level 0" in caplog.text

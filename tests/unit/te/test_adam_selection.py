@@ -5,6 +5,9 @@ import copy
 import pytest
 import torch
 
+from mindspeed.features.base import Context
+from mindspeed.features.registry import registry
+from mindspeed.features.selection import select
 from mindspeed.te.pytorch.optimizers import FusedAdam
 from mindspeed.te.pytorch.optimizers.fused_ema_adam import FusedEmaAdam
 from mindspeed.te.pytorch.optimizers.selection import select_adam
@@ -97,3 +100,15 @@ def test_selection():
 def test_decay_is_checked():
     with pytest.raises(ValueError, match="from 0 to 1, got 2"):
         FusedEmaAdam(parameters(), ema_decay=2)
+
+
+@pytest.mark.parametrize(
+    ("selection", "is_read"),
+    [("fused_adamw", False), ("fused_torch_adamw", False), ("fused_ema_adamw", True)],
+)
+def test_a_decay_that_nothing_reads_is_told_of(selection, is_read, caplog):
+    chosen = registry()
+    options = chosen.options_class(optimizer_selection=selection, ema_decay=0.5)
+    select(chosen, options, Context())
+    told = f"ema_decay=0.5 has no effect: optimizer_selection={selection!r}"
+    assert (told in caplog.messages) is not is_read
