@@ -111,9 +111,9 @@ def optimizer_config(layout: Layout) -> OptimizerConfig:
         optimizer="adam",
         lr=1e-3,
         weight_decay=0.1,
-        # The bias of the keys has no gradient but rounding; a smaller value would turn that
-        # rounding into steps of full size.
-        adam_eps=1e-5,
+        # Some gradients are next to nothing, that of the keys' bias is rounding alone; a smaller
+        # value would turn the rounding, which every cpu has its own of, into steps of full size.
+        adam_eps=1e-3,
         # Out of reach: the norm is compared, and clipping would only spread its rounding.
         clip_grad=1e3,
         bf16=layout.bf16,
