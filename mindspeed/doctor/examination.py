@@ -20,7 +20,7 @@ def examine() -> list[Check]:
     if ready([torch]):
         checks += [software.check_operators(chosen.name if chosen else "cpu")]
     if chosen is not None:
-        checks += software.check_attention(chosen)
+        checks += software.check_hopper(chosen)
     checks += [software.check_transformer_engine()]
     checks += [hardware.check_shared_memory(), software.check_compiler()]
     return [*checks, *software.check_optional(chosen.name if chosen else "cpu")]

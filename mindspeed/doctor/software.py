@@ -17,6 +17,7 @@ from mindspeed.doctor.check import Check, absent, fail, ok, warn
 
 if TYPE_CHECKING:
     from mindspeed.device import Device
+    from mindspeed.device.hopper import Package
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 10), (3, 12)
 _OLDEST_TORCH = Version("2.7")
@@ -115,19 +116,24 @@ def check_operators(device: str) -> Check:
     return ok(name, f"{detail}: mindspeed features lists them")
 
 
-def check_attention(device: Device) -> list[Check]:
-    """On a Hopper GPU, tell of the package that attends faster than what torch brings."""
-    from mindspeed.ops.fusion_attention.flash4 import HOPPER, OLDEST, PACKAGE
+def check_hopper(device: Device) -> list[Check]:
+    """On a Hopper GPU, tell of the packages that are faster than what torch brings."""
+    from mindspeed.device.hopper import CAPABILITY, FLASH_ATTENTION, QUACK
 
-    if device.capability() != HOPPER:
+    if device.capability() != CAPABILITY:
         return []
-    found = _version(PACKAGE)
-    if found is not None and Version(found) >= Version(OLDEST):
-        return [ok(PACKAGE, f"{found}, for long attention")]
+    otherwise = "cuDNN attends, and deterministic runs are slower"
+    return [_faster(FLASH_ATTENTION, otherwise), _faster(QUACK, "--swiglu-in-product needs it")]
+
+
+def _faster(package: Package, otherwise: str) -> Check:
+    found = _version(package.name)
+    if found is not None and Version(found) >= Version(package.oldest):
+        return ok(package.name, f"{found}, for {package.purpose}")
     state = "not installed" if found is None else f"{found} is too old"
-    detail = f"{state}: cuDNN attends, and deterministic runs are slower"
-    remedy = f"pip install '{PACKAGE}[cu13]>={OLDEST}' (beside a CUDA 13 build of torch)"
-    return [warn(PACKAGE, detail, remedy)]
+    wanted = f"{package.name}[cu13]>={package.oldest}"
+    remedy = f"pip install '{wanted}' (beside a CUDA 13 build of torch)"
+    return warn(package.name, f"{state}: {otherwise}", remedy)
 
 
 def check_compiler() -> Check:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mindspeed.doctor import software
-from mindspeed.doctor.check import Status
+from mindspeed.doctor.check import Check, Status
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -82,15 +82,29 @@ def test_every_obstacle_is_listed_at_once(tmp_path: Path) -> None:
     assert "MINDSPEED_DEVICE=npu cannot be used here" in found["chosen device"]["detail"]
 
 
-def test_a_hopper_without_flash_attn_4_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "oldest", "older"),
+    [("flash-attn-4", "4.0.0b36", "4.0.0b4"), ("quack-kernels", "0.6.5", "0.5.3")],
+)
+def test_a_hopper_is_told_of_faster_packages(
+    monkeypatch: pytest.MonkeyPatch, name: str, oldest: str, older: str
+) -> None:
     hopper, ampere = (SimpleNamespace(capability=lambda at=at: at) for at in ((9, 0), (8, 0)))
-    assert software.check_attention(ampere) == []
-    (check,) = software.check_attention(hopper)
-    assert check.status is Status.WARN and "flash-attn-4[cu13]" in check.remedy
-    versions = {"flash-attn-4": "4.0.0b4"}
-    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
-    (check,) = software.check_attention(hopper)
-    assert check.status is Status.WARN and "4.0.0b4 is too old" in check.detail
-    versions["flash-attn-4"] = "4.0.0b36"
-    (check,) = software.check_attention(hopper)
-    assert check.status is Status.OK and "4.0.0b36" in check.detail
+    versions: dict[str, str] = {}
+
+    def version(distribution: str) -> str:
+        if distribution not in versions:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return versions[distribution]
+
+    def found() -> Check:
+        (check,) = [check for check in software.check_hopper(hopper) if check.name == name]
+        return check
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert software.check_hopper(ampere) == []
+    assert found().status is Status.WARN and f"{name}[cu13]>={oldest}" in found().remedy
+    versions[name] = older
+    assert found().status is Status.WARN and f"{older} is too old" in found().detail
+    versions[name] = oldest
+    assert found().status is Status.OK and oldest in found().detail
