@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed.ops.swiglu import swiglu
-from mindspeed.ops.swiglu.origin import remember
+from mindspeed.ops.swiglu import paired, swiglu
+from mindspeed.ops.swiglu.origin import remember, take_ahead
 
 
 def wrap_bias_swiglu_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -21,7 +23,8 @@ def wrap_bias_swiglu_impl(original: Callable[..., Tensor]) -> Callable[..., Tens
     ) -> Tensor:
         if fp8_input_store or any(args) or any(kwargs.values()):
             return original(input, bias, fp8_input_store, *args, **kwargs)
-        y = swiglu(input, bias=bias)
+        ahead = take_ahead(input)
+        y = swiglu(input, bias=bias) if ahead is None else paired.swiglu_of(input, ahead)
         return remember(y, input) if bias is None else y
 
     return bias_swiglu_impl
@@ -39,3 +42,37 @@ def wrap_weighted_bias_swiglu_impl(original: Callable[..., Tensor]) -> Callable[
         return swiglu(input, weights=weights.view(*input.shape[:-1], 1))
 
     return weighted_bias_swiglu_impl
+
+
+def wrap_mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the first product of an MLP compute SwiGLU as well, if it can and nothing comes between.
+
+    A first product that was exchanged since, as adapters do, is not asked.
+    """
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        per_token_scale: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        ahead = getattr(self.linear_fc1, "swiglu_ahead", nullcontext)
+        is_next = per_token_scale is None and _is_swiglu_next(self.config)
+        with ahead() if is_next else nullcontext():
+            return original(self, hidden_states, per_token_scale, *args, **kwargs)
+
+    return forward
+
+
+def _is_swiglu_next(config: Any) -> bool:
+    """Say whether the MLP hands its first product to `bias_swiglu_impl` as wrapped above."""
+    offloads = config.cpu_offloading and config.cpu_offloading_activations
+    return (
+        config.gated_linear_unit
+        and config.activation_func is F.silu
+        and config.bias_activation_fusion
+        and not getattr(config, "use_te_activation_func", False)
+        and not (config.add_bias_linear or config.activation_func_fp8_input_store or offloads)
+    )

@@ -1,10 +1,14 @@
-"""What a SwiGLU output was computed from, for a product that would rather compute it again."""
+"""Notes on tensors around SwiGLU: what an output was computed from, and what is computed already.
+
+The product behind SwiGLU would rather compute it again than keep it; the one before may have done
+it along with its own output.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-_ORIGIN = "swiglu_origin"
+_ORIGIN, _RESULT = "swiglu_origin", "swiglu_result"
 
 
 def remember(y: Tensor, x: Tensor) -> Tensor:
@@ -18,3 +22,15 @@ def origin(y: Tensor) -> Tensor | None:
     """Return the x of which y is swiglu(x), unless y was changed since or nobody noted it."""
     noted: tuple[Tensor, int] | None = getattr(y, _ORIGIN, None)
     return noted[0] if noted is not None and noted[1] == y._version else None
+
+
+def remember_ahead(x: Tensor, y: Tensor) -> Tensor:
+    """Note on x that y is swiglu(x), for the one who asks for it next."""
+    setattr(x, _RESULT, (y, x._version))
+    return x
+
+
+def take_ahead(x: Tensor) -> Tensor | None:
+    """Return the y that is swiglu(x) if it was noted, and forget it: x is kept for backward."""
+    y, version = x.__dict__.pop(_RESULT, (None, None))
+    return y if version == x._version else None

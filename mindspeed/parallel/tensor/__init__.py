@@ -7,6 +7,7 @@ from mindspeed.parallel.tensor.collectives import (
     group_size,
     reduce_scatter,
 )
+from mindspeed.parallel.tensor.gated_linear import gated_linear
 from mindspeed.parallel.tensor.grouped_linear import grouped_linear
 from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, linear
 from mindspeed.parallel.tensor.mappings import (
@@ -22,6 +23,7 @@ __all__ = [
     "all_reduce",
     "copy_to_ranks",
     "dummy_gradient",
+    "gated_linear",
     "gather_sequence",
     "group_rank",
     "group_size",

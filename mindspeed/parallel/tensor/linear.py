@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed.ops.column_sum import column_sum
 from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
-from mindspeed.ops.swiglu import swiglu_gradient
+from mindspeed.ops.swiglu import paired, swiglu_gradient
 from mindspeed.ops.swiglu.origin import origin
 from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
 
@@ -49,7 +49,7 @@ class DeferredGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class _WeightGradient:
+class WeightGradient:
     """How dW is computed and where it goes."""
 
     # Autograd hands back a saved parameter without its attributes when saved-tensor hooks are
@@ -89,7 +89,7 @@ class _WeightGradient:
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _WeightGradient
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: WeightGradient
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.plan = plan
@@ -112,11 +112,14 @@ class _Linear(Function):
 
 
 class _LinearOfSwiGLU(Function):
-    """The product with swiglu(packed), which backward computes again instead of keeping it."""
+    """The product with swiglu(packed), which backward computes again instead of keeping it.
+
+    packed is [gate | up] (..., 2F), or their pairs (..., F, 2).
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, activated: Tensor, weight: Tensor, plan: _WeightGradient
+        ctx: Any, packed: Tensor, activated: Tensor, weight: Tensor, plan: WeightGradient
     ) -> Tensor:
         ctx.save_for_backward(packed, weight)
         ctx.plan = plan
@@ -126,7 +129,11 @@ class _LinearOfSwiGLU(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         packed, weight = ctx.saved_tensors
-        grad_packed, activated = swiglu_gradient(grad @ weight.to(grad.dtype), packed)
+        weight = weight.to(grad.dtype)
+        if packed.dim() > grad.dim():
+            grad_packed, activated = paired.gradient(grad, weight, packed)
+        else:
+            grad_packed, activated = swiglu_gradient(grad @ weight, packed)
         grad_weight = ctx.plan.take(activated, grad) if ctx.needs_input_grad[2] else None
         return grad_packed, None, grad_weight, None
 
@@ -151,7 +158,7 @@ def linear(
         fused: add dW to `weight.main_grad` and show autograd a placeholder.
         deferred: queue that takes the computation of dW instead of doing it in backward.
     """
-    plan = _WeightGradient(weight, gather_group, fused, deferred)
+    plan = WeightGradient(weight, gather_group, fused, deferred)
     packed = origin(x)
     if packed is not None and packed.requires_grad and bias is None and gather_group is None:
         return _LinearOfSwiGLU.apply(packed, x.detach(), weight, plan)

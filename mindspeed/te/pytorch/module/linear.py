@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mindspeed.ops.swiglu import paired
+from mindspeed.ops.swiglu.origin import take_ahead
 from mindspeed.parallel.tensor import (
     copy_to_ranks,
+    gated_linear,
     linear,
     reduce_partial,
     reduce_scatter_sequence,
@@ -33,6 +37,8 @@ class LinearBase(TransformerEngineBaseModule):
     ) -> None:
         super().__init__(**options)
         self.use_bias = bias
+        self._computes_swiglu = False
+        self._pairs: Tensor | None = None
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         row = self.parallel_mode == "row"
@@ -79,19 +85,41 @@ class LinearBase(TransformerEngineBaseModule):
         row = self.parallel_mode == "row"
         if column and not self.sequence_parallel:
             x = copy_to_ranks(x, group)
-        out = linear(
-            x.to(activation_dtype(x, weight)),
-            weight,
-            self._whole("bias") if self.apply_bias and not row else None,
-            gather_group=group if column and self.sequence_parallel else None,
-            fused=self.fuse_wgrad_accumulation,
-            deferred=self._deferred,
-        )
+        x = x.to(activation_dtype(x, weight))
+        options = {
+            "gather_group": group if column and self.sequence_parallel else None,
+            "fused": self.fuse_wgrad_accumulation,
+            "deferred": self._deferred,
+        }
+        if self._computes_swiglu and paired.serves(x, weight):
+            self._pairs = gated_linear(x, weight, **options)
+            return self._pairs
+        bias = self._whole("bias") if self.apply_bias and not row else None
+        out = linear(x, weight, bias, **options)
         if not row:
             return out
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_partial
         out = reduce(out, group)
         return out + self._whole("bias").to(out.dtype) if self.apply_bias else out
+
+    @contextmanager
+    def swiglu_ahead(self) -> Iterator[None]:
+        """Compute SwiGLU along with the product while this is entered, where a kernel does both.
+
+        The output is pairs of gate and up then: SwiGLU must be the next to see it.
+        """
+        hooks = (self._forward_hooks, self._backward_hooks, self._backward_pre_hooks)
+        self._computes_swiglu = not (self.use_bias or any(hooks))
+        try:
+            yield
+        finally:
+            is_left = self._pairs is not None and take_ahead(self._pairs) is not None
+            self._computes_swiglu, self._pairs = False, None
+            if is_left:
+                raise RuntimeError(
+                    "something between the first product of an MLP and its SwiGLU replaced the "
+                    "tensor: turn swiglu_in_product off for this model"
+                )
 
     def _returned_bias(self, out: Tensor) -> Tensor | None:
         return self._whole("bias").to(out.dtype) if self.use_bias else None

@@ -1,0 +1,123 @@
+"""SwiGLU inside the products around it, by the package quack-kernels on Hopper.
+
+The product before it writes gate and up of a column side by side, as pairs, and silu(gate) * up
+beside them; the gradient of the product behind it comes out as that of the pairs. Nothing passes
+over them in between. T tokens, H hidden, F columns; the weight before stays [gate; up] (2F, H), as
+Megatron keeps it, and is never laid out anew. Kernels are the package's standard ones: looking for
+better ones takes it minutes at the start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed import device
+from mindspeed.device import hopper
+from mindspeed.ops.swiglu import swiglu_gradient
+
+HALF = (torch.bfloat16, torch.float16)
+ALIGNED = 8  # elements, the 16 bytes that the copy engine takes at least
+TOKENS = 1024  # fewer do not fill the chip
+
+
+def serves(x: Tensor, weight: Tensor) -> bool:
+    """Say whether these can be multiplied so, and it is the fastest."""
+    columns, hidden = weight.shape
+    return (
+        x.dtype in HALF
+        and x.numel() >= TOKENS * hidden
+        and _is_aligned(hidden, columns // 2)
+        and columns % 2 == 0
+        and x.device.type == device.current().name
+        and not hopper.is_watched()
+        and hopper.QUACK.is_here()
+    )
+
+
+def product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply x (..., H) by weight (2F, H): the pairs (..., F, 2), and swiglu of them (..., F)."""
+    from quack.gemm_interface import gemm_gated
+
+    pairs, y = gemm_gated(
+        *(_rows(x), weight.t()), activation="swiglu", concat_layout=("B",), tuned=False
+    )
+    return pairs.view(*x.shape[:-1], -1, 2), y.view(*x.shape[:-1], -1)
+
+
+def gradient(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the pairs and once more swiglu of them.
+
+    `grad` (..., H) is that of swiglu(pairs) times weight (H, F).
+    """
+    from quack.gemm_interface import gemm_dgated
+
+    if not _is_aligned(*weight.shape):
+        return _plain_gradient(grad @ weight, pairs)
+    grad_pairs, y = gemm_dgated(
+        *(_rows(grad), weight, _flat(pairs)), activation="swiglu", tuned=False
+    )
+    return grad_pairs.view(pairs.shape), y.view(pairs.shape[:-1])
+
+
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Multiply the gradient of pairs (..., F, 2) by weight (2F, H)."""
+    from quack.gemm_interface import gemm
+
+    options = {"concat_layout": ("B",), "dynamic_scheduler": True, "tuned": False}
+    return gemm(_flat(grad), weight, **options).view(*grad.shape[:-2], -1)
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return grad^T x as the gradient of [gate; up] (2F, H)."""
+    from quack.gemm_interface import gemm
+
+    options = {"concat_layout": ("out",), "dynamic_scheduler": True, "tuned": False}
+    return gemm(_flat(grad).t(), _rows(x), **options)
+
+
+def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add grad^T x to the gradient of [gate; up] (2F, H)."""
+    from quack.gemm_interface import gemm_add_inplace
+
+    options = {"concat_layout": ("C", "out"), "dynamic_scheduler": True, "tuned": False}
+    gemm_add_inplace(_flat(grad).t(), _rows(x), total, **options)
+
+
+def swiglu_of(pairs: Tensor, y: Tensor) -> Tensor:
+    """Return y, which is swiglu of the pairs, with a gradient for whoever asks another than us."""
+    return _SwiGLUOfPairs.apply(pairs, y)
+
+
+class _SwiGLUOfPairs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(pairs)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (pairs,) = ctx.saved_tensors
+        return _plain_gradient(grad, pairs)[0], None
+
+
+def _plain_gradient(grad: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    packed = pairs.transpose(-1, -2).flatten(-2)
+    grad_packed, y = swiglu_gradient(grad, packed)
+    return grad_packed.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous(), y
+
+
+def _is_aligned(*sizes: int) -> bool:
+    return all(size % ALIGNED == 0 for size in sizes)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _flat(pairs: Tensor) -> Tensor:
+    return _rows(pairs.flatten(-2))

@@ -1,0 +1,119 @@
+"""A GPT whose products compute SwiGLU trains as one whose products do not.
+
+The kernels are stood in for by plain torch; sizes and float32 are let through, which they refuse.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mindspeed
+from mindspeed.config import ConfigError
+from tests.gpt.layout import Layout
+from tests.ranks import RankFailed, run_ranks
+from tests.unit.ops import quack_stand_in
+
+LLAMA = Layout("llama", num_layers=2, spec="te")
+
+
+def _enable(is_on):
+    """Switch it on or off, and return the list that grows with each product that does both."""
+    from mindspeed.ops.swiglu import paired
+
+    quack_stand_in.install(pytest.MonkeyPatch())
+    paired.TOKENS, paired.HALF = 1, (torch.float32,)
+    mindspeed.enable(use_fused_swiglu=True, swiglu_in_product=is_on)
+    import quack.gemm_interface as package
+
+    calls, gated = [], package.gemm_gated
+    package.gemm_gated = lambda *args, **options: calls.append(1) or gated(*args, **options)
+    return calls
+
+
+def _train(layout, is_on, prepare=None):
+    from tests.gpt.training import Training
+
+    calls = _enable(is_on)
+    training = Training(layout)
+    if prepare is not None:
+        prepare(training.chunks[0])
+    losses = [training.step()[0] for _ in range(2)]
+    return losses, training.gradients(), len(calls)
+
+
+@pytest.mark.parametrize(
+    ("layout", "times"),
+    [
+        (LLAMA, 1),
+        (replace(LLAMA, tp=2), 1),
+        (replace(LLAMA, tp=2, sequence_parallel=True), 1),
+        (replace(LLAMA, pp=2), 0.5),
+        (replace(LLAMA, recompute=("full", "uniform", 1)), 2),
+        (replace(LLAMA, spec="local"), 0),
+        (Layout(num_layers=2, spec="te"), 0),
+    ],
+    ids=str,
+)
+def test_same_losses_and_gradients(layout, times):
+    plain, ours = (run_ranks(_train, layout.world, layout, is_on) for is_on in (False, True))
+    for (losses, gradients, none), (same, others, products) in zip(plain, ours, strict=True):
+        assert not none
+        assert products == 2 * layout.micro_batches * layout.num_layers * times
+        torch.testing.assert_close(same, losses, rtol=1e-6, atol=1e-6)
+        assert gradients.keys() == others.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(others[name], gradient, rtol=2e-5, atol=1e-6, msg=name)
+
+
+class _Adapted(torch.nn.Module):
+    """What an adapter does: a module around the product that adds to its output."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        out, bias = self.base(x)
+        return out * 1.5, bias
+
+
+def _adapt(model):
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1 = _Adapted(layer.mlp.linear_fc1)
+
+
+def _hook(model):
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.register_forward_hook(lambda _, __, out: (out[0] * 1.5, out[1]))
+
+
+def _hook_backward(model):
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.register_full_backward_hook(lambda *_: None)
+
+
+def _exchange(model):
+    for layer in model.decoder.layers:
+        forward = layer.mlp.linear_fc1.forward
+        layer.mlp.linear_fc1.forward = lambda x, forward=forward: (forward(x)[0] * 1.5, None)
+
+
+@pytest.mark.parametrize("prepare", [_adapt, _hook, _hook_backward])
+def test_a_product_that_others_look_at_stays_as_it_was(prepare):
+    plain, ours = (run_ranks(_train, 1, LLAMA, is_on, prepare)[0] for is_on in (False, True))
+    losses, gradients, products = ours
+    assert products == 0
+    assert losses == plain[0]
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, plain[1][name]), name
+
+
+def test_an_output_that_is_replaced_unseen_is_an_error():
+    with pytest.raises(RankFailed, match="turn swiglu_in_product off for this model"):
+        run_ranks(_train, 1, LLAMA, True, _exchange)
+
+
+def test_without_the_package_it_is_refused():
+    with pytest.raises(ConfigError, match="needs a Hopper GPU and quack-kernels>=0.6.5"):
+        mindspeed.enable(use_fused_swiglu=True, swiglu_in_product=True)
