@@ -49,6 +49,11 @@ def deterministic(shape):
     return ours(shape, features={"npu_deterministic": True})
 
 
+def swiglu_in_product(shape):
+    """Build ours with SwiGLU computed by the products around it."""
+    return ours(shape, features={"swiglu_in_product": True})
+
+
 def ours_with_optimizer(shape):
     """Build ours with Megatron's optimizer, weight gradients added to float32 by the products."""
     return ours(shape, has_optimizer=True, gradient_accumulation_fusion=True)

@@ -1,0 +1,77 @@
+"""A SwiGLU MLP without biases: SwiGLU between two products, or inside them."""
+
+import torch
+from op_case import PRODUCTS, Case, Work, compiled
+from op_gate import run_pass
+from torch.nn.functional import linear as product
+
+from mindspeed.device.hopper import QUACK
+from mindspeed.ops.swiglu import paired, swiglu
+from mindspeed.ops.swiglu.origin import remember, take_ahead
+from mindspeed.parallel.tensor import gated_linear, linear
+
+
+def eager(x, first, second):
+    """Multiply, split, multiply as torch does."""
+    gate, up = product(x, first).chunk(2, dim=-1)
+    return product(torch.nn.functional.silu(gate) * up, second)
+
+
+def ours(x, first, second):
+    """Do it as the layers of the TE spec do."""
+    packed = linear(x, first)
+    return linear(remember(swiglu(packed), packed), second)
+
+
+def in_product(x, first, second):
+    """Do it as they do with --swiglu-in-product."""
+    pairs = gated_linear(x, first)
+    y = paired.swiglu_of(pairs, take_ahead(pairs))
+    return linear(remember(y, pairs), second)
+
+
+def products(x, first, second):
+    """Multiply both ways, and nothing else."""
+    middle = torch.randn_like(x[:, :1]).expand(-1, second.shape[1]).clone().requires_grad_()
+
+    def both(x, first, middle, second):
+        return product(x, first), product(middle, second)
+
+    inputs = x, first, middle, second
+    return {which: run_pass(both, inputs, which) for which in ("fwd", "bwd", "full")}
+
+
+def case(tokens, hidden, ffn, dtype=torch.bfloat16):
+    """Race one MLP."""
+
+    def of_size(count):
+        def make_inputs(device):
+            sizes = (count, hidden), (2 * ffn, hidden), (hidden, ffn)
+            x, first, second = (torch.randn(size, device=device, dtype=dtype) for size in sizes)
+            first, second = first / hidden**0.5, second / ffn**0.5
+            return tuple(each.requires_grad_() for each in (x, first, second))
+
+        return make_inputs
+
+    forward = Work(flops=6 * tokens * hidden * ffn)
+    backward = forward + forward
+    return Case(
+        op="swiglu_mlp",
+        shape=f"{tokens}x{hidden}x{ffn}",
+        dtype=dtype,
+        make_inputs=of_size(tokens),
+        gate_inputs=of_size(min(tokens, 1024)),
+        peers={
+            "ours": ours,
+            "swiglu in product": in_product if QUACK.is_here() else None,
+            "eager": eager,
+            "compile": compiled(eager),
+        },
+        reference=eager,
+        yardsticks={PRODUCTS: products},
+        work={"fwd": forward, "bwd": backward, "full": forward + backward},
+    )
+
+
+CASES = [case(8192, 1536, 8960), case(8192, 4096, 14336)]
+TINY = [case(24, 16, 24, torch.float32)]
