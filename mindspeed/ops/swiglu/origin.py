@@ -32,5 +32,8 @@ def remember_ahead(x: Tensor, y: Tensor) -> Tensor:
 
 def take_ahead(x: Tensor) -> Tensor | None:
     """Return the y that is swiglu(x) if it was noted, and forget it: x is kept for backward."""
-    y, version = x.__dict__.pop(_RESULT, (None, None))
-    return y if version == x._version else None
+    noted: tuple[Tensor, int] | None = getattr(x, _RESULT, None)
+    if noted is None:
+        return None
+    delattr(x, _RESULT)
+    return noted[0] if noted[1] == x._version else None

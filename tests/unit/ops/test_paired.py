@@ -82,6 +82,15 @@ def test_where_weight_gradients_go(quack, is_fused, is_deferred):
         torch.testing.assert_close(found, expected.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_a_compiler_takes_what_was_not_computed_ahead():
+    x, first, second = draw()
+
+    def mlp(x):
+        return linear(swiglu_of_megatron(linear(x, first), None), second)
+
+    torch.testing.assert_close(torch.compile(mlp, backend="eager")(x), plain(x, first, second))
+
+
 def test_backward_keeps_the_input_the_pairs_and_no_output(quack):
     x, first, second = draw()
     kept = []
