@@ -26,7 +26,7 @@ def origin(y: Tensor) -> Tensor | None:
 
 def remember_ahead(x: Tensor, y: Tensor) -> Tensor:
     """Note on x that y is swiglu(x), for the one who asks for it next."""
-    setattr(x, _RESULT, (y, x._version))
+    setattr(x, _RESULT, (y, _version(x)))
     return x
 
 
@@ -36,4 +36,8 @@ def take_ahead(x: Tensor) -> Tensor | None:
     if noted is None:
         return None
     delattr(x, _RESULT)
-    return noted[0] if noted[1] == x._version else None
+    return noted[0] if noted[1] == _version(x) else None
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # inference mode does not count

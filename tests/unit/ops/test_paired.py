@@ -82,6 +82,12 @@ def test_where_weight_gradients_go(quack, is_fused, is_deferred):
         torch.testing.assert_close(found, expected.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_inference_mode(quack):
+    given = draw()
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(*given), plain(*given), rtol=1e-12, atol=1e-12)
+
+
 def test_a_compiler_takes_what_was_not_computed_ahead():
     x, first, second = draw()
 
