@@ -37,6 +37,7 @@ class _GatedLinear(Function):
         ctx.plan = plan
         pairs, y = paired.product(all_gather(x, plan.gather_group), weight.to(x.dtype))
         ctx.mark_non_differentiable(y)
+        ctx.set_materialize_grads(False)  # y has none, and zeros instead would be as large as y
         return pairs, y
 
     @staticmethod

@@ -5,6 +5,7 @@ import torch
 import torch.utils.flop_counter
 from torch.nn.functional import linear as plain_linear
 from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.ops.swiglu import paired
 from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl
@@ -95,6 +96,27 @@ def test_a_compiler_takes_what_was_not_computed_ahead():
         return linear(swiglu_of_megatron(linear(x, first), None), second)
 
     torch.testing.assert_close(torch.compile(mlp, backend="eager")(x), plain(x, first, second))
+
+
+class Zeros(TorchDispatchMode):
+    """Notes the shapes of tensors that are made of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.zeros.default:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def test_backward_makes_no_gradient_for_the_output(quack):
+    out = ours(*draw()).sum()
+    with Zeros() as zeros:
+        out.backward()
+    assert (3, 2, 8) not in zeros.shapes
 
 
 def test_backward_keeps_the_input_the_pairs_and_no_output(quack):
