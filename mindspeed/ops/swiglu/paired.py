@@ -20,7 +20,7 @@ from mindspeed.device import hopper
 from mindspeed.ops.swiglu import swiglu_gradient
 
 HALF = (torch.bfloat16, torch.float16)
-ALIGNED = 8  # elements, the 16 bytes that the copy engine takes at least
+ALIGNED, BYTES = 8, 16  # elements of a row and their bytes, which the copy engine takes at least
 TOKENS = 1024  # fewer do not fill the chip
 
 
@@ -28,12 +28,12 @@ def serves(x: Tensor, weight: Tensor) -> bool:
     """Say whether these can be multiplied so, and it is the fastest."""
     columns, hidden = weight.shape
     return (
-        x.dtype in HALF
+        not hopper.is_watched()
+        and x.dtype in HALF
         and x.numel() >= TOKENS * hidden
         and _is_aligned(hidden, columns // 2)
         and columns % 2 == 0
         and x.device.type == device.current().name
-        and not hopper.is_watched()
         and hopper.QUACK.is_here()
     )
 
@@ -43,7 +43,7 @@ def product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     from quack.gemm_interface import gemm_gated
 
     pairs, y = gemm_gated(
-        *(_rows(x), weight.t()), activation="swiglu", concat_layout=("B",), tuned=False
+        *(_rows(x), _rows(weight).t()), activation="swiglu", concat_layout=("B",), tuned=False
     )
     return pairs.view(*x.shape[:-1], -1, 2), y.view(*x.shape[:-1], -1)
 
@@ -58,7 +58,7 @@ def gradient(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tenso
     if not _is_aligned(*weight.shape):
         return _plain_gradient(grad @ weight, pairs)
     grad_pairs, y = gemm_dgated(
-        *(_rows(grad), weight, _flat(pairs)), activation="swiglu", tuned=False
+        *(_rows(grad), _rows(weight), _flat(pairs)), activation="swiglu", tuned=False
     )
     return grad_pairs.view(pairs.shape), y.view(pairs.shape[:-1])
 
@@ -68,21 +68,24 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     from quack.gemm_interface import gemm
 
     options = {"concat_layout": ("B",), "dynamic_scheduler": True, "tuned": False}
-    return gemm(_flat(grad), weight, **options).view(*grad.shape[:-2], -1)
+    return gemm(_flat(grad), _rows(weight), **options).view(*grad.shape[:-2], -1)
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return grad^T x as the gradient of [gate; up] (2F, H)."""
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return grad^T x as the gradient of [gate; up] (2F, H), in the type of grad by default."""
     from quack.gemm_interface import gemm
 
     options = {"concat_layout": ("out",), "dynamic_scheduler": True, "tuned": False}
-    return gemm(_flat(grad).t(), _rows(x), **options)
+    return gemm(_flat(grad).t(), _rows(x), out_dtype=dtype, **options)
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add grad^T x to the gradient of [gate; up] (2F, H)."""
     from quack.gemm_interface import gemm_add_inplace
 
+    if total.data_ptr() % BYTES:  # Megatron packs gradients one behind the other, of any size
+        total.add_(weight_gradient(grad, x, total.dtype))
+        return
     options = {"concat_layout": ("C", "out"), "dynamic_scheduler": True, "tuned": False}
     gemm_add_inplace(_flat(grad).t(), _rows(x), total, **options)
 
@@ -116,7 +119,8 @@ def _is_aligned(*sizes: int) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rows.clone() if rows.data_ptr() % BYTES else rows
 
 
 def _flat(pairs: Tensor) -> Tensor:

@@ -37,20 +37,28 @@ def swiglu(pairs):
     return silu(pairs[:, ::2]) * pairs[:, 1::2]
 
 
-def gemm(A, B, *, concat_layout=(), dynamic_scheduler, tuned):
-    assert dynamic_scheduler and not tuned
+def is_within_reach(*tensors):
+    """The copy engine wants its matrices at multiples of 16 bytes."""
+    return all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def gemm(A, B, *, out_dtype=None, concat_layout=(), dynamic_scheduler, tuned):
+    assert dynamic_scheduler and not tuned and is_within_reach(A, B)
+    kind, (A, B) = out_dtype or A.dtype, wide(A, B)
     out = A @ (woven(B) if "B" in concat_layout else B)
-    return apart(out) if "out" in concat_layout else out
+    return (apart(out) if "out" in concat_layout else out).to(kind)
 
 
 def gemm_add_inplace(A, B, out, *, concat_layout, dynamic_scheduler, tuned):
     assert dynamic_scheduler and not tuned and concat_layout == ("C", "out")
+    assert is_within_reach(A, B, out)
     A, B = wide(A, B)
     out += apart(A @ B)
 
 
 def gemm_gated(A, B, *, activation, concat_layout, tuned):
     assert activation == "swiglu" and not tuned and concat_layout == ("B",)
+    assert is_within_reach(A, B)
     kind, (A, B) = A.dtype, wide(A, B)
     pairs = A @ woven(B)
     return pairs.to(kind), swiglu(pairs).to(kind)
@@ -58,6 +66,7 @@ def gemm_gated(A, B, *, activation, concat_layout, tuned):
 
 def gemm_dgated(A, B, PreAct, *, activation, tuned):
     assert activation == "swiglu" and not tuned and PreAct.shape[1] == 2 * B.shape[1]
+    assert is_within_reach(A, B, PreAct)
     kind, (A, B, PreAct) = A.dtype, wide(A, B, PreAct)
     with torch.enable_grad():
         pairs = PreAct.detach().requires_grad_()

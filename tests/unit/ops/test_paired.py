@@ -83,6 +83,22 @@ def test_where_weight_gradients_go(quack, is_fused, is_deferred):
         torch.testing.assert_close(found, expected.grad, rtol=1e-12, atol=1e-12)
 
 
+def moved(x):
+    """Return x at an address that is no multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape)
+
+
+def test_tensors_may_lie_anywhere(quack):
+    x, *weights = (moved(tensor).requires_grad_() for tensor in draw())
+    for weight in weights:
+        weight.main_grad = moved(torch.full_like(weight, 0.5))
+    ours(x, *weights, fused=True).backward(moved(torch.ones(3, 2, 16, dtype=torch.float64)))
+    want = draw()
+    plain(*want).sum().backward()
+    found = [x.grad, *(weight.main_grad - 0.5 for weight in weights)]
+    torch.testing.assert_close(found, [each.grad for each in want], rtol=1e-12, atol=1e-12)
+
+
 def test_inference_mode(quack):
     given = draw()
     with torch.inference_mode():
