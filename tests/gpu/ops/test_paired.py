@@ -6,9 +6,12 @@ from torch.nn.functional import silu
 
 from mindspeed.device import hopper
 from mindspeed.ops.swiglu import paired
+from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl
+from mindspeed.parallel.tensor import gated_linear, linear
 
 pytestmark = pytest.mark.gpu
 TOKENS, HIDDEN, COLUMNS = 1152, 520, 776  # no multiple of a kernel's tile
+swiglu_of_megatron = wrap_bias_swiglu_impl(lambda *_: pytest.fail("Megatron's own was called"))
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +23,8 @@ def _installed(_cuda):
 def draw(dtype):
     torch.manual_seed(0)
     sizes = (TOKENS, HIDDEN), (2 * COLUMNS, HIDDEN), (HIDDEN, COLUMNS), (TOKENS, HIDDEN)
-    return [torch.randn(size, device="cuda", dtype=dtype) / 16 for size in sizes]
+    x, first, second, grad = (torch.randn(size, device="cuda", dtype=dtype) for size in sizes)
+    return x, first / 16, second / 16, grad
 
 
 def packed(pairs):
@@ -45,14 +49,18 @@ def plain(x, first, second, grad):
     return products, y, slope, y, slope @ first, weight, weight
 
 
+def is_no_worse(got, other, exact):
+    errors = [(x.double() - exact).norm() / exact.norm() for x in (got, other)]
+    return errors[0] <= 1.05 * errors[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_no_worse_than_plain_torch_against_float64(dtype):
     inputs = draw(dtype)
     assert paired.serves(*inputs[:2])
     exact = plain(*(x.double() for x in inputs))
-    for got, other, want in zip(ours(*inputs), plain(*inputs), exact):
-        errors = [(x.double() - want).norm() / want.norm() for x in (got, other)]
-        assert errors[0] <= 1.05 * errors[1]
+    for results in zip(ours(*inputs), plain(*inputs), exact):
+        assert is_no_worse(*results)
 
 
 def test_repeats_bits():
@@ -60,3 +68,33 @@ def test_repeats_bits():
     first = ours(*inputs)
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(first, ours(*inputs)))
+
+
+def mlp(x, first, second):
+    pairs = gated_linear(x.view(-1, 2, HIDDEN), first, fused=True)
+    return linear(swiglu_of_megatron(pairs, None), second, fused=True)
+
+
+def gradients(x, first, second, grad):
+    _, y, *_, of_x, of_first, _ = plain(x, first, second, grad)
+    return of_x, of_first, grad.t() @ y
+
+
+@pytest.mark.parametrize("offset", [0, 1])  # 1: an address that the copy engine does not take
+def test_an_mlp_keeps_no_output_and_adds_to_main_grad(offset):
+    tensors = draw(torch.bfloat16)
+    *given, grad = tensors
+    x, *weights = (each.detach().requires_grad_() for each in given)
+    for weight in weights:
+        room = torch.zeros(weight.numel() + offset, device="cuda")
+        weight.main_grad = room[offset:].view(weight.shape)
+    mlp(x, *weights)  # makes cuBLAS take its workspace
+    before = torch.cuda.memory_allocated()
+    out = mlp(x, *weights)
+    kept = torch.cuda.memory_allocated() - before - out.nbytes
+    assert 2 * kept < 5 * TOKENS * COLUMNS * out.itemsize  # the pairs are 2, the output would be 1
+    out.backward(grad.view(out.shape))
+    found = x.grad, *(weight.main_grad for weight in weights)
+    exact = gradients(*(each.double() for each in tensors))
+    for results in zip(found, gradients(*tensors), exact):
+        assert is_no_worse(*results)
