@@ -46,7 +46,6 @@ def norm_forward(
     inside = is_row[:, None] & is_column[None, :]
     place = row[:, None] * width + column[None, :]
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    gamma = tl.load(weight + column, mask=is_column, other=0.0)  # on its way while the sum is taken
     value = value.to(tl.float32)
     if row_scale is not None:
         value *= tl.load(row_scale + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
@@ -71,7 +70,7 @@ def norm_forward(
     r = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / width + epsilon)
     tl.store(statistics + row, r, mask=is_row)
     value *= r[:, None]
-    value *= gamma.to(tl.float32)[None, :]
+    value *= tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
         value += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     tl.store(y + place, value.to(y.dtype.element_ty), mask=inside)
