@@ -8,7 +8,6 @@ import importlib.metadata
 import logging
 from dataclasses import dataclass
 
-import torch
 from packaging.version import Version
 
 from mindspeed import device
@@ -53,11 +52,3 @@ def _is_usable(package: Package) -> bool:
 
 FLASH_ATTENTION = Package("flash-attn-4", "4.0.0b36", "flash_attn.cute.interface", "long attention")
 QUACK = Package("quack-kernels", "0.6.5", "quack.gemm_interface", "SwiGLU inside a product")
-
-
-def is_watched() -> bool:
-    """Say whether a compiler, or a mode such as the counter of operations, looks on.
-
-    They want to see torch's own operators.
-    """
-    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())

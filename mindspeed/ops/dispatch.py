@@ -208,3 +208,11 @@ def _load(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
     implementation: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return implementation
+
+
+def is_watched() -> bool:
+    """Say whether a compiler, or a mode such as the counter of operations, looks on.
+
+    They want to see torch's own operators, not those of a package.
+    """
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed import device
-from mindspeed.device import hopper
+from mindspeed.device.hopper import QUACK
+from mindspeed.ops.dispatch import is_watched
 from mindspeed.ops.swiglu import swiglu_gradient
 
 HALF = (torch.bfloat16, torch.float16)
@@ -28,13 +29,13 @@ def serves(x: Tensor, weight: Tensor) -> bool:
     """Say whether these can be multiplied so, and it is the fastest."""
     columns, hidden = weight.shape
     return (
-        not hopper.is_watched()
+        not is_watched()
         and x.dtype in HALF
         and x.numel() >= TOKENS * hidden
         and _is_aligned(hidden, columns // 2)
         and columns % 2 == 0
         and x.device.type == device.current().name
-        and hopper.QUACK.is_here()
+        and QUACK.is_here()
     )
 
 
