@@ -26,6 +26,11 @@ class Package:
     module: str
     purpose: str
 
+    @property
+    def requirement(self) -> str:
+        """What pip is to be asked for, beside a CUDA 13 build of torch."""
+        return f"{self.name}[cu13]>={self.oldest}"
+
     def is_here(self) -> bool:
         """Say whether it can be called on the device at hand."""
         return _is_usable(self)

@@ -122,17 +122,20 @@ def check_hopper(device: Device) -> list[Check]:
 
     if device.capability() != CAPABILITY:
         return []
-    otherwise = "cuDNN attends, and deterministic runs are slower"
-    return [_faster(FLASH_ATTENTION, otherwise), _faster(QUACK, "--swiglu-in-product needs it")]
+    return [
+        _of_package(FLASH_ATTENTION, "cuDNN attends, and deterministic runs are slower"),
+        _of_package(QUACK, "only --swiglu-in-product needs it", is_missed=False),
+    ]
 
 
-def _faster(package: Package, otherwise: str) -> Check:
+def _of_package(package: Package, otherwise: str, is_missed: bool = True) -> Check:
     found = _version(package.name)
     if found is not None and Version(found) >= Version(package.oldest):
         return ok(package.name, f"{found}, for {package.purpose}")
     state = "not installed" if found is None else f"{found} is too old"
-    wanted = f"{package.name}[cu13]>={package.oldest}"
-    remedy = f"pip install '{wanted}' (beside a CUDA 13 build of torch)"
+    if not is_missed:
+        return absent(package.name, f"{state}: {otherwise}")
+    remedy = f"pip install '{package.requirement}' (beside a CUDA 13 build of torch)"
     return warn(package.name, f"{state}: {otherwise}", remedy)
 
 

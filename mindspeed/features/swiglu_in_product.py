@@ -33,8 +33,8 @@ class SwigluInProduct(Feature):
         if not QUACK.is_here():
             word = context.spelling.name_of("swiglu_in_product")
             raise ConfigError(
-                f"{word} needs a Hopper GPU and {QUACK.name}>={QUACK.oldest}: "
-                f"install it (mindspeed doctor tells how) or drop {word}"
+                f"{word} needs a Hopper GPU and {QUACK.name}: pip install '{QUACK.requirement}' "
+                f"(beside a CUDA 13 build of torch) or drop {word}"
             )
 
     def patches(self, options: Any) -> Iterator[Patch]:
