@@ -1,5 +1,7 @@
 """Causal attention: which of torch's backends is the fastest, and that ours is the one taken."""
 
+import itertools
+
 import torch
 from op_case import Case, Work
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -74,6 +76,43 @@ def case(batch, heads, groups, tokens, dim, dtype=torch.bfloat16):
     )
 
 
+def packed_case(lengths, heads, groups, dim, dtype=torch.bfloat16):
+    """Race documents in a row, each of which sees itself only."""
+
+    def make_inputs(device):
+        counts = heads, groups, groups
+        tensors = (torch.randn(sum(lengths), n, dim, device=device, dtype=dtype) for n in counts)
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], device=device, dtype=torch.int32)
+        return *(x.requires_grad_() for x in tensors), ends
+
+    def packed(q, k, v, ends):
+        documents = sdpa.Documents(ends, ends, max(lengths), max(lengths))
+        options = {"scale": dim**-0.5, "dropout": 0.0, "window": (-1, 0)}
+        return sdpa.flash_attention(q, k, v, documents=documents, **options)
+
+    def flash(q, k, v, ends):
+        bounds = ends, ends, max(lengths), max(lengths)
+        attend = torch.ops.aten._flash_attention_forward
+        return attend(q, k, v, *bounds, 0.0, True, False, scale=dim**-0.5)[0]
+
+    def one_by_one(q, k, v, ends):
+        parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(lengths, 2) for x in (q, k, v)))
+        return torch.cat([exact(*part)[0].transpose(0, 1) for part in parts])
+
+    product = heads * dim * sum(length * length for length in lengths)
+    work = {"fwd": Work(flops=2 * product), "bwd": Work(flops=5 * product)}
+    return Case(
+        op="packed_attention",
+        shape=f"{len(lengths)} of {min(lengths)}-{max(lengths)}x{heads}({groups})x{dim}",
+        dtype=dtype,
+        make_inputs=make_inputs,
+        peers={"ours": packed, "flash": flash},
+        reference=one_by_one,
+        must_repeat=False,
+        work=work | {"full": work["fwd"] + work["bwd"]},
+    )
+
+
 CASES = [
     case(2, 12, 2, 4096, 128),
     case(2, 32, 32, 4096, 128),
@@ -82,5 +121,7 @@ CASES = [
     case(8, 32, 8, 512, 128),
     case(16, 32, 8, 256, 128),
     case(1, 32, 8, 32768, 128),
+    packed_case((1024,) * 8, 32, 8, 128),
+    packed_case((256, 1024, 512, 2816, 128, 3456), 12, 2, 128),
 ]
 TINY = [case(2, 4, 2, 9, 8, torch.float32)]

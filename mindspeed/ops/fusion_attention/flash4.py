@@ -7,7 +7,7 @@ write where they are told, and Megatron's layout needs no copy.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,17 @@ from mindspeed.ops.dispatch import is_watched
 
 HEADS = (64, 128)
 TOKENS = 2048  # fewer are over before it has started
+LONGEST = 512  # of packed documents: shorter ones are mostly edges of its tiles
+WHOLE, CAUSAL = (-1, -1), (-1, 0)
+
+
+class Documents(NamedTuple):
+    """Cumulative lengths (int32, on the device) and the longest of the packed documents."""
+
+    of_q: Tensor
+    of_k: Tensor
+    longest_q: int
+    longest_k: int
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
@@ -30,37 +41,81 @@ def attention_lse(
     q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attend, and return the log-sum-exp (B, N, S) of the scores too, which has no gradient."""
-    return _Flash4.apply(q, k, v, scale, is_causal)
+    tokens_first = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = _Flash4.apply(*tokens_first, scale, is_causal, None)
+    return out.transpose(1, 2), lse
+
+
+def packed_attention_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, documents: Documents
+) -> tuple[Tensor, Tensor]:
+    """Attend packed (T, N, H) documents, each to itself; return the log-sum-exp (N, T) too.
+
+    The last query of a document sits at its last key.
+    """
+    return _Flash4.apply(q, k, v, scale, is_causal, documents)
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -> bool:
     """Say whether the package is here, allowed, and the fastest for this."""
+    return (
+        _is_usable(q, k, v, dropout)
+        and q.shape[-2] >= TOKENS
+        and (not is_causal or q.shape[-2] == k.shape[-2])
+    )
+
+
+def serves_packed(
+    q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], documents: Documents, dropout: float
+) -> bool:
+    """Say the same of packed documents and a window of (left, right) neighbours, -1 for all."""
+    return (
+        _is_usable(q, k, v, dropout)
+        and window in (WHOLE, CAUSAL)
+        and len(q) >= TOKENS
+        and documents.longest_q >= LONGEST
+    )
+
+
+def _is_usable(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     return (
         not is_watched()
         and FLASH_ATTENTION.is_here()
         and flash_sdp_enabled()
         and not dropout
         and q.shape[-1] in HEADS
-        and q.shape[-1] == v.shape[-1]
-        and q.shape[-2] >= TOKENS
+        and q.shape[-1] == k.shape[-1] == v.shape[-1]
         and q.stride(-1) == 1  # the output lies as queries do, and is written by whole heads
-        and (not is_causal or q.shape[-2] == k.shape[-2])
     )
 
 
 class _Flash4(torch.autograd.Function):
+    """For (B, S, N, H), or (T, N, H) with documents."""
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        is_causal: bool,
+        documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
+        of_q, of_k, longest_q, longest_k = documents or (None,) * 4
         out = torch.empty_like(q)
-        options = {"softmax_scale": scale, "causal": is_causal, "return_lse": True}
-        _, lse, *_ = _flash_attn_fwd(*_tokens_first(q, k, v), out=out.transpose(1, 2), **options)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = {
+            "softmax_scale": scale,
+            "causal": is_causal,
+            "max_seqlen_q": longest_q,
+            "max_seqlen_k": longest_k,
+        }
+        bounds = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+        _, lse, *_ = _flash_attn_fwd(q, k, v, out=out, return_lse=True, **bounds, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse, of_q, of_k)
         ctx.mark_non_differentiable(lse)
-        ctx.scale, ctx.is_causal = scale, is_causal
         return out, lse
 
     @staticmethod
@@ -68,15 +123,12 @@ class _Flash4(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        *tensors, lse = ctx.saved_tensors
-        is_repeatable = torch.are_deterministic_algorithms_enabled()
-        options = {"softmax_scale": ctx.scale, "causal": ctx.is_causal}
+        q, k, v, out, lse, of_q, of_k = ctx.saved_tensors
         grads = _flash_attn_bwd(
-            *_tokens_first(*tensors, grad), lse, deterministic=is_repeatable, **options
+            *(q, k, v, out, grad, lse),
+            cu_seqlens_q=of_q,
+            cu_seqlens_k=of_k,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **ctx.options,
         )
-        return *_tokens_first(*grads[:3]), None, None
-
-
-def _tokens_first(*tensors: Tensor) -> list[Tensor]:
-    """Put heads behind tokens, or before them again."""
-    return [x.transpose(1, 2) for x in tensors]
+        return *grads[:3], None, None, None

@@ -6,14 +6,13 @@ heads than queries: no backend used here repeats them. Tensors come as strided v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from mindspeed.ops.fusion_attention import flash4, repeatable
+from mindspeed.ops.fusion_attention.flash4 import Documents
 
 # On an H200 (torch 2.11), 2 x 32 heads x 4096 x 128 causal, bf16, forward and backward: cuDNN 2.03
 # ms, flash 3.82. benchmarks/ops/attention.py races shorter ones. torch passes over what does not
@@ -25,7 +24,7 @@ CUDNN_FIRST = [
     SDPBackend.MATH,
 ]
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION)
-CUDNN_TOKENS, CUDNN_HEADS = 512, (64, 128)
+CUDNN_TOKENS, CUDNN_HEADS = 256, (64, 128)
 HALF = (torch.bfloat16, torch.float16)
 FLASH_HEAD = 256
 
@@ -87,16 +86,6 @@ def serves_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in HALF and is_head and k.shape[-2] > 0
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Cumulative lengths (int32, on the device) and the longest of the packed documents."""
-
-    of_q: Tensor
-    of_k: Tensor
-    longest_q: int
-    longest_k: int
-
-
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -129,10 +118,10 @@ def flash_attention_lse(
 ) -> tuple[Tensor, Tensor]:
     """Attend as `flash_attention`, and return the log-sum-exp too: (B, N, S), or packed (N, T)."""
     left, right = window
-    lengths = (None, None, q.shape[1], k.shape[1])
-    if documents is not None:
-        lengths = (documents.of_q, documents.of_k, documents.longest_q, documents.longest_k)
     is_causal = left < 0 and right == 0
+    if documents and flash4.serves_packed(q, k, v, window, documents, dropout):
+        return flash4.packed_attention_lse(q, k, v, scale, is_causal, documents)
+    lengths = documents or (None, None, q.shape[1], k.shape[1])
     found = torch.ops.aten._flash_attention_forward(
         q,
         k,

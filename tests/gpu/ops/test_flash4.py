@@ -1,5 +1,7 @@
 """Attention by flash-attn-4: where it runs, what it computes, and that it is asked for it."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.utils.flop_counter
@@ -102,10 +104,110 @@ def test_stands_back():
     assert not flash4.serves(*inputs, True, 0.1)
     assert not flash4.serves(*(x[:, :, :512] for x in inputs), True, 0.0)
     assert not flash4.serves(inputs[0][:, :, :2100], *inputs[1:], True, 0.0)
+    even = [draw(1, LENGTH, 4, 128) for _ in range(3)]  # torch counts no others
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        run(inputs, torch.randn_like(inputs[0]), True)
+        run(even, torch.randn_like(even[0]), True)
     assert counter.get_total_flops() > 0
     torch.backends.cuda.enable_flash_sdp(False)
     refused = not flash4.serves(*inputs, True, 0.0)
     torch.backends.cuda.enable_flash_sdp(True)
     assert refused
+
+
+EVEN = (1100, 129, 1, 600, 470)
+OTHER = (1200, 129, 64, 300, 900)  # the fourth has queries that see no key
+MANY = (600, *(5,) * 300)  # more than the package looks through one by one
+
+
+def draw_packed(of_q, of_k, groups, size):
+    shapes = (sum(of_q), 6), (sum(of_k), groups), (sum(of_k), groups)
+    return [torch.randn(*shape, size, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
+def run_packed(inputs, grad, of_q, of_k, is_causal):
+    given = [x.detach().requires_grad_() for x in inputs]
+    bounds = (torch.tensor([0, *accumulate(of)]).int().cuda() for of in (of_q, of_k))
+    out = sdpa.flash_attention(
+        *given,
+        scale=given[0].shape[-1] ** -0.5,
+        dropout=0.0,
+        window=(-1, 0 if is_causal else -1),
+        documents=sdpa.Documents(*bounds, max(of_q), max(of_k)),
+    )
+    return [out, *torch.autograd.grad(out, given, grad)]
+
+
+def true_packed(inputs, grad, of_q, of_k, is_causal):
+    given = [x.detach().double().requires_grad_() for x in inputs]
+    found = []
+    for each in zip(*(x.split(of) for x, of in zip(given, (of_q, of_k, of_k)))):
+        q, k, v = (x.transpose(0, 1)[None] for x in each)
+        num_q, num_k = q.shape[2], k.shape[2]
+        blind = max(num_q - num_k, 0) if is_causal else 0
+        visible = torch.ones(num_q - blind, num_k, device="cuda", dtype=torch.bool)
+        visible = visible.tril(num_k - num_q + blind) if is_causal else visible
+        out = exact(q[:, :, blind:], k, v, visible)[0].transpose(0, 1)
+        found += [out.new_zeros(blind, *out.shape[1:]), out]
+    out = torch.cat(found)
+    return [out, *torch.autograd.grad(out, given, grad.double())]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("groups", "size"), [(6, 64), (2, 128), (1, 128)])
+@pytest.mark.parametrize(
+    ("of_q", "of_k"), [(EVEN, EVEN), (EVEN, OTHER), (MANY, MANY)], ids=["even", "other", "many"]
+)
+def test_packed_documents_match_float64(of_q, of_k, groups, size, is_causal):
+    torch.manual_seed(0)
+    inputs = draw_packed(of_q, of_k, groups, size)
+    grad = torch.randn_like(inputs[0])
+    given = inputs, grad, of_q, of_k, is_causal
+    for ours, exactly in zip(run_packed(*given), true_packed(*given)):
+        assert error(ours, exactly) < 5e-3
+    assert "flash_attncute" in kernels(lambda: run_packed(*given))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("groups", [6, 2])
+def test_packed_documents_repeat_bits_where_that_is_asked_for(groups, is_causal):
+    torch.manual_seed(0)
+    inputs = draw_packed(EVEN, EVEN, groups, 128)
+    grad = torch.randn_like(inputs[0])
+    given = inputs, grad, EVEN, EVEN, is_causal
+    torch.use_deterministic_algorithms(True)
+    first = run_packed(*given)
+    again = [run_packed(*given) for _ in range(4)]
+    ran = kernels(lambda: run_packed(*given))
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for other in again for a, b in zip(first, other))
+    assert "flash_attncute" in ran
+    for got, exactly in zip(first, true_packed(*given)):
+        assert error(got, exactly) < 5e-3
+
+
+@pytest.mark.parametrize("mode", [0, 2, 3])
+def test_the_operator_of_the_documents_takes_it_for_packed_ones(mode):
+    torch.manual_seed(0)
+    inputs = draw_packed(EVEN, EVEN, 2, 128)
+    grad = torch.randn_like(inputs[0])
+    given = [x.detach().requires_grad_() for x in inputs]
+    ends = list(accumulate(EVEN))
+    call = {"scale": 128**-0.5, "actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+    if mode:
+        mask = torch.ones(2048, 2048, device="cuda", dtype=torch.bool).triu(1)
+        call |= {"atten_mask": mask, "sparse_mode": mode}
+
+    def both():
+        out, largest, total, *_ = npu_fusion_attention(*given, 6, "TND", **call)
+        return [out, *torch.autograd.grad(out, given, grad)], largest[..., 0] + total[..., 0].log()
+
+    got, lse = both()
+    assert "flash_attncute" in kernels(both)
+    for ours, exactly in zip(got, true_packed(inputs, grad, EVEN, EVEN, bool(mode))):
+        assert error(ours, exactly) < 5e-3
+    q, k = inputs[0][:1100].double(), inputs[1][:1100].repeat_interleave(3, 1).double()
+    scores = torch.einsum("qnh,knh->nqk", q, k) * 128**-0.5
+    hidden = torch.ones(1100, 1100, device="cuda", dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(hidden, float("-inf")) if mode else scores
+    want = scores.logsumexp(-1).transpose(0, 1)
+    torch.testing.assert_close(lse[:1100].double(), want, rtol=1e-3, atol=1e-3)

@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 import sys
 import types
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -13,38 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mindspeed import device
 from mindspeed.device import hopper
-from mindspeed.ops.fusion_attention import flash4
-
-
-def scores(q, k, scale, causal):
-    """Return (B, N, S, S) weights of (B, S, N, H) queries and keys, and the log of their sums."""
-    q, k = (x.transpose(1, 2) for x in (q, k))
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    found = q @ k.transpose(-1, -2) * scale
-    if causal:
-        found = found.masked_fill(torch.ones(found.shape[-2:]).triu(1).bool(), float("-inf"))
-    return found.softmax(-1), found.logsumexp(-1)
-
-
-def forward(q, k, v, *, softmax_scale, causal, return_lse, out):
-    weights, lse = scores(q, k, softmax_scale, causal)
-    values = v.transpose(1, 2).repeat_interleave(q.shape[2] // v.shape[2], 1)
-    out.copy_((weights @ values).transpose(1, 2))
-    return out, lse, None, None, None
-
-
-def backward(q, k, v, out, dout, lse, softmax_scale, causal, deterministic):
-    """Use what forward kept, as the kernel does, and sum over the queries of a group."""
-    weights, again = scores(q, k, softmax_scale, causal)
-    torch.testing.assert_close(lse, again)
-    groups = q.shape[2] // k.shape[2]
-    heads = [x.transpose(1, 2) for x in (q, k, v, out, dout)]
-    q, k, v, out, dout = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in heads)
-    slopes = dout @ v.transpose(-1, -2) - (out * dout).sum(-1, keepdim=True)
-    slopes = weights * slopes * softmax_scale
-    dk, dv = slopes.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ dout
-    dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
-    return [x.transpose(1, 2) for x in (slopes @ k, dk, dv)]
+from mindspeed.ops.fusion_attention import flash4, sdpa
+from tests.unit.ops.plain_flash4 import backward, forward, scores
 
 
 @pytest.fixture
@@ -91,6 +62,71 @@ def test_layouts_and_gradients(package, groups, is_causal):
     assert not lse.requires_grad
 
 
+def pack(of_q, of_k):
+    """Return documents of such lengths."""
+    bounds = (torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in (of_q, of_k))
+    return flash4.Documents(*bounds, max(of_q), max(of_k))
+
+
+def one_by_one(q, k, v, of_q, of_k, is_causal, scale):
+    """Attend each document by torch's attention; return the log-sum-exp of its scores too."""
+    found, sums = [], []
+    for each in zip(q.split(of_q), k.split(of_k), v.split(of_k)):
+        q, k, v = (x.transpose(0, 1) for x in each)
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        seen = seen.tril(k.shape[1] - q.shape[1]) if is_causal else seen
+        options = {"attn_mask": seen, "scale": scale, "enable_gqa": True}
+        found.append(scaled_dot_product_attention(q, k, v, **options).transpose(0, 1))
+        products = torch.einsum("gnqh,gkh->gnqk", q.unflatten(0, (len(k), -1)), k) * scale
+        sums.append(products.masked_fill(~seen, float("-inf")).logsumexp(-1).flatten(0, 1))
+    return torch.cat(found), torch.cat(sums, -1)
+
+
+@pytest.fixture(params=[False, True])
+def _repeatable(request):
+    torch.use_deterministic_algorithms(request.param)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("package", "_repeatable")
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("groups", [6, 2, 1])
+@pytest.mark.parametrize("of_k", [(5, 1, 7), (5, 4, 8)])
+def test_packed_documents(of_k, groups, is_causal):
+    torch.manual_seed(0)
+    of_q = (5, 1, 7)
+    sizes = (sum(of_q), 6), (sum(of_k), groups), (sum(of_k), groups)
+    given = [torch.randn(*size, 8, dtype=torch.float64, requires_grad=True) for size in sizes]
+    got, lse = flash4.packed_attention_lse(*given, 0.3, is_causal, pack(of_q, of_k))
+    want, sums = one_by_one(*given, of_q, of_k, is_causal, 0.3)
+    grad = torch.randn_like(want)
+    grads = torch.autograd.grad(got, given, grad)
+    torch.testing.assert_close([got, *grads], [want, *torch.autograd.grad(want, given, grad)])
+    torch.testing.assert_close(lse, sums.detach())
+    assert not lse.requires_grad
+
+
+def test_bounds_that_change_before_backward_are_noticed(package):
+    given = [torch.randn(6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    documents = pack((2, 4), (2, 4))
+    out, _ = flash4.packed_attention_lse(*given, 0.3, True, documents)
+    documents.of_q[1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_torchs_packed_attention_gives_way(package, on_hopper, is_causal):
+    torch.manual_seed(0)
+    lengths = (600, 1448)
+    inputs = [torch.randn(2048, heads, 64, dtype=torch.float64) for heads in (2, 1, 1)]
+    documents = pack(lengths, lengths)
+    options = {"scale": 0.3, "dropout": 0.0, "window": (-1, 0 if is_causal else -1)}
+    got = sdpa.flash_attention(*inputs, documents=documents, **options)
+    torch.testing.assert_close(got, one_by_one(*inputs, lengths, lengths, is_causal, 0.3)[0])
+
+
 def test_where_it_serves(package, on_hopper):
     with torch.device("meta"):
         q, k = torch.empty(1, 4, 2048, 128), torch.empty(1, 2, 2048, 128)
@@ -104,6 +140,40 @@ def test_where_it_serves(package, on_hopper):
     assert not flash4.serves(q, k[:, :, :99], k[:, :, :99], True, 0.0)
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert not flash4.serves(q, k, k, True, 0.0)
+
+
+def test_where_it_serves_packed_documents(package, on_hopper):
+    with torch.device("meta"):
+        q, k = torch.empty(2048, 4, 128), torch.empty(2048, 2, 128)
+    documents, causal = pack((1536, 512), (1024, 1024)), (-1, 0)
+    assert flash4.serves_packed(q, k, k, causal, documents, 0.0)
+    assert flash4.serves_packed(q, k, k, (-1, -1), documents, 0.0)
+    assert not flash4.serves_packed(q, k, k, (99, 0), documents, 0.0)
+    assert not flash4.serves_packed(q, k, k, (-1, 1), documents, 0.0)
+    assert not flash4.serves_packed(q, k, k, causal, documents, 0.1)
+    assert not flash4.serves_packed(q, k, k[..., :64], causal, documents, 0.0)
+    assert not flash4.serves_packed(q[..., :96], k[..., :96], k[..., :96], causal, documents, 0.0)
+    assert not flash4.serves_packed(q.mT.contiguous().mT, k, k, causal, documents, 0.0)
+    assert not flash4.serves_packed(q[:2047], k, k, causal, documents, 0.0)
+    short = pack((511,) * 4 + (4,), (512,) * 4)
+    assert not flash4.serves_packed(q, k, k, causal, short, 0.0)
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert not flash4.serves_packed(q, k, k, causal, documents, 0.0)
+
+
+@pytest.fixture
+def no_flash():
+    torch.backends.cuda.enable_flash_sdp(False)
+    yield
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_flash_attention_that_is_switched_off_stays_off(package, on_hopper, no_flash):
+    with torch.device("meta"):
+        dense, packed = torch.empty(1, 4, 2048, 128), torch.empty(2048, 4, 128)
+    assert not flash4.serves(dense, dense, dense, True, 0.0)
+    documents = pack((2048,), (2048,))
+    assert not flash4.serves_packed(packed, packed, packed, (-1, 0), documents, 0.0)
 
 
 BROKEN = "raise AttributeError('the compiler has no such thing')"

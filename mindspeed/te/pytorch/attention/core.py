@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mindspeed.ops.fusion_attention import sdpa
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
+LONG = 1024  # tokens of a document
 # Every layer of a step is given the same cumulative lengths: the host waits for them once.
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -155,7 +156,7 @@ def _is_one_launch(
     q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, *, of_q: Documents, of_k: Documents
 ) -> bool:
     # cuDNN takes whole documents and is the faster one where they are long.
-    is_short = sum(of_q.lengths) < len(of_q.lengths) * sdpa.CUDNN_TOKENS * 2
+    is_short = sum(of_q.lengths) < len(of_q.lengths) * LONG
     is_dense = of_q.fill(len(q)) and of_k.fill(len(k))
     same = of_q.lengths == of_k.lengths or "bottom_right" in rule.kind or rule.window == (-1, -1)
     return is_dense and same and min(of_k.lengths) > 0 and is_short and sdpa.serves_flash(q, k, v)
