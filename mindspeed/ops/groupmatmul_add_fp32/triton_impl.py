@@ -17,6 +17,7 @@ from mindspeed.ops.groupmatmul_add_fp32 import reference
 from mindspeed.ops.launch import launch
 
 _ROWS, _STAGES = 64, 3
+_BLOCK = 8  # tiles
 _LONG = 1024
 
 
@@ -80,6 +81,7 @@ def _launch(x: Tensor, dy: Tensor, ends: Tensor, first: Tensor, step: int) -> No
         TILE_K=tile_k,
         TILE_N=tile_n,
         ROWS=_ROWS if x.itemsize == 2 else 32,
+        BLOCK=_BLOCK,
         EVEN=height % tile_k == 0 and width % tile_n == 0,
         num_warps=8 if tile_n == 256 else 4,
         num_stages=_STAGES,
@@ -110,12 +112,15 @@ def _add_outer(
     TILE_K: tl.constexpr,
     TILE_N: tl.constexpr,
     ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     group = tl.program_id(1)
-    tiles_n = tl.cdiv(width, TILE_N)
-    ks = tl.program_id(0) // tiles_n * TILE_K + tl.arange(0, TILE_K)
-    ns = tl.program_id(0) % tiles_n * TILE_N + tl.arange(0, TILE_N)
+    # Neighbours make a block of tiles, not a line: what they read fits the second-level cache.
+    tile, tiles_n = tl.program_id(0), tl.cdiv(width, TILE_N)
+    k, n = tl.swizzle2d(tile // tiles_n, tile % tiles_n, tl.cdiv(height, TILE_K), tiles_n, BLOCK)
+    ks = k * TILE_K + tl.arange(0, TILE_K)
+    ns = n * TILE_N + tl.arange(0, TILE_N)
     end = tl.load(ends + group)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     if end <= start:
