@@ -55,7 +55,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         kernel[grid](*args, **constants)
         return
     device = driver.active.get_current_device()
-    key = (kernel, device, *constants.items(), *map(_kind, args))
+    key = (kernel, device, *constants.items(), *_kinds(args))
     binary = _binaries.get(key)
     if binary is None:
         _binaries[key] = _Binary(kernel, kernel[grid](*args, **constants), constants)
@@ -63,13 +63,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         binary.start(grid, driver.active.get_current_stream(device), args)
 
 
-def _kind(value: Any) -> Any:
+def _kinds(values: tuple[Any, ...]) -> list[Any]:
     """Return what Triton compiles in: types, None, 1, and what multiples of 16 there are."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % _ALIGNED == 0
-    if isinstance(value, int) and value != 1:
-        return value % _ALIGNED == 0, value.bit_length() > _INT32
-    return float if isinstance(value, float) else value
+    kinds: list[Any] = []
+    add = kinds.append
+    for value in values:  # in one loop: a call for each value would take as long as a launch
+        if value is None or value is True or value is False:
+            add(value)
+        elif isinstance(value, Tensor):
+            add(value.dtype)
+            add(value.data_ptr() % _ALIGNED == 0)
+        elif isinstance(value, int) and value != 1:
+            add(2 + (value % _ALIGNED == 0) + 2 * (value.bit_length() > _INT32))
+        else:
+            add(float if isinstance(value, float) else value)
+    return kinds
 
 
 def _is_watched() -> bool:
