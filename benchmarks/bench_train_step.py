@@ -33,7 +33,7 @@ PEERS = {
     "torchtitan-compiled": "torchtitan_peer:compiled",
     "ours": "megatron_peer:ours",
     "ours-deterministic": "megatron_peer:deterministic",
-    "ours-swiglu-in-product": "megatron_peer:swiglu_in_product",
+    "ours-swiglu-apart": "megatron_peer:swiglu_apart",
     "megatron-liger-optimizer": "megatron_peer:liger_with_optimizer",
     "ours-optimizer": "megatron_peer:ours_with_optimizer",
 }

@@ -49,9 +49,9 @@ def deterministic(shape):
     return ours(shape, features={"npu_deterministic": True})
 
 
-def swiglu_in_product(shape):
-    """Build ours with SwiGLU computed by the products around it."""
-    return ours(shape, features={"swiglu_in_product": True})
+def swiglu_apart(shape):
+    """Build ours with SwiGLU between its products, where they would compute it by themselves."""
+    return ours(shape, features={"swiglu_in_product": False})
 
 
 def ours_with_optimizer(shape):

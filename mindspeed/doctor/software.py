@@ -124,17 +124,15 @@ def check_hopper(device: Device) -> list[Check]:
         return []
     return [
         _of_package(FLASH_ATTENTION, "cuDNN attends, and deterministic runs are slower"),
-        _of_package(QUACK, "only --swiglu-in-product needs it", is_missed=False),
+        _of_package(QUACK, "SwiGLU passes over memory between the products of an MLP"),
     ]
 
 
-def _of_package(package: Package, otherwise: str, is_missed: bool = True) -> Check:
+def _of_package(package: Package, otherwise: str) -> Check:
     found = _version(package.name)
     if found is not None and Version(found) >= Version(package.oldest):
         return ok(package.name, f"{found}, for {package.purpose}")
     state = "not installed" if found is None else f"{found} is too old"
-    if not is_missed:
-        return absent(package.name, f"{state}: {otherwise}")
     remedy = f"pip install '{package.requirement}' (beside a CUDA 13 build of torch)"
     return warn(package.name, f"{state}: {otherwise}", remedy)
 

@@ -31,6 +31,8 @@ class Choice:
 def select(registry: Registry, options: Any, context: Context) -> list[Choice]:
     """Choose the features that are asked for and whose level is within the requested one."""
     choices = [_choose(feature, options, context) for feature in registry]
+    on = {choice.feature.name for choice in choices if choice.on}
+    choices = [_stand_back(choice, on, registry, options, context) for choice in choices]
     _check([choice.feature for choice in choices if choice.on], registry, options, context)
     for choice in choices:
         _tell_idle(choice, options, context)
@@ -82,6 +84,17 @@ def _choose_by_device(feature: Feature, options: Any, context: Context) -> Choic
     except ConfigError as reason:  # nobody asked for it, so nobody has to hear of it
         return Choice(feature, False, str(reason))
     return Choice(feature, True, f"on by default on {name}")
+
+
+def _stand_back(
+    choice: Choice, on: set[str], registry: Registry, options: Any, context: Context
+) -> Choice:
+    """Leave off what nobody asked for where something that it needs is off."""
+    feature = choice.feature
+    missing = [_word(registry[name], context) for name in feature.requires if name not in on]
+    if not (choice.on and missing and feature.is_undecided(options)):
+        return choice
+    return Choice(feature, False, f"{', '.join(missing)} is off")
 
 
 def _check(features: list[Feature], registry: Registry, options: Any, context: Context) -> None:

@@ -17,14 +17,15 @@ class SwigluInProduct(Feature):
     group = "Affinity"
     level = Level.AFFINITY
     enabled_by = "swiglu_in_product"
+    default_devices = ("cuda",)
     requires = ("fused_swiglu",)
 
     class Options(config.Options):
         """The switch."""
 
-        swiglu_in_product: bool = False
-        """Compute SwiGLU inside the products of a dense MLP (TE spec), by the package quack-kernels
-        on a Hopper GPU."""
+        swiglu_in_product: bool | None = None
+        """Compute SwiGLU inside the products of a dense MLP (TE spec), by the package
+        quack-kernels. Default: on a Hopper GPU where that is installed."""
 
     def check(self, options: Any, context: Context) -> None:
         """The package and its chip must be here: an option without effect would be asked for."""

@@ -86,7 +86,19 @@ class OnCpu(Feature):
             raise ConfigError("--use-on-cpu and --forbids exclude each other")
 
 
+class OnTopOfIt(Feature):
+    name, title, group, level = "on_top_of_it", "On top", "Affinity", Level.AFFINITY
+    enabled_by = "use_on_top"
+    default_devices = ("cpu",)
+    requires = ("on_cpu",)
+
+    class Options(config.Options):
+        use_on_top: bool | None = None
+        """On where what it needs is on."""
+
+
 BY_DEVICE = Registry([OnCpu()])
+ONE_NEEDS_ANOTHER = Registry([OnCpu(), OnTopOfIt()])
 REGISTRY = Registry(kind() for kind in (Facade, Native, Fused, Ring, Star, NpuOnly, NpuSwitch))
 WITH_MEGATRON = {"native_size": 2}
 
@@ -190,6 +202,24 @@ def test_on_by_device(monkeypatch, caplog, level, asked, forbids, device, expect
     (choice,) = select(BY_DEVICE, options, Context(Spelling.FLAG, {"forbids": forbids}))
     assert (choice.on, choice.why) == expected
     assert not caplog.records
+
+
+def test_what_nobody_asked_for_stands_back_where_its_need_is_off(monkeypatch):
+    monkeypatch.setattr("mindspeed.features.selection._device_name", lambda: "cpu")
+    options = ONE_NEEDS_ANOTHER.options_class
+    found = [
+        (choice.on, choice.why)
+        for asked in (None, False)
+        for choice in select(ONE_NEEDS_ANOTHER, options(use_on_cpu=asked), Context(Spelling.FLAG))
+        if choice.feature.name == "on_top_of_it"
+    ]
+    assert found == [(True, "on by default on cpu"), (False, "--use-on-cpu is off")]
+    with pytest.raises(ConfigError, match="--use-on-top needs --use-on-cpu"):
+        select(
+            ONE_NEEDS_ANOTHER,
+            options(use_on_cpu=False, use_on_top=True),
+            Context(Spelling.FLAG),
+        )
 
 
 def test_asked_for_and_impossible_is_an_error():

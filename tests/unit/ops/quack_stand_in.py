@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import sys
 import types
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -42,18 +43,29 @@ def is_within_reach(*tensors):
     return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
-def gemm(A, B, *, out_dtype=None, concat_layout=(), dynamic_scheduler, tuned):
-    assert dynamic_scheduler and not tuned and is_within_reach(A, B)
-    kind, (A, B) = out_dtype or A.dtype, wide(A, B)
-    out = A @ (woven(B) if "B" in concat_layout else B)
-    return (apart(out) if "out" in concat_layout else out).to(kind)
+@dataclass(frozen=True)
+class GemmConfig:
+    """A choice of kernel: no value depends on it."""
+
+    tile_m: int = 128
+    tile_n: int = 192
+    pingpong: bool = True
+    is_dynamic_persistent: bool = True
+    cluster_m: int = 2
+    cluster_n: int = 1
 
 
-def gemm_add_inplace(A, B, out, *, concat_layout, dynamic_scheduler, tuned):
-    assert dynamic_scheduler and not tuned and concat_layout == ("C", "out")
-    assert is_within_reach(A, B, out)
-    A, B = wide(A, B)
-    out += apart(A @ B)
+class gemm_tuned:
+    """The product behind all others; `fn` takes the kernel by name."""
+
+    @staticmethod
+    def fn(A, B, out, *, config, concat_layout, add_to_output=False):
+        assert isinstance(config, GemmConfig) and is_within_reach(A, B, out)
+        assert A.shape[0] == out.shape[0] and B.shape[1] == out.shape[1]
+        A, B = wide(A, B)
+        found = A @ (woven(B) if "B" in concat_layout else B)
+        found = apart(found) if "out" in concat_layout else found
+        out.copy_(out + found if add_to_output else found)
 
 
 def gemm_gated(A, B, *, activation, concat_layout, tuned):
@@ -64,8 +76,9 @@ def gemm_gated(A, B, *, activation, concat_layout, tuned):
     return pairs.to(kind), swiglu(pairs).to(kind)
 
 
-def gemm_dgated(A, B, PreAct, *, activation, tuned):
-    assert activation == "swiglu" and not tuned and PreAct.shape[1] == 2 * B.shape[1]
+def gemm_dgated(A, B, PreAct, *, activation, tuned, config):
+    assert activation == "swiglu" and not tuned and isinstance(config, GemmConfig)
+    assert PreAct.shape[1] == 2 * B.shape[1]
     assert is_within_reach(A, B, PreAct)
     kind, (A, B, PreAct) = A.dtype, wide(A, B, PreAct)
     with torch.enable_grad():
@@ -77,13 +90,16 @@ def gemm_dgated(A, B, PreAct, *, activation, tuned):
 
 def install(monkeypatch):
     """Let this machine seem to have a Hopper GPU and the package."""
-    names = ("quack", "quack.gemm_interface")
-    package, module = (types.ModuleType(name) for name in names)
-    for name, part in zip(names, (package, module)):
-        part.__spec__, part.__path__ = SimpleNamespace(name=name), []
-        monkeypatch.setitem(sys.modules, name, part)
-    for function in (gemm, gemm_add_inplace, gemm_gated, gemm_dgated):
-        setattr(module, function.__name__, function)
+    exports = {
+        "quack": (),
+        "quack.gemm_config": (GemmConfig,),
+        "quack.gemm_interface": (gemm_tuned, gemm_gated, gemm_dgated),
+    }
+    for name, parts in exports.items():
+        module = types.ModuleType(name)
+        module.__spec__, module.__path__ = SimpleNamespace(name=name), []
+        vars(module).update({part.__name__: part for part in parts})
+        monkeypatch.setitem(sys.modules, name, module)
     versions = {"quack-kernels": "0.6.5"}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
     monkeypatch.setattr(type(device.current()), "capability", lambda _: hopper.CAPABILITY)

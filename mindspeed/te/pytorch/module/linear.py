@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +19,29 @@ from mindspeed.parallel.tensor import (
     reduce_scatter_sequence,
 )
 from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activation_dtype
+
+
+class _SwigluAhead:
+    """Whether a product is to compute SwiGLU, and of what it did. A module's own attributes would
+    take longer to set."""
+
+    __slots__ = ("is_wanted", "pairs")
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self.pairs: Tensor | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        pairs, self.pairs, self.is_wanted = self.pairs, None, False
+        is_left = pairs is not None and take_ahead(pairs) is not None
+        if is_left and kind in (None, RuntimeError):  # sizes that do not fit, but no lack of memory
+            raise RuntimeError(
+                "something between the first product of an MLP and its SwiGLU replaced the "
+                "tensor: turn swiglu_in_product off for this model"
+            )
 
 
 class LinearBase(TransformerEngineBaseModule):
@@ -37,8 +60,7 @@ class LinearBase(TransformerEngineBaseModule):
     ) -> None:
         super().__init__(**options)
         self.use_bias = bias
-        self._computes_swiglu = False
-        self._pairs: Tensor | None = None
+        self._ahead = _SwigluAhead()
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         row = self.parallel_mode == "row"
@@ -91,9 +113,9 @@ class LinearBase(TransformerEngineBaseModule):
             "fused": self.fuse_wgrad_accumulation,
             "deferred": self._deferred,
         }
-        if self._computes_swiglu and paired.serves(x, weight):
-            self._pairs = gated_linear(x, weight, **options)
-            return self._pairs
+        if self._ahead.is_wanted and paired.serves(x, weight):
+            self._ahead.pairs = gated_linear(x, weight, **options)
+            return self._ahead.pairs
         bias = self._whole("bias") if self.apply_bias and not row else None
         out = linear(x, weight, bias, **options)
         if not row:
@@ -102,24 +124,14 @@ class LinearBase(TransformerEngineBaseModule):
         out = reduce(out, group)
         return out + self._whole("bias").to(out.dtype) if self.apply_bias else out
 
-    @contextmanager
-    def swiglu_ahead(self) -> Iterator[None]:
+    def swiglu_ahead(self) -> AbstractContextManager[None]:
         """Compute SwiGLU along with the product while this is entered, where a kernel does both.
 
         The output is pairs of gate and up then: SwiGLU must be the next to see it.
         """
         hooks = (self._forward_hooks, self._backward_hooks, self._backward_pre_hooks)
-        self._computes_swiglu = not (self.use_bias or any(hooks))
-        try:
-            yield
-        finally:
-            is_left = self._pairs is not None and take_ahead(self._pairs) is not None
-            self._computes_swiglu, self._pairs = False, None
-            if is_left:
-                raise RuntimeError(
-                    "something between the first product of an MLP and its SwiGLU replaced the "
-                    "tensor: turn swiglu_in_product off for this model"
-                )
+        self._ahead.is_wanted = not (self.use_bias or any(hooks))
+        return self._ahead
 
     def _returned_bias(self, out: Tensor) -> Tensor | None:
         return self._whole("bias").to(out.dtype) if self.use_bias else None
