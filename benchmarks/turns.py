@@ -1,6 +1,7 @@
 """Processes that take turns on the one device, so that clocks and neighbours disturb all alike."""
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -22,6 +23,8 @@ def serve(step, steps, warm_up, look=None):
     if look is not None:
         look(step)
     torch.cuda.empty_cache()
+    gc.collect()
+    gc.freeze()  # a collection that looks through all imports takes as long as a step
     _answer({})
     for _ in sys.stdin:
         step()  # takes back the memory that was lent to the others
