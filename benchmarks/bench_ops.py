@@ -225,6 +225,8 @@ def race_entry(bench, name, arguments):
     with bench.telling(name, OURS):
         entry = importlib.import_module(f"ops.{name}")
         for case in entry.TINY if arguments.tiny else entry.CASES:
+            if arguments.shape not in f"{case.op} {case.shape}":
+                continue
             before = len(bench.rows)
             with bench.telling(case.op, case.shape, OURS):
                 bench.race(case)
@@ -264,6 +266,7 @@ def _version(package):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--only", default="", help="operators, separated by commas")
+    parser.add_argument("--shape", default="", help="cases with this in their name and shape only")
     parser.add_argument("--without", default="", help="peers to leave out, e.g. compile,liger")
     parser.add_argument("--quick", action="store_true", help="as few samples as make a median")
     parser.add_argument("--seconds-per-case", type=float, default=2.0, help="a pass of a case")
