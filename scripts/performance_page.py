@@ -21,6 +21,7 @@ TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTEXT = ("device", "torch", "triton", "liger", "megatron_core", "commit")
 PEER_ORDER = ("ours", "eager", "compile", "liger")
 PRODUCTS = "products alone"
+GONE = ("ours-tuned",)  # stacks that were tried and are not in the product
 
 Row = dict[str, str]
 Races = dict[tuple[str, ...], list[Row]]
@@ -167,10 +168,10 @@ def _memory(races: list[list[Row]]) -> str:
 
 
 def train_step(rows: list[Row]) -> Iterator[str]:
-    """Show the last race of each model, the fastest first."""
-    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    """Show the last row of each stack, the fastest first; those of one commit raced each other."""
+    rows = [row for row in _last(rows, "shape", "peer", "micro_batch") if row["peer"] not in GONE]
     head = ["stack", "micro-batch", "tokens/s", "slowest - fastest", "model TFLOP/s", "peak GiB"]
-    head += ["least time / time", "in a long row", "loss"]
+    head += ["least time / time", "in a long row", "loss", "commit"]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         group = [row for row in rows if row["shape"] == shape]
         group.sort(key=lambda row: (row["micro_batch"], -float(row["tokens_per_s"])))
@@ -186,11 +187,25 @@ def train_step(rows: list[Row]) -> Iterator[str]:
                 row["roofline_ratio"],
                 row.get("sustained_ratio") or "-",
                 row["loss"],
+                row["commit"],
             ]
             for row in group
         ]
         yield from markdown(head, lines)
         yield from ["", _measured_on(group), ""]
+
+
+def mm_step(rows: list[Row]) -> Iterator[str]:
+    """Show the last race against each peer."""
+    rows = _last(rows, "peer", "against")
+    columns = [column for column in rows[0] if column not in CONTEXT or column == "commit"]
+    yield from markdown(columns, [[row[column] for column in columns] for row in rows])
+    yield from ["", _measured_on(rows)]
+
+
+def _last(rows: list[Row], *columns: str) -> list[Row]:
+    """Return the last of the rows that have the same in these columns."""
+    return list({tuple(row[column] for column in columns): row for row in rows}.values())
 
 
 def markdown(head: list[str], lines: Iterable[list[str]]) -> Iterator[str]:
@@ -221,6 +236,7 @@ TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "op_targets": op_targets,
     "op_choices": op_choices,
     "train_step": train_step,
+    "mm_step": mm_step,
 }
 
 if __name__ == "__main__":

@@ -110,3 +110,29 @@ def test_the_worst_shape_meets_a_target_or_misses_it(tmp_path, monkeypatch, targ
 def test_what_was_not_measured_is_told(tmp_path):
     text = page.render("<!-- table: train_step -->\n<!-- end -->\n", tmp_path)
     assert "Not measured yet" in text and page.render(text, tmp_path) == text
+
+
+def step(peer, tokens, commit, **others):
+    names = ("slowest", "fastest", "model_tflops", "peak_gib", "roofline_ratio", "loss")
+    row = dict.fromkeys(names, "1") | {"shape": "8b", "peer": peer, "micro_batch": "2"}
+    return row | {"tokens_per_s": tokens, "device": "H200", "commit": commit} | others
+
+
+def test_a_stack_that_was_not_raced_again_is_shown_as_it_was(tmp_path):
+    rows = [step("ours", "10", "old"), step("eager", "9", "old"), step("ours-tuned", "8", "old")]
+    write([*rows, step("ours", "12", "new")], tmp_path / "train_step.csv")
+    text = page.render("<!-- table: train_step -->\n<!-- end -->\n", tmp_path)
+    lines = [line for line in text.splitlines() if line.startswith(("| ours", "| eager"))]
+    assert [line.split(" | ")[2] for line in lines] == ["12", "9"]
+    assert lines[0].endswith("new |") and lines[1].endswith("old |")
+
+
+def test_the_last_race_against_each_peer_is_shown(tmp_path):
+    names = ("peer", "against", "milliseconds", "device", "commit")
+    races = [("ours", "fused", "5"), ("fused", "fused", "6"), ("ours", "plain", "5")]
+    rows = [dict(zip(names, (*race, "H200", "old"))) for race in races]
+    rows.append(dict(zip(names, ("ours", "plain", "4", "H200", "new"))))
+    write(rows, tmp_path / "mm_step.csv")
+    text = page.render("<!-- table: mm_step -->\n<!-- end -->\n", tmp_path)
+    assert "| ours | fused | 5 | old |" in text and "| ours | plain | 4 | new |" in text
+    assert "| ours | plain | 5" not in text
