@@ -130,9 +130,9 @@ def check_hopper(device: Device) -> list[Check]:
 
 def _of_package(package: Package, otherwise: str) -> Check:
     found = _version(package.name)
-    if found is not None and Version(found) >= Version(package.oldest):
+    if found is not None and package.takes(found):
         return ok(package.name, f"{found}, for {package.purpose}")
-    state = "not installed" if found is None else f"{found} is too old"
+    state = "not installed" if found is None else f"{found} is not {package.versions}"
     remedy = f"pip install '{package.requirement}' (beside a CUDA 13 build of torch)"
     return warn(package.name, f"{state}: {otherwise}", remedy)
 

@@ -83,11 +83,14 @@ def test_every_obstacle_is_listed_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "oldest", "older"),
-    [("flash-attn-4", "4.0.0b36", "4.0.0b4"), ("quack-kernels", "0.6.5", "0.5.3")],
+    ("name", "oldest", "others"),
+    [
+        ("flash-attn-4", "4.0.0b36", ("4.0.0b4", "4.1")),
+        ("quack-kernels", "0.6.5", ("0.5.3", "0.7")),
+    ],
 )
 def test_a_hopper_is_told_of_faster_packages(
-    monkeypatch: pytest.MonkeyPatch, name: str, oldest: str, older: str
+    monkeypatch: pytest.MonkeyPatch, name: str, oldest: str, others: tuple[str, ...]
 ) -> None:
     hopper, ampere = (SimpleNamespace(capability=lambda at=at: at) for at in ((9, 0), (8, 0)))
     versions: dict[str, str] = {}
@@ -104,7 +107,8 @@ def test_a_hopper_is_told_of_faster_packages(
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert software.check_hopper(ampere) == []
     assert found().status is Status.WARN and f"{name}[cu13]>={oldest}" in found().remedy
-    versions[name] = older
-    assert found().status is Status.WARN and f"{older} is too old" in found().detail
+    for other in others:
+        versions[name] = other
+        assert found().status is Status.WARN and f"{other} is not >={oldest}" in found().detail
     versions[name] = oldest
     assert found().status is Status.OK and oldest in found().detail

@@ -206,4 +206,4 @@ def test_one_that_is_too_old_is_told_of(package, monkeypatch, on_hopper, caplog)
     install(monkeypatch, "4.0.0b4")
     with caplog.at_level(logging.WARNING):
         assert not hopper.FLASH_ATTENTION.is_here()
-    assert "4.0.0b4 is older than 4.0.0b36" in caplog.text
+    assert "4.0.0b4 is not >=4.0.0b36,<4.1" in caplog.text

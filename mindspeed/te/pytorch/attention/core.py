@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mindspeed.ops.fusion_attention import sdpa
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
-LONG = 1024  # tokens of a document
+LONG = 1024  # tokens of a document from where one by one is faster than all at once
 # Every layer of a step is given the same cumulative lengths: the host waits for them once.
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
