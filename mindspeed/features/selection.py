@@ -30,9 +30,15 @@ class Choice:
 
 def select(registry: Registry, options: Any, context: Context) -> list[Choice]:
     """Choose the features that are asked for and whose level is within the requested one."""
-    choices = [_choose(feature, options, context) for feature in registry]
-    on = {choice.feature.name for choice in choices if choice.on}
-    choices = [_stand_back(choice, on, registry, options, context) for choice in choices]
+    chosen: dict[str, Choice] = {}
+
+    def choose(feature: Feature) -> Choice:
+        if feature.name not in chosen:
+            needs = [choose(registry[name]) for name in feature.requires]
+            chosen[feature.name] = _choose(feature, needs, options, context)
+        return chosen[feature.name]
+
+    choices = [choose(feature) for feature in registry]
     _check([choice.feature for choice in choices if choice.on], registry, options, context)
     for choice in choices:
         _tell_idle(choice, options, context)
@@ -49,7 +55,7 @@ def _tell_idle(choice: Choice, options: Any, context: Context) -> None:
             logger.warning("%s has no effect: %s", spelled(name, given), reason)
 
 
-def _choose(feature: Feature, options: Any, context: Context) -> Choice:
+def _choose(feature: Feature, needs: list[Choice], options: Any, context: Context) -> Choice:
     switch = _word(feature, context)
     if feature.is_native and context.megatron is None:
         return Choice(feature, False, "Megatron's own configuration decides", is_known=False)
@@ -57,7 +63,7 @@ def _choose(feature: Feature, options: Any, context: Context) -> Choice:
         is_on = feature.is_on(options, context)
         return Choice(feature, is_on, "in use" if is_on else "not in use")
     if feature.is_undecided(options):
-        return _choose_by_device(feature, options, context)
+        return _choose_by_device(feature, needs, options, context)
     if not feature.is_on(options, context):
         return Choice(feature, False, f"{switch} is not set")
     if feature.level > options.optimization_level:
@@ -72,29 +78,23 @@ def _choose(feature: Feature, options: Any, context: Context) -> Choice:
     return Choice(feature, True, f"{switch} is set" if feature.enabled_by else "always on")
 
 
-def _choose_by_device(feature: Feature, options: Any, context: Context) -> Choice:
+def _choose_by_device(
+    feature: Feature, needs: list[Choice], options: Any, context: Context
+) -> Choice:
     name = _device_name()
     if name not in feature.default_devices:
         return Choice(feature, False, f"{_word(feature, context)} is not set")
     if feature.level > options.optimization_level:
         asked = context.spelling.with_value("optimization_level", options.optimization_level)
         return Choice(feature, False, f"level {feature.level:d} is above {asked}")
+    missing = [_word(need.feature, context) for need in needs if need.state == "off"]
+    if missing:
+        return Choice(feature, False, f"{', '.join(missing)} is off")
     try:
         feature.check(options, context)
     except ConfigError as reason:  # nobody asked for it, so nobody has to hear of it
         return Choice(feature, False, str(reason))
     return Choice(feature, True, f"on by default on {name}")
-
-
-def _stand_back(
-    choice: Choice, on: set[str], registry: Registry, options: Any, context: Context
-) -> Choice:
-    """Leave off what nobody asked for where something that it needs is off."""
-    feature = choice.feature
-    missing = [_word(registry[name], context) for name in feature.requires if name not in on]
-    if not (choice.on and missing and feature.is_undecided(options)):
-        return choice
-    return Choice(feature, False, f"{', '.join(missing)} is off")
 
 
 def _check(features: list[Feature], registry: Registry, options: Any, context: Context) -> None:
