@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -58,9 +58,11 @@ def wrap_mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        ahead = getattr(self.linear_fc1, "swiglu_ahead", nullcontext)
+        ahead = getattr(self.linear_fc1, "swiglu_ahead", None)
         is_next = per_token_scale is None and _is_swiglu_next(self.config)
-        with ahead() if is_next else nullcontext():
+        if ahead is None or not is_next or torch.compiler.is_compiling():
+            return original(self, hidden_states, per_token_scale, *args, **kwargs)
+        with ahead():
             return original(self, hidden_states, per_token_scale, *args, **kwargs)
 
     return forward

@@ -3,8 +3,8 @@
 The product before it writes gate and up of a column side by side, as pairs, and silu(gate) * up
 beside them; the gradient of the product behind it comes out as that of the pairs. Nothing passes
 over them in between. T tokens, H hidden, F columns; the weight before stays [gate; up] (2F, H), as
-Megatron keeps it, and is never laid out anew. Kernels are named: looking for the best takes the
-package minutes at the start.
+Megatron keeps it, and is never laid out anew. Looking for the best kernels takes the package
+minutes at the start: those of backward are named here, the one of forward is its standard.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def gradient(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tenso
     """
     from quack.gemm_interface import gemm_dgated
 
-    if not _is_aligned(*weight.shape):
+    if is_watched() or not _is_aligned(*weight.shape):
         return _plain_gradient(grad @ weight, pairs)
     rows = _rows(grad), _rows(weight), _flat(pairs)
     options = {"activation": "swiglu", "tuned": False, "config": _kernels().gradient}
@@ -67,6 +67,8 @@ def gradient(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tenso
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """Multiply the gradient of pairs (..., F, 2) by weight (2F, H)."""
+    if is_watched():
+        return _apart(grad) @ weight
     out = grad.new_empty(*grad.shape[:-2], weight.shape[1])
     _multiply(_flat(grad), _rows(weight), out.flatten(0, -2), ("B",), _kernels().input_gradient)
     return out
@@ -74,6 +76,8 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return grad^T x as the gradient of [gate; up] (2F, H), in the type of grad by default."""
+    if is_watched():
+        return (_apart(grad).flatten(0, -2).t() @ x.flatten(0, -2)).to(dtype or grad.dtype)
     out = grad.new_empty(2 * grad.shape[-2], x.shape[-1], dtype=dtype)
     _multiply(_flat(grad).t(), _rows(x), out, ("out",), _kernels().weight_gradient)
     return out
@@ -81,7 +85,8 @@ def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype | None = None) -
 
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add grad^T x to the gradient of [gate; up] (2F, H)."""
-    if total.data_ptr() % BYTES:  # Megatron packs gradients one behind the other, of any size
+    # Megatron packs gradients one behind the other, of any size.
+    if is_watched() or total.data_ptr() % BYTES:
         total.add_(weight_gradient(grad, x, total.dtype))
         return
     kernel = _kernels().weight_gradient
@@ -137,9 +142,13 @@ class _SwiGLUOfPairs(torch.autograd.Function):
 
 
 def _plain_gradient(grad: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    packed = pairs.transpose(-1, -2).flatten(-2)
-    grad_packed, y = swiglu_gradient(grad, packed)
+    grad_packed, y = swiglu_gradient(grad, _apart(pairs))
     return grad_packed.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous(), y
+
+
+def _apart(pairs: Tensor) -> Tensor:
+    """Lay pairs (..., F, 2) out as [gate | up] (..., 2F)."""
+    return pairs.transpose(-1, -2).flatten(-2)
 
 
 def _is_aligned(*sizes: int) -> bool:

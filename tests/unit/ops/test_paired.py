@@ -1,5 +1,9 @@
 """SwiGLU inside the products around it, with the package's kernels stood in for by plain torch."""
 
+import contextlib
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.utils.flop_counter
@@ -8,9 +12,10 @@ from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.ops.swiglu import paired
-from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl
+from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl, wrap_mlp_forward
 from mindspeed.ops.swiglu.origin import remember_ahead, take_ahead
 from mindspeed.parallel.tensor import DeferredGradients, gated_linear, linear
+from mindspeed.te.pytorch.module.linear import _SwigluAhead
 from tests.unit.ops import quack_stand_in
 
 swiglu_of_megatron = wrap_bias_swiglu_impl(lambda *_: pytest.fail("Megatron's own was called"))
@@ -114,6 +119,48 @@ def test_a_compiler_takes_what_was_not_computed_ahead():
     torch.testing.assert_close(torch.compile(mlp, backend="eager")(x), plain(x, first, second))
 
 
+class First(torch.nn.Linear):
+    """A product that can be asked for SwiGLU by what no compiler enters."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self._ahead = _SwigluAhead()
+
+    def swiglu_ahead(self):
+        return self._ahead
+
+
+class Mlp(torch.nn.Module):
+    """As Megatron's, as far as its wrapper looks at it."""
+
+    config = SimpleNamespace(
+        cpu_offloading=False,
+        gated_linear_unit=True,
+        activation_func=silu,
+        bias_activation_fusion=True,
+        add_bias_linear=False,
+        activation_func_fp8_input_store=False,
+    )
+
+    def __init__(self):
+        super().__init__()
+        options = {"bias": False, "dtype": torch.float64}
+        self.linear_fc1 = First(16, 16, **options)
+        self.linear_fc2 = torch.nn.Linear(8, 16, **options)
+
+    @wrap_mlp_forward
+    def forward(self, x, per_token_scale=None):
+        gate, up = self.linear_fc1(x).chunk(2, -1)
+        return self.linear_fc2(silu(gate) * up)
+
+
+def test_a_compiler_takes_a_whole_mlp():
+    (x, *_), mlp = draw(), Mlp()
+    compiled = torch.compile(mlp, backend="eager", fullgraph=True)
+    expected = plain(x, mlp.linear_fc1.weight, mlp.linear_fc2.weight)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-12, atol=1e-12)
+
+
 class Zeros(TorchDispatchMode):
     """Notes the shapes of tensors that are made of zeros."""
 
@@ -126,6 +173,22 @@ class Zeros(TorchDispatchMode):
         if function is torch.ops.aten.zeros.default:
             self.shapes.append(tuple(out.shape))
         return out
+
+
+def test_whoever_looks_on_at_backward_sees_products_of_torch(quack):
+    x, *weights = draw()
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    results = []
+    for is_watched in (False, True):
+        given = [tensor.detach().requires_grad_() for tensor in (x, *weights)]
+        out = ours(*given).sum()
+        watch = torch.utils.flop_counter.FlopCounterMode(display=False)
+        with watch if is_watched else contextlib.nullcontext():
+            out.backward()
+        results.append([tensor.grad for tensor in given])
+    assert watch.get_total_flops() == 4 * 6 * (16 * 16 + 16 * 8)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def test_backward_makes_no_gradient_for_the_output(quack):
@@ -164,6 +227,16 @@ def test_where_it_serves(quack):
     assert not paired.serves(x.to("meta"), weight)
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert not paired.serves(x, weight)
+
+
+def test_without_a_place_for_kernels_it_does_not_serve(quack, monkeypatch, caplog):
+    def fail():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(sys.modules["quack.cache"], "get_cache_path", fail)
+    x, weight = (torch.empty(rows, 64, dtype=torch.bfloat16) for rows in (1024, 32))
+    assert not paired.serves(x, weight)
+    assert "quack-kernels is installed and cannot be used" in caplog.text
 
 
 def test_without_the_package_it_does_not_serve():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as every_module
 
 from mindspeed.ops.swiglu import paired
 from mindspeed.ops.swiglu.origin import take_ahead
@@ -22,8 +23,10 @@ from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activa
 
 
 class _SwigluAhead:
-    """Whether a product is to compute SwiGLU, and of what it did. A module's own attributes would
-    take longer to set."""
+    """Whether the next product is to compute SwiGLU, and the pairs that it returned then.
+
+    Attributes of a module would take longer to set.
+    """
 
     __slots__ = ("is_wanted", "pairs")
 
@@ -129,8 +132,13 @@ class LinearBase(TransformerEngineBaseModule):
 
         The output is pairs of gate and up then: SwiGLU must be the next to see it.
         """
-        hooks = (self._forward_hooks, self._backward_hooks, self._backward_pre_hooks)
-        self._ahead.is_wanted = not (self.use_bias or any(hooks))
+        hooks = (
+            getattr(owner, f"{prefix}{name}")
+            for owner, prefix in ((self, "_"), (every_module, "_global_"))
+            for name in ("forward_hooks", "backward_hooks", "backward_pre_hooks")
+        )
+        is_exchanged = "forward" in vars(self)
+        self._ahead.is_wanted = not (self.use_bias or is_exchanged or any(hooks))
         return self._ahead
 
     def _returned_bias(self, out: Tensor) -> Tensor | None:
