@@ -111,7 +111,7 @@ class _Kernels(NamedTuple):
 
 @functools.cache  # the package finds what it has compiled by these very objects
 def _kernels() -> _Kernels:
-    """Return the fastest in a long row on an H200, of forty each."""
+    """Return the fastest in a long row on an H200, of twenty each."""
     from quack.gemm_config import GemmConfig
 
     return _Kernels(
