@@ -213,6 +213,8 @@ def main(arguments):
     with on_stream:
         for name in names:
             race_entry(bench, name, arguments)
+    if not (bench.rows or bench.failures):
+        raise SystemExit(f"--shape {arguments.shape!r} is in no case of {', '.join(names)}")
     print("at the end:", _power())
     plot(bench.rows, arguments.out / "ops.png")
     for failure in bench.failures:

@@ -14,10 +14,21 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def test_every_entry_races_on_a_cpu(tmp_path):
-    command = [sys.executable, BENCHMARKS / "bench_ops.py", "--tiny", "--quick", "--out", tmp_path]
+def bench(folder, *options):
+    script = BENCHMARKS / "bench_ops.py"
+    command = [sys.executable, script, "--tiny", "--quick", "--out", folder, *options]
     environment = os.environ | {"MINDSPEED_DEVICE": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_a_shape_that_no_case_has_is_told(tmp_path):
+    done = bench(tmp_path, "--only", "swiglu", "--shape", "7x7")
+    assert done.returncode == 1 and "--shape '7x7' is in no case of swiglu" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_entry_races_on_a_cpu(tmp_path):
+    done = bench(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "ops.csv").open() as file:
         rows = list(csv.DictReader(file))
