@@ -6,6 +6,8 @@ it along with its own output.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 _ORIGIN, _RESULT = "swiglu_origin", "swiglu_result"
@@ -41,3 +43,29 @@ def take_ahead(x: Tensor) -> Tensor | None:
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version  # inference mode does not count
+
+
+class Ahead:
+    """While entered: whether a product is to compute SwiGLU, and the pairs that it returned.
+
+    A module holds one, since attributes of its own would take longer to set.
+    """
+
+    __slots__ = ("is_wanted", "pairs")
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self.pairs: Tensor | None = None
+
+    def __enter__(self) -> None:
+        """Leave what was wanted as it is."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Complain where nobody asked for the SwiGLU of the pairs."""
+        pairs, self.pairs, self.is_wanted = self.pairs, None, False
+        is_left = pairs is not None and take_ahead(pairs) is not None
+        if is_left and kind in (None, RuntimeError):  # sizes that do not fit, but no lack of memory
+            raise RuntimeError(
+                "something between the first product of an MLP and its SwiGLU replaced the "
+                "tensor: turn swiglu_in_product off for this model"
+            )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules import module as every_module
 
 from mindspeed.ops.swiglu import paired
-from mindspeed.ops.swiglu.origin import take_ahead
+from mindspeed.ops.swiglu.origin import Ahead
 from mindspeed.parallel.tensor import (
     copy_to_ranks,
     gated_linear,
@@ -20,31 +20,6 @@ from mindspeed.parallel.tensor import (
     reduce_scatter_sequence,
 )
 from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activation_dtype
-
-
-class _SwigluAhead:
-    """Whether the next product is to compute SwiGLU, and the pairs that it returned then.
-
-    Attributes of a module would take longer to set.
-    """
-
-    __slots__ = ("is_wanted", "pairs")
-
-    def __init__(self) -> None:
-        self.is_wanted = False
-        self.pairs: Tensor | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        pairs, self.pairs, self.is_wanted = self.pairs, None, False
-        is_left = pairs is not None and take_ahead(pairs) is not None
-        if is_left and kind in (None, RuntimeError):  # sizes that do not fit, but no lack of memory
-            raise RuntimeError(
-                "something between the first product of an MLP and its SwiGLU replaced the "
-                "tensor: turn swiglu_in_product off for this model"
-            )
 
 
 class LinearBase(TransformerEngineBaseModule):
@@ -63,7 +38,7 @@ class LinearBase(TransformerEngineBaseModule):
     ) -> None:
         super().__init__(**options)
         self.use_bias = bias
-        self._ahead = _SwigluAhead()
+        self._ahead = Ahead()
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         row = self.parallel_mode == "row"
@@ -133,9 +108,12 @@ class LinearBase(TransformerEngineBaseModule):
         The output is pairs of gate and up then: SwiGLU must be the next to see it.
         """
         hooks = (
-            getattr(owner, f"{prefix}{name}")
-            for owner, prefix in ((self, "_"), (every_module, "_global_"))
-            for name in ("forward_hooks", "backward_hooks", "backward_pre_hooks")
+            self._forward_hooks,
+            self._backward_hooks,
+            self._backward_pre_hooks,
+            every_module._global_forward_hooks,
+            every_module._global_backward_hooks,
+            every_module._global_backward_pre_hooks,
         )
         is_exchanged = "forward" in vars(self)
         self._ahead.is_wanted = not (self.use_bias or is_exchanged or any(hooks))
