@@ -48,6 +48,9 @@ def make_config(options: TrainOptions, shape: ModelShape, layout: Layout) -> Any
         recompute_num_layers=options.recompute_num_layers,
         calculate_per_token_loss=options.calculate_per_token_loss,
         gradient_accumulation_fusion=_fuses_gradients(options),
+        # Megatron's scripts set these; TransformerConfig itself defaults to the unfused paths.
+        bias_activation_fusion=not options.no_bias_swiglu_fusion,
+        bias_dropout_fusion=not options.no_bias_dropout_fusion,
     )
 
 

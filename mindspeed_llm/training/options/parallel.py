@@ -34,5 +34,9 @@ class ParallelOptions(Options):
     """The same as --recompute-granularity selective."""
     no_gradient_accumulation_fusion: bool = False
     """Add the gradients of weights in a step of its own."""
+    no_bias_swiglu_fusion: bool = False
+    """Compute SwiGLU by separate operations."""
+    no_bias_dropout_fusion: bool = False
+    """Add the residual by separate operations."""
     distributed_timeout_minutes: int = 10
     """How long ranks wait for each other."""

@@ -83,6 +83,15 @@ def test_what_megatron_refuses_is_one_line() -> None:
         make_config(options, SHAPE, layout)
 
 
+def test_the_fused_paths_of_the_layers_are_on_unless_a_flag_says_no() -> None:
+    layout = plan_layout(TrainOptions(), SHAPE)
+    config = make_config(TrainOptions(), SHAPE, layout)
+    assert config.bias_activation_fusion and config.bias_dropout_fusion
+    unfused = TrainOptions(no_bias_swiglu_fusion=True, no_bias_dropout_fusion=True)
+    config = make_config(unfused, SHAPE, layout)
+    assert not config.bias_activation_fusion and not config.bias_dropout_fusion
+
+
 def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no weights: looked for"):
         find_shape(TrainOptions(load=str(tmp_path)))
