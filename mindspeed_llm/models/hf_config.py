@@ -1,11 +1,13 @@
 """Read the config.json of an HF model."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.models.config_keys import HARMLESS, ROTARY, ROTARY_NEUTRAL, refuse_unread
 from mindspeed_llm.models.shape import RotaryShape, Scaling
 
 LARGEST = 16 << 20
@@ -16,10 +18,14 @@ MANY = 10_000
 
 
 class HfConfig:
-    """The values of a config.json; a missing or wrong one is told with the file's name."""
+    """The values of a config.json, which remembers which of them were read.
+
+    A missing or wrong value is reported with the file's name.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
+        self._read: set[str] = set()
         self.source = source
 
     @classmethod
@@ -38,8 +44,20 @@ class HfConfig:
             raise ConfigError(f"{path}: holds a {type(values).__name__}, not names and values")
         return cls(values, str(path))
 
+    def of_type(self, model_type: str, defaults: Mapping[str, Any]) -> "HfConfig":
+        """Return the config with its type, and with values for keys that the file lacks."""
+        return HfConfig({**defaults, **self._values, "model_type": model_type}, self.source)
+
+    def refuse_unread(self, family: str, ignored: Collection[str] = ()) -> None:
+        """Raise if a key that was not read, and is not to be ignored, can change the model."""
+        refuse_unread(self.source, family, self._unread(), HARMLESS.union(ignored))
+
+    def _unread(self) -> list[tuple[str, Any]]:
+        return [(name, value) for name, value in self._values.items() if name not in self._read]
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value that may be missing; null counts as missing."""
+        self._read.add(name)
         value = self._values.get(name)
         return default if value is None else value
 
@@ -48,7 +66,7 @@ class HfConfig:
     ) -> int:
         """Return the first of several names that is there, a whole number within bounds."""
         for name in names:
-            value = self._values.get(name)
+            value = self.get(name)
             if value is not None:
                 is_whole = isinstance(value, int) and not isinstance(value, bool)
                 if not is_whole or not least <= value <= most:
@@ -81,15 +99,8 @@ class HfConfig:
 
     def rotary(self) -> RotaryShape:
         """Return the rotary embedding, from rope_parameters or from rope_theta and rope_scaling."""
-        values = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        if not isinstance(values, dict):
-            raise ConfigError(f"{self.source}: the rotary parameters are {values!r}, not an object")
-
-        def number(name: str, default: float) -> float:
-            found = values.get(name)
-            return _number(self.source, name, default if found is None else found)
-
-        kind = str(values.get("rope_type") or values.get("type") or "default")
+        rope = self._rotary_values()
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
         kinds: dict[str, Scaling] = {"default": "none", "linear": "linear"}
         kinds |= {"llama3": "llama3", "yarn": "yarn"}
         if kind not in kinds:
@@ -98,18 +109,66 @@ class HfConfig:
                 f"{', '.join(kinds)} are (dynamic scaling counts only beyond the trained length: "
                 "set rope_type to default to train within it)"
             )
-        length = self.integer("max_position_embeddings", default=8192)
-        return RotaryShape(
-            base=number("rope_theta", self.number("rope_theta", 10000.0)),
+        if kind != "default" and rope.get("factor") is None:
+            raise ConfigError(f"{rope.source}: factor is missing, which {kind} scaling needs")
+        length = self.integer("max_position_embeddings", default=2048)
+        shape = RotaryShape(
+            base=rope.number("rope_theta", self.number("rope_theta", 10000.0)),
             scaling=kinds[kind],
-            factor=number("factor", 1.0),
-            original_length=int(number("original_max_position_embeddings", length)),
-            low_frequency_factor=number("low_freq_factor", 1.0),
-            high_frequency_factor=number("high_freq_factor", 4.0),
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            mscale=number("mscale", 1.0),
-            mscale_all_dim=number("mscale_all_dim", 0.0),
+            factor=rope.number("factor", 1.0),
+            original_length=int(
+                # Outside the rotary parameters it takes precedence, as in transformers.
+                self.number(
+                    "original_max_position_embeddings",
+                    rope.number("original_max_position_embeddings", length),
+                )
+            ),
+            low_frequency_factor=rope.number("low_freq_factor", 1.0),
+            high_frequency_factor=rope.number("high_freq_factor", 4.0),
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            mscale=rope.number("mscale", 1.0),
+            mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+        )
+        _check_temperature(rope, shape)
+        refuse_unread(rope.source, f"{kind} rope", rope._unread(), ROTARY, ROTARY_NEUTRAL)
+        return shape
+
+    def _rotary_values(self) -> "HfConfig":
+        given = {name: self.get(name) for name in ("rope_scaling", "rope_parameters")}
+        given = {name: values for name, values in given.items() if values}
+        for name, values in given.items():
+            if not isinstance(values, dict):
+                raise ConfigError(
+                    f"{self.source}: the rotary parameters {name} are {values!r:.40}, not an object"
+                )
+        if len(given) > 1 and given["rope_scaling"] != given["rope_parameters"]:
+            raise ConfigError(
+                f"{self.source}: rope_scaling and rope_parameters differ: keep one of them"
+            )
+        name, values = next(iter(given.items()), ("rope_parameters", {}))
+        return HfConfig(values, f"{self.source}: {name}")
+
+
+def _check_temperature(rope: HfConfig, shape: RotaryShape) -> None:
+    """Raise where transformers would scale cos and sin of yarn by another factor than we do."""
+    given = rope.get("attention_factor")
+    if shape.scaling != "yarn":
+        return
+    has_both = rope.get("mscale") and shape.mscale_all_dim
+    if not has_both and (shape.mscale != 1.0 or shape.mscale_all_dim):
+        raise ConfigError(f"{rope.source}: give mscale and mscale_all_dim, or neither")
+
+    def temperature(scale: float) -> float:
+        return 0.1 * scale * math.log(max(shape.factor, 1.0)) + 1.0
+
+    own = temperature(shape.mscale) / temperature(shape.mscale_all_dim)
+    if given is not None and not math.isclose(
+        own, _number(rope.source, "attention_factor", given), rel_tol=1e-6
+    ):
+        raise ConfigError(
+            f"{rope.source}: attention_factor is {given}: only {own:.6g}, which the factor of "
+            "yarn makes it, is supported"
         )
 
 

@@ -15,21 +15,30 @@ def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
     method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"{config.source}: topk_method is {method!r}: it is not known")
-    groups: dict[str, Any] = {}
-    if method == "group_limited_greedy":
-        groups = {
-            "num_groups": config.integer("n_group"),
-            "group_topk": config.integer("topk_group"),
-        }
+    groups = {
+        "num_groups": config.integer("n_group", default=1),
+        "group_topk": config.integer("topk_group", default=1),
+    }
+    if method == "greedy":
+        groups = {}
+    only(config, "scoring_func", "softmax")
+    # Transformers does not normalize in DeepSeek-V2, whatever the config says; its authors' code
+    # does.
+    only(config, "norm_topk_prob", False)
     moe = MoeShape(
         **expert_fields(config, fields["num_layers"]),
         **groups,
         group_score="max",
-        # Transformers does not normalize in DeepSeek-V2, whatever norm_topk_prob says.
         normalize_topk=False,
         aux_loss_coeff=config.number("aux_loss_alpha", 0.0),
     )
     return ModelShape(family="deepseek2", moe=moe, **fields)
+
+
+def only(config: HfConfig, name: str, allowed: Any) -> None:
+    """Raise if a key has another value than the one that the family computes with."""
+    if (value := config.get(name, allowed)) != allowed:
+        raise ConfigError(f"{config.source}: {name} is {value!r:.40}: only {allowed} is supported")
 
 
 def latent_fields(config: HfConfig, tensors: Collection[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.deepseek2.shape import expert_fields, latent_fields
+from mindspeed_llm.models.deepseek2.shape import expert_fields, latent_fields, only
 from mindspeed_llm.models.hf_config import HfConfig
 from mindspeed_llm.models.shape import ModelShape, MoeShape
 
@@ -12,6 +12,8 @@ def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
     """Read the shape from a config.json."""
     if not config.flag("rope_interleave", True):
         raise ConfigError(f"{config.source}: rope_interleave is false: Megatron interleaves in MLA")
+    only(config, "scoring_func", "sigmoid")
+    only(config, "topk_method", "noaux_tc")
     fields = latent_fields(config, tensors)
     moe = MoeShape(
         **expert_fields(config, fields["num_layers"]),

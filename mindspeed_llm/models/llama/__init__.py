@@ -6,7 +6,14 @@ from mindspeed_llm.models.llama.weights import TABLE
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral"),
+    model_types={
+        "llama": {},
+        "mistral": {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    },
     aliases=("llama2", "llama3", "smollm2", "mistral"),
     shape=shape,
     table=TABLE,

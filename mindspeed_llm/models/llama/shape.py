@@ -10,7 +10,10 @@ from mindspeed_llm.models.shape import ModelShape
 
 def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
     """Read the shape from a config.json and, where the tensors are known, from their names."""
-    return ModelShape(family="llama", **common_fields(config, tensors))
+    fields = common_fields(config, tensors)
+    if config.get("model_type") == "mistral":  # Llama in transformers has no window
+        fields["sliding_window"] = window(config)
+    return ModelShape(family="llama", **fields)
 
 
 def common_fields(
@@ -36,27 +39,40 @@ def common_fields(
         "max_position_embeddings": config.integer("max_position_embeddings", default=2048),
         "norm_epsilon": config.number("rms_norm_eps", 1e-6),
         "tied": _is_tied(config, tensors),
-        "sliding_window": _window(config),
         "rotary": config.rotary(),
         **biases,
     }
+
+
+def window(config: HfConfig) -> int | None:
+    """Return the sliding window of all layers, where it is shorter than the longest sequence."""
+    if config.get("sliding_window") is None:
+        return None
+    size = config.integer("sliding_window")
+    return size if size < config.integer("max_position_embeddings") else None
+
+
+def window_by_layer(config: HfConfig) -> int | None:
+    """Return the sliding window of a model that says for each layer whether it has one."""
+    size, is_on = window(config), config.flag("use_sliding_window", False)
+    first = config.integer("max_window_layers", least=0)
+    numbers = range(config.integer("num_hidden_layers", most=MANY))
+    full, sliding = "full_attention", "sliding_attention"
+    kinds = {str(kind) for kind in config.values("layer_types")}
+    kinds = kinds or {sliding if number >= first else full for number in numbers}
+    if unknown := kinds - {full, sliding}:
+        raise ConfigError(f"{config.source}: layer_types has {min(unknown)}: use {full}")
+    if not (is_on and size and sliding in kinds):
+        return None
+    if full in kinds:
+        raise ConfigError(f"{config.source}: layers with and without a sliding window are mixed")
+    return size
 
 
 def _is_tied(config: HfConfig, tensors: Collection[str]) -> bool:
     """Read the config or, where it is silent, see whether there is an output layer."""
     has_no_head = bool(tensors) and "lm_head.weight" not in tensors
     return config.flag("tie_word_embeddings", has_no_head)
-
-
-def _window(config: HfConfig) -> int | None:
-    """Return the sliding window, where it is on and shorter than the longest sequence."""
-    window = config.get("sliding_window")
-    if window is None or not config.flag("use_sliding_window", True):
-        return None
-    if len(set(map(str, config.values("layer_types")))) > 1:
-        raise ConfigError(f"{config.source}: layers with and without a sliding window are mixed")
-    window = config.integer("sliding_window")
-    return window if window < config.integer("max_position_embeddings") else None
 
 
 def _biases(config: HfConfig, tensors: Collection[str], has_qkv_bias: bool) -> dict[str, bool]:

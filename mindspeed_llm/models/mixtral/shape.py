@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from mindspeed_llm.models.hf_config import MANY, HfConfig
-from mindspeed_llm.models.llama.shape import common_fields
+from mindspeed_llm.models.llama.shape import common_fields, window
 from mindspeed_llm.models.shape import ModelShape, MoeShape
 
 
@@ -17,4 +17,4 @@ def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
         is_moe_layer=(True,) * fields["num_layers"],
         aux_loss_coeff=config.number("router_aux_loss_coef", 0.0),
     )
-    return ModelShape(family="mixtral", moe=moe, **fields)
+    return ModelShape(family="mixtral", moe=moe, sliding_window=window(config), **fields)

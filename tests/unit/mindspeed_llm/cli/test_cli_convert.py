@@ -61,8 +61,8 @@ def test_what_is_printed(capsys, qwen2, tmp_path):
         ),
         (["--target-pipeline-parallel-size", "3"], "does not divide the 4 layers: use 1, 2 or 4"),
         (["--target-expert-parallel-size", "2"], "qwen2 has no experts"),
-        (["--model-type-hf", "qwen4"], "unknown model family qwen4; did you mean qwen3?"),
-        (["--model-type-hf", "lama2"], "did you mean llama2?"),
+        (["--model-type-hf", "qwen4"], "model family qwen4 is not supported: give deepseek2, "),
+        (["--model-type-hf", "lama2"], "llama, llama2, llama3, mistral, mixtral"),
         (["--make-vocab-size-divisible-by", "0"], "must be at least 1"),
         (["--load-model-type", "mg"], "is an HF model"),
         (["--save-model-type", "hf"], "one must be mg"),
@@ -109,8 +109,10 @@ def change_config(model, **values):
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"model_type": "qwen22"}, "unknown model_type qwen22; did you mean qwen2?"),
-        ({"model_type": "gpt2"}, "unknown model_type gpt2"),
+        ({"model_type": "qwen22"}, "model_type qwen22 is not supported; supported: deepseek_v2"),
+        ({"model_type": "qwen2_moe"}, "model_type qwen2_moe is not supported; supported: deepseek"),
+        ({"model_type": "gone"}, "model_type (none) is not supported: name the family with"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0 (only 1 is)"),
         ({"hidden_size": "gone"}, "hidden_size is missing"),
         ({"hidden_size": -1}, "hidden_size is -1: it must be a whole number from 1 to"),
         ({"hidden_size": "32"}, "hidden_size is '32'"),
