@@ -1,12 +1,18 @@
 """The one error for everything a user can put right."""
 
+import re
+
 
 class ConfigError(ValueError):
     """Say what was given, what is allowed and what to do; commands print it and exit with 2."""
 
 
 def printable(text: str) -> str:
-    """Spell out what is no letter to a terminal: names in damaged files may hold anything."""
+    """Put a text on one line and spell out what is no letter to a terminal.
+
+    Names in damaged files may hold anything, and messages of other libraries have several lines.
+    """
+    text = re.sub(r"\s*[\r\n]\s*", " ", text.strip())
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in text

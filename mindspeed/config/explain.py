@@ -14,6 +14,8 @@ from mindspeed.config.suggest import did_you_mean
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 # Errors about the type itself; all others (bounds, validators) carry a message of their own.
+LONGEST = 80
+"""Letters of a value that an error shows."""
 TYPE_ERRORS = ("_type", "_parsing", "literal_error", "int_from_float")
 
 
@@ -100,5 +102,10 @@ def _plain(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
-        return " ".join(map(_plain, value))
-    return str(value)
+        return _short(" ".join(map(_plain, value)))
+    return _short(str(value))
+
+
+def _short(text: str) -> str:
+    """Cut a long value: the name of the option is enough to find it."""
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

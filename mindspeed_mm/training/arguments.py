@@ -147,7 +147,7 @@ def _split(content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _flatten(values: Any, place: str, flags: dict[str, Any]) -> None:
     if not isinstance(values, dict):
-        raise ConfigError(f"{place} is {values!r}: give lines of `flag: value` below it")
+        raise ConfigError(f"{place} is {values!r:.40}: give lines of `flag: value` below it")
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if isinstance(value, dict) and place:
@@ -168,7 +168,7 @@ def _section(
     if name not in entries:
         return None
     if not isinstance(entries[name], dict):
-        raise ConfigError(f"{path}: {name} is {entries[name]!r}: give lines below it")
+        raise ConfigError(f"{path}: {name} is {entries[name]!r:.40}: give lines below it")
     return make_section(wanted, entries[name], f"{path}: {name}")
 
 
@@ -180,7 +180,7 @@ def _fsdp(entries: dict[str, Any], options: MmOptions, path: str | None) -> Fsdp
     else:
         source = f"{path}: {FSDP2}"
     if not isinstance(values, dict):
-        raise ConfigError(f"{source} is {values!r}: give lines of `key: value` below it")
+        raise ConfigError(f"{source} is {values!r:.40}: give lines of `key: value` below it")
     if options.bf16:
         values = {"param_dtype": "bf16", "reduce_dtype": "fp32"} | values
         if values["param_dtype"] != "bf16":

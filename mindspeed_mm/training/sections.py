@@ -36,7 +36,7 @@ def make_section(options_class: type[Options] | None, values: dict[str, Any], so
 
 def _must_be_section(value: Any, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"{source} is {value!r}: give lines of `key: value` below it")
+        raise ConfigError(f"{source} is {value!r:.40}: give lines of `key: value` below it")
     return value
 
 
@@ -45,7 +45,7 @@ def _read_json(path: str) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}): give a JSON file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not valid JSON: {error}") from None
     return _must_be_section(content, path)
 

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError, field_validator, model_validator
 
-from mindspeed.config import ConfigError, Options, Spelling, build
+from mindspeed.config import ConfigError, Options, Spelling, build, printable
 
 
 class Window(Options):
@@ -99,3 +99,7 @@ def test_the_one_value_of_a_switch_can_be_given():
     for wrong in ({"is_fast": False}, {"level": True}):
         with pytest.raises(ConfigError, match="is not allowed"):
             build(Fixed, wrong)
+
+
+def test_an_error_of_several_lines_is_printed_as_one():
+    assert printable("first:\n  second\r\n\tthird \x1b[0m\n") == "first: second third \\x1b[0m"

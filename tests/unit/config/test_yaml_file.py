@@ -1,4 +1,4 @@
-"""A YAML file is read strictly, and what is wrong in it is told in one line."""
+"""A YAML file is read strictly, and what is wrong in it is one line."""
 
 from typing import Annotated, Literal
 
@@ -20,6 +20,14 @@ class Training(Options):
     """Steps."""
     layers: Annotated[tuple[int, ...], CommaSeparated] = ()
     """Layers."""
+
+
+BOMB = "a0: &a0 [1, 2]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20)
+)
+MERGES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{i}: &a{i}\n  <<: [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)
+)
 
 
 @pytest.fixture
@@ -78,8 +86,24 @@ def test_empty_file_is_the_defaults(load, text):
         ("rate: 1\nrate: 2", "not valid YAML: line 2, column 1: the key rate is given twice"),
         ("rate: [", "not valid YAML: line 1"),
         ("- rate", "holds a list: give lines of `key: value`"),
+        ("a: " + "[" * 9000, "line 1, column 53: it is nested deeper than 50 levels"),
+        ("".join(f"{' ' * i}k:\n" for i in range(500)), "it is nested deeper than 50 levels"),
+        (BOMB, "it holds more than 100,000 values"),
+        (MERGES, "it holds more than 100,000 values"),
+        ("a: &a [*a]", "line 1, column 8: the alias a stands in its own value"),
+        ("? [rate, steps]\n: 1", "line 1, column 3: a key must be text or a number"),
+        ("? {rate: 1}\n: 1", "line 1, column 3: a key must be text or a number"),
+        ("rate: 2024-13-45", "line 1, column 7: '2024-13-45' is not a valid timestamp"),
+        ("steps: !!int many", "line 1, column 8: 'many' is not a valid int"),
+        ("steps: " + "9" * 5000, "is not a valid int"),
+        ("fused: !!bool perhaps", "'perhaps' is not a valid bool"),
+        ('rate: "\\ud800"', "is not a valid str"),
+        ("rate: " + "x" * (1 << 20), "is larger than 1 MiB"),
+        ("rate: " + "x" * 5000, "rate: " + "x" * 77 + "... is not allowed: give a number"),
+        ("rate: [1, 2]\nsteps: {a: 'b\n\n  c'}", "steps: {'a': 'b\\nc'} is not allowed"),
         ("!!python/object/apply:os.getcwd []", "not valid YAML: line 1"),
     ],
+    ids=lambda text: text[:24],
 )
 def test_wrong_file_is_one_clear_line(load, tmp_path, text, message):
     with pytest.raises(ConfigError) as raised:
@@ -87,6 +111,12 @@ def test_wrong_file_is_one_clear_line(load, tmp_path, text, message):
     assert message in str(raised.value)
     assert str(raised.value).startswith(f"{tmp_path / 'run.yaml'}: ")
     assert "\n" not in str(raised.value)
+
+
+def test_aliases_and_merges_are_served(load):
+    assert load("&all {rate: 3, steps: 5}\n") == Training(rate=3.0, steps=5)
+    assert load("layers: &two [1, 2]\nsteps: 4") == Training(layers=(1, 2), steps=4)
+    assert load("<<: {rate: 3}\nsteps: &n 2\nlevel: *n") == Training(rate=3.0, steps=2, level=2)
 
 
 def test_every_problem_is_told(load):
