@@ -1,6 +1,8 @@
 """Training checkpoints: weights and optimizer in torch_dist, which any layout can load."""
 
+import dataclasses
 import inspect
+import json
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -116,9 +118,29 @@ class Checkpoints:
 def _look_at(folder: Path) -> None:
     """Read the pickles of a checkpoint safely first: Megatron and torch run what is in them."""
     check_files(folder, read_metadata(folder).values())
+    _check_backend(folder / "metadata.json")
     common = folder / "common.pt"
     try:
         torch.load(common, weights_only=True)
     except Exception as error:
         why = str(error).partition("\n")[0]
         raise ConfigError(f"{common}: cannot be loaded safely ({why})") from None
+
+
+def _check_backend(path: Path) -> None:
+    """Raise unless metadata.json names torch_dist: Megatron passes on its keys as arguments."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig
+
+    known = {field.name: type(field.default) for field in dataclasses.fields(CheckpointingConfig)}
+    known["sharded_backend"] = str  # the one without a default
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return  # Megatron has a message for it
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not valid JSON ({error})") from None
+    is_object = isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
+    if not is_object or any(type(content[name]) is not known.get(name) for name in content):
+        raise ConfigError(f"{path}: is damaged: it must name torch_dist as its sharded_backend")

@@ -31,10 +31,22 @@ def rot(folder):
     file.write_bytes(content)
 
 
+def flip(name, old, new):
+    def damage(folder):
+        content = (folder / name).read_bytes()
+        assert old in content
+        (folder / name).write_bytes(content.replace(old, new, 1))
+
+    return damage
+
+
 DAMAGES = {
     "cut": (cut, "__0_0.distcp: is cut off"),
     "rotten": (rot, "iter_0000002: cannot be loaded (PytorchStreamReader failed"),
     "lost": (lambda f: (f / "__0_1.distcp").unlink(), "__0_1.distcp: is missing, but .metadata"),
+    "flipped metadata.json": (flip("metadata.json", b'"torch', b"!torch"), "is not valid JSON"),
+    "another backend": (flip("metadata.json", b"torch_dist", b"torch_disu"), "is damaged: it must"),
+    "another key": (flip("metadata.json", b"common_back", b"common_bacj"), "is damaged: it must"),
     "no metadata": (lambda f: (f / "metadata.json").unlink(), "is not a distributed checkpoint"),
 }
 
