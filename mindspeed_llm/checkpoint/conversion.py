@@ -20,6 +20,7 @@ from mindspeed_llm.checkpoint.output import Output, Progress, write_outputs
 from mindspeed_llm.checkpoint.placement import Style
 from mindspeed_llm.checkpoint.safetensors_file import is_export
 from mindspeed_llm.checkpoint.source import Source
+from mindspeed_llm.models.shape import contradictions, refuse_contradictions
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,9 @@ def _is_ours(files: Sequence[Path]) -> bool:
 
 def _open(options: ConvertOptions, found: Found, configs: Path) -> Source:
     noops = options.noop_layers if options.load_model_type == "mg" else ()
-    return open_source(found, configs, named=options.model_type_hf, noop_layers=noops)
+    source = open_source(found, configs, named=options.model_type_hf, noop_layers=noops)
+    refuse_contradictions(contradictions(options, source.shape))
+    return source
 
 
 def _requested_layout(options: ConvertOptions, source: Source) -> Layout:

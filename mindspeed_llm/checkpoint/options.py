@@ -57,9 +57,11 @@ class ConvertOptions(Options):
     model_type: Literal["GPT"] = "GPT"
     """Accepted: there is only GPT."""
     add_qkv_bias: bool = False
-    """Accepted, not needed: biases are found from the weights."""
+    """Not needed: biases are found from the weights. Refused if the model has none there."""
     add_dense_bias: bool = False
-    """Accepted, not needed: biases are found from the weights."""
+    """Not needed: biases are found from the weights. Refused if the model has none there."""
+    untie_embeddings_and_output_weights: bool = False
+    """Not needed: the config tells. Refused if the model's output layer is its embedding."""
     tokenizer_model: str | None = None
     """Accepted, not needed: the tokenizer is copied from where the config is."""
     vocab_file: str | None = None

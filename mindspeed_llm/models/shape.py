@@ -3,7 +3,7 @@
 from functools import reduce
 from typing import Any, Literal
 
-from mindspeed.config import Options
+from mindspeed.config import ConfigError, Options, Spelling
 
 Scaling = Literal["none", "linear", "llama3", "yarn"]
 
@@ -165,6 +165,11 @@ class ModelShape(Options):
         return 2 * self.hidden_size
 
     @property
+    def no_linear_bias(self) -> bool:
+        """Return whether projections other than query, key and value have no bias."""
+        return not self.linear_bias
+
+    @property
     def untied(self) -> bool:
         """Return whether the output layer has weights of its own."""
         return not self.tied
@@ -186,3 +191,28 @@ class ModelShape(Options):
     def get(self, path: str) -> Any:
         """Return the value of a dotted field or property name; nothing under a missing part."""
         return reduce(lambda value, name: value and getattr(value, name), path.split("."), self)
+
+
+SWITCHES = {
+    "untie_embeddings_and_output_weights": "untied",
+    "add_qkv_bias": "qkv_bias",
+    "add_dense_bias": "linear_bias",
+    "qk_layernorm": "qk_layernorm",
+    "disable_bias_linear": "no_linear_bias",
+}
+"""Options that say what a model has, each with the field or property that must be true."""
+
+
+def contradictions(options: Options, shape: ModelShape) -> list[str]:
+    """Name the switches that are on in any command's options and are not so in the model."""
+    return [
+        f"{Spelling.FLAG.name_of(name)} (the model is not so)"
+        for name, field in SWITCHES.items()
+        if getattr(options, name, False) and not shape.get(field)
+    ]
+
+
+def refuse_contradictions(wrong: list[str]) -> None:
+    """Raise, naming each, if there are any."""
+    if wrong:
+        raise ConfigError(f"not the model that is loaded: {'; '.join(wrong)}: drop these flags")

@@ -7,7 +7,12 @@ from typing import Any
 from mindspeed.config import ConfigError, Spelling
 from mindspeed_llm.checkpoint import Found, detect
 from mindspeed_llm.models.families import read_shape
-from mindspeed_llm.models.shape import ModelShape, RotaryShape
+from mindspeed_llm.models.shape import (
+    ModelShape,
+    RotaryShape,
+    contradictions,
+    refuse_contradictions,
+)
 from mindspeed_llm.training.options import TrainOptions
 
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
@@ -81,7 +86,7 @@ def _from_flags(options: TrainOptions) -> ModelShape:
 
 def check_flags(options: TrainOptions, shape: ModelShape) -> None:
     """Raise, naming each, if a size that was given is not the model's."""
-    wrong = []
+    wrong: list[str] = []
 
     def compare(name: str, given: Any, real: Any) -> None:
         # A GGUF file keeps 1e-05 in 32 bits, and a config made of one says 9.9999997e-06.
@@ -92,17 +97,7 @@ def check_flags(options: TrainOptions, shape: ModelShape) -> None:
         compare(name, getattr(options, name), getattr(shape, name))
     compare("num_layers", options.num_layers, shape.num_layers + len(options.noop_layers))
     compare("rotary_base", options.rotary_base, shape.rotary.base)
-    switches = {
-        "untie_embeddings_and_output_weights": shape.untied,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_layernorm,
-        "disable_bias_linear": not shape.linear_bias,
-    }
-    for name, real in switches.items():
-        if getattr(options, name) and not real:
-            wrong.append(f"{Spelling.FLAG.name_of(name)} (the model is not so)")
-    if wrong:
-        raise ConfigError(f"not the model that is loaded: {'; '.join(wrong)}: drop these flags")
+    refuse_contradictions(wrong + contradictions(options, shape))
 
 
 def vocabulary(options: TrainOptions, shape: ModelShape) -> int:

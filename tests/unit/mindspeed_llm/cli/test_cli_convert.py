@@ -63,6 +63,10 @@ def test_what_is_printed(capsys, qwen2, tmp_path):
         (["--target-expert-parallel-size", "2"], "qwen2 has no experts"),
         (["--model-type-hf", "qwen4"], "model family qwen4 is not supported: give deepseek2, "),
         (["--model-type-hf", "lama2"], "llama, llama2, llama3, mistral, mixtral"),
+        (
+            ["--add-dense-bias", "--add-qkv-bias"],
+            "not the model that is loaded: --add-dense-bias (the model is not so): drop these",
+        ),
         (["--make-vocab-size-divisible-by", "0"], "must be at least 1"),
         (["--load-model-type", "mg"], "is an HF model"),
         (["--save-model-type", "hf"], "one must be mg"),
@@ -73,6 +77,23 @@ def test_what_is_printed(capsys, qwen2, tmp_path):
 )
 def test_wrong_flags(capsys, qwen2, tmp_path, flags, message):
     assert message in refused(capsys, qwen2, tmp_path / "out", *flags)
+
+
+def test_flags_that_contradict_the_model(capsys, copy, tmp_path):
+    """The rule of training: the same code decides."""
+    change_config(copy, tie_word_embeddings=True)
+    tensors = load_file(copy / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
+    message = refused(capsys, copy, tmp_path / "out", "--untie-embeddings-and-output-weights")
+    assert message == (
+        "not the model that is loaded: --untie-embeddings-and-output-weights (the model is not "
+        "so): drop these flags"
+    )
+    assert run(capsys, copy, tmp_path / "out") == (0, "")
+    back = ("--load-model-type", "mg", "--save-model-type", "hf")
+    flags = (*back, "--untie-embeddings-and-output-weights")
+    assert "the model is not so" in refused(capsys, tmp_path / "out", tmp_path / "hf", *flags)
 
 
 def test_wrong_directories(capsys, qwen2, tmp_path):
