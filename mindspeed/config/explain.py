@@ -10,6 +10,7 @@ from mindspeed.config.annotations import in_words, without_none
 from mindspeed.config.errors import ConfigError
 from mindspeed.config.options import Options
 from mindspeed.config.suggest import did_you_mean
+from mindspeed.config.synonyms import by_meaning
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -58,7 +59,9 @@ def _explain(item: Any, options_class: type[Options], spelling: Spelling) -> str
         return _message(item)
     name = field.rpartition(".")[2]
     if kind == "extra_forbidden":
-        hint = did_you_mean(spelling.name_of(name), map(spelling.name_of, owner.model_fields))
+        hint = by_meaning(name, owner.model_fields, spelling.name_of) or did_you_mean(
+            spelling.name_of(name), map(spelling.name_of, owner.model_fields)
+        )
         return f"unknown {spelling.value} {spelling.with_value(field, given)}; {hint}"
     if kind == "missing":
         return f"{spelling.name_of(field)} is missing"

@@ -3,10 +3,11 @@
 import argparse
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 from mindspeed.config.errors import printable
+from mindspeed.config.synonyms import by_meaning
 
 LISTED = 20
 """How many known names an error lists in full; beyond that only the nearest are named."""
@@ -45,14 +46,20 @@ def suggest_flags(parser: argparse.ArgumentParser) -> None:
     def error(message: str) -> NoReturn:
         known = {*parser._option_string_actions, *_choices(parser)}
         hints = [
-            f"{word}: {did_you_mean(word, known)}"
-            for word in _unknown_words(message)
-            if nearest(word, known)
+            f"{word}: {hint}" for word in _unknown_words(message) if (hint := _hint(word, known))
         ]
         text = "; ".join([message, *dict.fromkeys(hints or ["--help lists what there is"])])
         parser.exit(2, f"{parser.prog}: error: {printable(text)}\n")
 
     parser.error = error  # type: ignore[method-assign]
+
+
+def _hint(word: str, known: Collection[str]) -> str | None:
+    """Say what an unknown flag or choice may be: by its meaning elsewhere, else by its letters."""
+    fields = {flag.lstrip("-").replace("-", "_"): flag for flag in known if flag.startswith("--")}
+    if word.startswith("-") and (hint := by_meaning(word, fields, fields.__getitem__)):
+        return hint
+    return did_you_mean(word, known) if nearest(word, known) else None
 
 
 def _unknown_words(message: str) -> list[str]:
