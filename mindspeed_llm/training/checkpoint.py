@@ -1,6 +1,5 @@
 """Training checkpoints: weights and optimizer in torch_dist, which any layout can load."""
 
-import dataclasses
 import inspect
 import json
 from contextlib import AbstractContextManager
@@ -8,12 +7,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from mindspeed.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
+from mindspeed.checkpoint.dcp_reader import weights_only
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.dcp_files import check_files
-from mindspeed_llm.checkpoint.dcp_metadata import read_metadata
+from mindspeed_llm.checkpoint.dcp_metadata import tensors_of
 from mindspeed_llm.training.folders import CheckpointFolders, Progress, reason
+
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What metadata.json may say; a release may leave some of it out."""
 
 
 class Checkpoints:
@@ -32,14 +41,26 @@ class Checkpoints:
         """Read this rank's part of a training checkpoint of any layout."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
+        from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
         from torch.distributed.checkpoint import CheckpointException
 
-        _look_at(folder)
+        metadata = read_dcp_metadata(folder)
+        check_files(folder, tensors_of(metadata, folder).values())
+        _check_backend(folder)
         wanted = self._state(with_optimizer, is_loading=True)
+        _must_be_tensors(wanted, metadata, folder)
         try:
-            state = dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+            with weights_only(folder, metadata):
+                state = dist_checkpointing.load(
+                    wanted,
+                    str(folder),
+                    TorchDistLoadShardedStrategy(),
+                    validate_access_integrity=False,
+                )
         except (CheckpointException, CheckpointingException) as error:
-            raise ConfigError(f"{folder}: cannot be loaded ({reason(error)})") from None
+            why = reason(error)
+            is_named = why.startswith(str(folder))
+            raise ConfigError(why if is_named else f"{folder}: cannot be loaded ({why})") from None
         for name, chunk in self._named():
             chunk.load_state_dict(state[name])
         if with_optimizer:
@@ -64,7 +85,7 @@ class Checkpoints:
             aside = self._folders.new(progress.iteration)
             state = self._state(progress.has_optimizer, is_loading=False)
             request = dist_checkpointing.save(
-                state, str(aside), ("torch_dist", 1), async_sharded_save=in_background
+                state, str(aside), _save_strategy(), async_sharded_save=in_background
             )
             commit = partial(self._folders.commit, aside, progress, keep_last)
             if request is None:
@@ -115,32 +136,43 @@ class Checkpoints:
         return state
 
 
-def _look_at(folder: Path) -> None:
-    """Read the pickles of a checkpoint safely first: Megatron and torch run what is in them."""
-    check_files(folder, read_metadata(folder).values())
-    _check_backend(folder / "metadata.json")
-    common = folder / "common.pt"
+def _save_strategy() -> Any:
+    """Return Megatron's strategy, less what only a second save by the same process could use.
+
+    The plans of all ranks are larger than the rest of .metadata.
+    """
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    class WithoutPlans(TorchDistSaveShardedStrategy):
+        def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *more: Any) -> Any:
+            if planned[1] is not None:  # the first rank's
+                vars(planned[1]).pop("all_local_plans", None)
+            return super()._get_save_and_finalize_callbacks(writer, planned, *more)
+
+    return WithoutPlans("torch_dist", 1)
+
+
+def _check_backend(folder: Path) -> None:
+    """Check the file by which Megatron chooses what reads a checkpoint."""
+    path = folder / "metadata.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder}: is not a distributed checkpoint: it has no {path.name}")
     try:
-        torch.load(common, weights_only=True)
-    except Exception as error:
-        why = str(error).partition("\n")[0]
-        raise ConfigError(f"{common}: cannot be loaded safely ({why})") from None
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is damaged ({reason(error)})") from None
+    is_known = isinstance(values, dict) and values.items() <= BACKEND.items()
+    if not is_known or "sharded_backend" not in values:
+        raise ConfigError(f"{path}: is damaged: it says {str(values)[:200]}, not {BACKEND}")
 
 
-def _check_backend(path: Path) -> None:
-    """Raise unless metadata.json names torch_dist: Megatron passes on its keys as arguments."""
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig
+def _must_be_tensors(wanted: dict[str, Any], metadata: Metadata, folder: Path) -> None:
+    """Refuse a checkpoint that has something else under the name of a tensor."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    known = {field.name: type(field.default) for field in dataclasses.fields(CheckpointingConfig)}
-    known["sharded_backend"] = str  # the one without a default
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return  # Megatron has a message for it
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid JSON ({error})") from None
-    is_object = isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
-    if not is_object or any(type(content[name]) is not known.get(name) for name in content):
-        raise ConfigError(f"{path}: is damaged: it must name torch_dist as its sharded_backend")
+    for value in nested_values(wanted):
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            stored = metadata.state_dict_metadata.get(value.key)
+            if stored is not None and not isinstance(stored, TensorStorageMetadata):
+                raise ConfigError(f"{folder / METADATA}: {value.key} is not a tensor there")

@@ -6,7 +6,6 @@ Only then the tracker names the new one. So whatever happens, the tracker names 
 import json
 import logging
 import os
-import pickle
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -155,7 +154,6 @@ class CheckpointFolders:
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             final = self._root / f"iter_{progress.iteration:07d}"
-            _drop_plans(aside)
             write_file(aside / STATE_FILE, json.dumps(asdict(progress)) + "\n")
             if progress.lora:
                 write_file(aside / CONFIG, json.dumps(progress.lora, indent=2) + "\n")
@@ -205,15 +203,3 @@ def reason(error: BaseException) -> str:
     first = next((pair[0] for pair in failures.values()), error)
     text = getattr(first, "strerror", None) or str(first) or type(first).__name__
     return str(text).strip().splitlines()[-1]
-
-
-def _drop_plans(folder: Path) -> None:
-    """Take out of .metadata what only a second save by the same process could use.
-
-    The plans of all ranks are larger than all the rest, and of classes that a reader which trusts
-    nobody does not know.
-    """
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())  # written by this process a moment ago
-    if vars(metadata).pop("all_local_plans", None) is not None:
-        path.write_bytes(pickle.dumps(metadata))

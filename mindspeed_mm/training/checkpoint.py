@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed import device
+from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
+from mindspeed.checkpoint.dcp_reader import VerifiedReader, WeightsOnlyPlanner
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.checkpoint.dcp_files import check_files
-from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, read_metadata
+from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, tensors_of
 from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, reason
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
@@ -53,7 +55,8 @@ class FsdpCheckpoints:
 
     def load(self, folder: Path, *, with_optimizer: bool) -> None:
         """Read this rank's shards of a checkpoint that any number of ranks has written."""
-        stored = read_metadata(folder)
+        metadata = read_dcp_metadata(folder)
+        stored = tensors_of(metadata, folder)
         check_files(folder, stored.values())
         wanted = self._stored(self._weights(stored))
         _must_have_adapters(wanted, stored, folder)
@@ -62,7 +65,8 @@ class FsdpCheckpoints:
         if with_optimizer:
             state |= self._optimizer_matched(stored, folder)
         try:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+            reader, planner = VerifiedReader(folder, metadata), WeightsOnlyPlanner(folder)
+            dcp.load(state, storage_reader=reader, planner=planner)
         except dcp.CheckpointException as error:
             raise ConfigError(f"{folder}: cannot be loaded ({reason(error)})") from None
 

@@ -8,6 +8,7 @@ BELOW = {
     "mindspeed/device": (),
     "mindspeed/patching": (),
     "mindspeed/config": (),
+    "mindspeed/checkpoint": ("config",),
     "mindspeed/features": ("config", "patching", "device"),
     "mindspeed/ops": ("device",),
     "mindspeed/parallel": ("ops", "device"),

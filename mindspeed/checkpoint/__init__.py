@@ -1,0 +1,1 @@
+"""Distributed checkpoints (DCP) read without running anything that is in them."""
