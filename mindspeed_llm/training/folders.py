@@ -19,13 +19,16 @@ import torch
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.adapters import CONFIG
 from mindspeed_llm.checkpoint.commit import flush_tree, write_file
-from mindspeed_llm.checkpoint.detection import TRACKER
+from mindspeed_llm.checkpoint.detection import TRACKER, detect
 from mindspeed_llm.training.options import RunOptions
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "training.json"
 ASIDE = ".incomplete-"
+KINDS = {int: "a number of 0 or more", bool: "true or false", str: "a text", dict: "an object"}
+LONGEST_NUMBER = 18
+"""Digits of an iteration in a tracker; int() refuses thousands of them."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +53,47 @@ def newest(root: str | os.PathLike[str]) -> Path | None:
         text = tracker.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
-    folder = Path(root) / f"iter_{int(text):07d}" if text.isdigit() else None
+    is_number = text.isascii() and text.isdigit() and len(text) <= LONGEST_NUMBER
+    folder = Path(root) / f"iter_{int(text):07d}" if is_number else None
     return folder if folder is not None and (folder / STATE_FILE).is_file() else None
 
 
 def read_progress(folder: Path) -> Progress:
     """Return where the run that saved a checkpoint was."""
+    path = folder / STATE_FILE
     try:
-        return Progress(**json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{folder / STATE_FILE}: cannot be read ({error})") from None
+        progress = Progress(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    for name, default in asdict(Progress()).items():
+        value = getattr(progress, name)
+        if type(value) is not type(default) or (isinstance(value, int) and value < 0):
+            found = json.dumps(value)[:40]
+            raise ConfigError(f"{path}: {name} is {found}, not {KINDS[type(default)]}: is damaged")
+    if folder.name.startswith("iter_") and folder.name != f"iter_{progress.iteration:07d}":
+        raise ConfigError(
+            f"{path}: is of iteration {progress.iteration}, not of the folder it is in"
+        )
+    return progress
 
 
 def to_resume(options: RunOptions) -> Path | None:
     """Return the training checkpoint to go on from: that in --save, else --load if it is one."""
-    if options.save is not None and not options.no_auto_resume:
-        if (found := newest(options.save)) is not None:
+    load, save = options.load, options.save
+    if save is not None and not options.no_auto_resume:
+        if (found := newest(save)) is not None:
             return found
-        if options.load is None or Path(options.load).resolve() != Path(options.save).resolve():
-            _must_be_new(options.save)
-    if options.load is None or options.finetune or options.from_scratch:
+        if load is None or Path(load).resolve() != Path(save).resolve():
+            _must_be_new(save)
+        else:
+            _must_be_no_training(f"--load {load}", load)
+    if load is None or options.finetune or options.from_scratch:
         return None
-    return newest(options.load)
+    if (Path(load) / STATE_FILE).is_file():  # one iteration was given
+        return Path(load)
+    if (found := newest(load)) is None:
+        _must_be_no_training(f"--load {load}", load)
+    return found
 
 
 def _must_be_new(root: str) -> None:
@@ -81,9 +103,24 @@ def _must_be_new(root: str) -> None:
         return
     named = tracker.read_bytes()[:40].decode("utf-8", "replace").strip()
     if named != "release":  # converted weights, of no training
+        _must_be_no_training(f"--save {root}", root)
         raise ConfigError(
             f"--save {root}: {TRACKER} says {named!r}, and no training to go on with is there: put "
             "it right, choose another --save, or give --no-auto-resume to begin anew in there"
+        )
+
+
+def _must_be_no_training(flag: str, root: str) -> None:
+    """Refuse an iteration that lost the file which says where its run was."""
+    try:
+        found = detect(root)
+    except ConfigError:
+        return  # it is refused, with its reason, when its weights are read
+    if found.kind == "torch_dist" and found.folder.name.startswith("iter_"):
+        raise ConfigError(
+            f"{flag}: {found.folder} has no {STATE_FILE}, so its training cannot be resumed: put "
+            "the file back, or start a new run from its weights with --finetune, --load "
+            f"{found.folder} and another --save"
         )
 
 
