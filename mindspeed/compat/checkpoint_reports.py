@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import signal
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from mindspeed.launch.process import leave_with_parent
+from mindspeed.launch.process import ignore_requests_to_stop, leave_with_parent
 
 
 def wrap_prepare_write_data(original: Callable[..., None]) -> Callable[..., None]:
@@ -33,6 +32,5 @@ def wrap_prepare_write_data(original: Callable[..., None]) -> Callable[..., None
 
 
 def _live_as_the_rank() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_requests_to_stop()
     leave_with_parent()

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,6 +25,43 @@ def die_with_parent(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return bind
+
+
+def is_suspended(pid: int) -> bool:
+    """Return whether a process is stopped by SIGSTOP or a debugger, where the system says so."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def ignore_requests_to_stop() -> None:
+    """Make this process, and what it executes, outlive the signals that ask a whole job to stop.
+
+    Schedulers send them to every process: those that serve the ranks are needed for the last save.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def start_worker(then: Callable[[int], None] | None, number: int) -> None:
+    """Begin as a data worker that only its parent ends, then run `then`, a worker_init_fn.
+
+    A signal for all processes would end workers before the batches of the last step.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for the new thread as well
+        threading.Thread(target=_end_for_parent, daemon=True).start()
+    if then is not None:
+        then(number)
+
+
+def _end_for_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def leave_with_parent() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed.config import ConfigError
 from mindspeed.launch.environment import LOOPBACK
+from mindspeed.launch.process import ignore_requests_to_stop
 
 _SERVE = "from mindspeed.launch.rendezvous import _serve_until_eof as serve; serve()"
 
@@ -48,6 +49,7 @@ class Rendezvous:
             stdin=subprocess.PIPE,  # its end tells the process that we are gone
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for us
+            preexec_fn=ignore_requests_to_stop,  # it ends with its standard input
         )
         self._socket.close()
 

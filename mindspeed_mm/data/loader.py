@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from mindspeed.config import ConfigError, build
+from mindspeed.launch.process import start_worker
 from mindspeed_llm.data.order import SampleOrder
 from mindspeed_mm.data.collate import Batch
 from mindspeed_mm.data.dataset import ConversationDataset, Outcome
@@ -220,6 +222,7 @@ def build_mm_dataloader(
         pin_memory=options.pin_memory,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,
         persistent_workers=persistent,
+        worker_init_fn=partial(start_worker, None),
         # Else it would draw a number of the step's each time it begins.
         generator=generator or torch.Generator().manual_seed(options.seed),
     )

@@ -1,6 +1,7 @@
 """Batches of a script's data loader: without end, each rank's own, and from any position on."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,7 @@ from torch.utils.data import (
 )
 
 from mindspeed.config import ConfigError
+from mindspeed.launch.process import start_worker
 from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems
 from mindspeed_mm.training.world import Layout
 
@@ -35,6 +37,8 @@ class Batches:
     def __init__(self, loader: Any, name: str, layout: Layout, seed: int) -> None:
         self._loader, self._name, self._layout, self._seed = loader, name, layout, seed
         self._shufflers = _Shufflers(loader)
+        if isinstance(loader, DataLoader):
+            loader.worker_init_fn = partial(start_worker, loader.worker_init_fn)
         size = getattr(loader, "batch_size", None)
         if size is not None and size != layout.micro_batch:
             raise ConfigError(

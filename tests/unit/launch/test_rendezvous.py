@@ -1,5 +1,7 @@
 """The store answers on the address asked for, and only there."""
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from mindspeed.config import ConfigError
 from mindspeed.launch import Rendezvous
 from mindspeed.launch.rendezvous import StoreLost
-from tests.sockets import listening_addresses
+from tests.sockets import descendants, listening_addresses
 
 
 @pytest.mark.parametrize("serve", [Rendezvous.serve, Rendezvous.serve_apart])
@@ -41,6 +43,19 @@ def test_only_loopback_listens_unless_asked() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1"):
         Rendezvous("192.0.2.1")
+
+
+def test_the_store_outlives_signals_that_all_processes_get() -> None:
+    with Rendezvous() as rendezvous:
+        rendezvous.serve_apart()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            for pid in descendants(os.getpid()) - {os.getpid()}:
+                os.kill(pid, number)
+        wait = timedelta(seconds=60)
+        store = dist.TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=wait)
+        store.set("key", "value")
+        rendezvous.check()
+        assert store.get("key") == b"value"
 
 
 def test_a_store_that_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

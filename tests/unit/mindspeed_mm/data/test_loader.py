@@ -1,15 +1,23 @@
 """The order of batches: every item once an epoch, on any number of ranks, from any position."""
 
 import collections
+import os
 import pickle
+import signal
+import subprocess
+import threading
+import time
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from mindspeed.config import ConfigError, build
 from mindspeed_mm.data import DataConfig, build_mm_dataloader
 from mindspeed_mm.data.loader import BatchOrder
 from mindspeed_mm.data.options import DataloaderOptions
+from mindspeed_mm.training.batches import Batches
+from mindspeed_mm.training.world import Layout
 from tests.mm import processors
 
 SIZE = 23
@@ -99,6 +107,45 @@ def test_records_left_out_while_training_are_counted(data, caplog):
     stopping = build_mm_dataloader(data.open(records), options(num_workers=1))
     with pytest.raises(ConfigError, match="^[^\n]*line 2: .*broken.png cannot be read[^\n]*$"):
         list(stopping)
+
+
+class _Waiting(Dataset):
+    """Items that are given only when a file appears, each with the process that made it."""
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        (self._folder / f"{os.getpid()}.pid").touch()
+        while not (self._folder / "go").exists():
+            time.sleep(0.01)
+        return number
+
+
+@pytest.mark.parametrize("whose", ["script", "ours"])
+def test_workers_outlive_signals_that_all_processes_get(tmp_path, whose):
+    """So that the step which the run ends with has its batches."""
+    data = _Waiting(tmp_path)
+    if whose == "ours":
+        loader = build_mm_dataloader(data, options(batch_size=1, shuffle=False, num_workers=1))
+        batches = iter(loader)
+    else:
+        layout = Layout(1, 0, 1, 1, 0, 1, 1, 1)
+        batches = Batches(DataLoader(data, num_workers=1), "train", layout, 0).endless()
+    got = []
+    thread = threading.Thread(target=lambda: got.extend(next(batches) for _ in range(4)))
+    thread.start()
+    while not (pids := list(tmp_path.glob("*.pid"))):
+        time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Not from us: a parent may end its workers.
+        subprocess.run(["kill", f"-{int(number)}", pids[0].stem], check=True)
+    (tmp_path / "go").touch()
+    thread.join()
+    assert [int(batch) for batch in got] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("model", processors.MAKERS)
