@@ -13,13 +13,15 @@ from typing import Any, BinaryIO
 
 from mindspeed.launch.environment import LOOPBACK, rank_environment
 from mindspeed.launch.output import Relay, Tail, last_words, stacks
-from mindspeed.launch.process import die_with_parent
+from mindspeed.launch.process import die_with_parent, is_suspended
 from mindspeed.launch.rendezvous import Rendezvous, StoreLost
 from mindspeed.launch.supervision import (
     Verdict,
     describe_failure,
     describe_hang,
+    describe_silence,
     dump_stacks,
+    is_request_to_stop,
     stop,
     watch,
 )
@@ -79,6 +81,9 @@ class _CommandRank:
         if code is not None and not self._ended_at:
             self._ended_at = time.monotonic()
         return code
+
+    def is_suspended(self) -> bool:
+        return is_suspended(self.process.pid)
 
     def failed_at(self) -> float:
         return self._ended_at
@@ -169,9 +174,13 @@ def _judge(
         dump_stacks(verdict.hung, relay.pump)
         dumps = [_prefixed(rank.rank, stacks(rank.tail.text())) for rank in verdict.hung]
         return Outcome(1, describe_hang(verdict.hung, ranks, timeout), "\n".join(dumps))
+    if verdict.silent:
+        return Outcome(1, describe_silence(verdict.silent, ranks))
     failed = verdict.failed
     assert failed is not None
-    if failed.exit_code() == 2:
+    if is_request_to_stop(code := failed.exit_code()):
+        return Outcome(code, describe_failure(failed, ranks))
+    if code == 2:
         # Rank 0 is shown as it runs: its own report of the same mistake is already on the screen.
         return Outcome(2, detail="" if ranks[0].exit_code() == 2 else failed.last_words())
     summary = describe_failure(failed, ranks)

@@ -18,13 +18,14 @@ from typing import Any
 
 from mindspeed.launch.environment import LOOPBACK, rank_environment
 from mindspeed.launch.output import last_words, stacks
-from mindspeed.launch.process import die_with_parent
+from mindspeed.launch.process import die_with_parent, is_suspended
 from mindspeed.launch.rendezvous import Rendezvous
 from mindspeed.launch.supervision import (
     Pump,
     Verdict,
     describe_failure,
     describe_hang,
+    describe_silence,
     dump_stacks,
     stop,
     watch,
@@ -74,6 +75,9 @@ class _FunctionRank:
         if code is not None and self.answer is not None and not self.answer.poll():
             self._close()
         return code if self.answer is None else None
+
+    def is_suspended(self) -> bool:
+        return is_suspended(self.process.pid)
 
     def failed_at(self) -> float:
         return self._failed_at
@@ -163,6 +167,8 @@ def _raise_failure(
         dump_stacks(verdict.hung, pump)
         where = "\n".join(f"rank {rank.rank}:\n{stacks(rank.output())}" for rank in verdict.hung)
         raise RankFailed(verdict.hung[0].rank, describe_hang(verdict.hung, ranks, timeout), where)
+    if verdict.silent:
+        raise RankFailed(verdict.silent[0].rank, describe_silence(verdict.silent, ranks), "")
     if verdict.failed is not None:
         failed = verdict.failed
         raise RankFailed(failed.rank, describe_failure(failed, ranks), failed.last_words())

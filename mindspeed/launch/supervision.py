@@ -22,8 +22,9 @@ _GRACE = 5.0
 # What a healthy rank reports when a peer is gone. Such a rank is not the one to blame.
 _PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|recvValue failed|remote process exited"
-    r"|[Rr]emote ?[Ee]rror|heartbeat|Socket Timeout|Timed out waiting"
+    r"|[Rr]emote ?[Ee]rror|heartbeat|Socket Timeout|Timed out waiting|collective operation timeout"
 )
+_TIMED_OUT = re.compile(r"Socket Timeout|Timed out waiting|collective operation timeout")
 
 
 class Rank(Protocol):
@@ -33,6 +34,9 @@ class Rank(Protocol):
 
     def exit_code(self) -> int | None:
         """Return None while it runs, else its exit code (minus the signal that killed it)."""
+
+    def is_suspended(self) -> bool:
+        """Return whether SIGSTOP, or a debugger, keeps it from running."""
 
     def failed_at(self) -> float:
         """Return the monotonic time of the failure."""
@@ -49,10 +53,14 @@ R = TypeVar("R", bound=Rank)
 
 @dataclass(frozen=True)
 class Verdict(Generic[R]):
-    """How a job ended: `failed` is the rank to blame, `hung` are those that ran out of time."""
+    """How a job ended: `failed` is the rank to blame, `hung` are those that ran out of time.
+
+    `silent` are those that did not answer the others, which timed out.
+    """
 
     failed: R | None = None
     hung: tuple[R, ...] = ()
+    silent: tuple[R, ...] = ()
 
 
 def watch(ranks: Sequence[R], pump: Pump, deadline: float | None) -> Verdict[R]:
@@ -60,7 +68,7 @@ def watch(ranks: Sequence[R], pump: Pump, deadline: float | None) -> Verdict[R]:
     while True:
         pump(_TICK)
         if any(rank.exit_code() for rank in ranks):
-            return Verdict(failed=_first_failure(ranks, pump))
+            return _blame(ranks, pump)
         running = tuple(rank for rank in ranks if rank.exit_code() is None)
         if not running:
             pump(0.0)  # what they wrote between the last look and their end
@@ -69,13 +77,20 @@ def watch(ranks: Sequence[R], pump: Pump, deadline: float | None) -> Verdict[R]:
             return Verdict(hung=running)
 
 
-def _first_failure(ranks: Sequence[R], pump: Pump) -> R:
+def _blame(ranks: Sequence[R], pump: Pump) -> Verdict[R]:
     # A rank that lost its peer dies milliseconds after it, or even before it is quite gone: look at
     # all that fail together. A wrong configuration (2) is reported by every rank: wait for them.
     usage = any(rank.exit_code() == 2 for rank in ranks)
     _wait(ranks, pump, _GRACE if usage else _SETTLE)
     failed = [rank for rank in ranks if rank.exit_code()]
-    return min(failed, key=lambda rank: (_lost_peer(rank), rank.failed_at()))
+    if all(map(_lost_peer, failed)):  # the cause is another rank, which may take longer to end
+        _wait(ranks, pump, _GRACE)
+        failed = [rank for rank in ranks if rank.exit_code()]
+        running = tuple(rank for rank in ranks if rank.exit_code() is None)
+        suspended = tuple(rank for rank in running if rank.is_suspended())
+        if suspended or running and all(map(_timed_out, failed)):
+            return Verdict(silent=suspended or running)
+    return Verdict(failed=min(failed, key=lambda rank: (_lost_peer(rank), rank.failed_at())))
 
 
 def dump_stacks(ranks: Sequence[Rank], pump: Pump) -> None:
@@ -118,24 +133,46 @@ def describe_hang(hung: Sequence[Rank], ranks: Sequence[Rank], timeout: float | 
     return f"time-out after {timeout:g} s with {_names(hung)} of {len(ranks)} still running"
 
 
+def describe_silence(silent: Sequence[Rank], ranks: Sequence[Rank]) -> str:
+    """Say in one line which ranks the others waited for until they timed out."""
+    verb = "is" if len(silent) == 1 else "are"
+    why = f" and {verb} suspended (SIGSTOP or a debugger)" if silent[0].is_suspended() else ""
+    return f"{_names(silent)} of {len(ranks)} did not answer within the time-out of the others{why}"
+
+
 def _names(ranks: Sequence[Rank]) -> str:
     numbers = ", ".join(str(rank.rank) for rank in ranks)
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def _describe_exit(code: int) -> str:
+    if is_request_to_stop(code):
+        return f"stopped before its last step (exit code {code}: {_signal_name(code - 128)})"
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = _signal_name(-code)
     hint = " (is the machine out of memory?)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 
+def is_request_to_stop(code: int | None) -> bool:
+    """Return whether an exit code says that a rank was asked to stop, and did so in order."""
+    return code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _lost_peer(rank: Rank) -> bool:
     return _PEER_LOST.search(rank.last_words()) is not None
+
+
+def _timed_out(rank: Rank) -> bool:
+    return _TIMED_OUT.search(rank.last_words()) is not None
 
 
 def _wait(ranks: Sequence[Rank], pump: Pump, seconds: float) -> None:

@@ -4,11 +4,19 @@ import time
 
 import pytest
 
-from mindspeed.launch.supervision import describe_failure, describe_hang, watch
+from mindspeed.launch import supervision
+from mindspeed.launch.supervision import describe_failure, describe_hang, describe_silence, watch
+
+
+@pytest.fixture(autouse=True)
+def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_GRACE", 0.2)
 
 
 class Scripted:
     """A rank whose end is written down beforehand."""
+
+    suspended = False
 
     def __init__(self, rank: int, code: int | None, at: float = 0.0, words: str = "") -> None:
         self.rank = rank
@@ -18,6 +26,9 @@ class Scripted:
 
     def exit_code(self) -> int | None:
         return self.code
+
+    def is_suspended(self) -> bool:
+        return self.suspended
 
     def failed_at(self) -> float:
         return self.at
@@ -53,6 +64,41 @@ def test_a_lone_victim_is_blamed_and_the_early_leaver_named() -> None:
     assert failed is victim
     assert describe_failure(victim, ranks) == (
         "rank 0 of 2 ended with exit code 1; rank 1 had already ended without an error"
+    )
+
+
+TIMED_OUT = "RuntimeError: [pair.cc] Timed out waiting 60000ms for recv operation to complete"
+
+
+def test_only_a_suspended_rank_is_named_when_the_others_time_out() -> None:
+    ranks = [Scripted(0, 1, 1.0, TIMED_OUT), Scripted(1, 1, 1.1, "Connection closed by peer")]
+    ranks += [Scripted(2, None), Scripted(3, None)]
+    ranks[2].suspended = True
+    verdict = watch(ranks, time.sleep, None)
+    assert verdict.failed is None and verdict.silent == (ranks[2],)
+    assert describe_silence(verdict.silent, ranks) == (
+        "rank 2 of 4 did not answer within the time-out of the others and is suspended (SIGSTOP "
+        "or a debugger)"
+    )
+
+
+def test_ranks_that_still_run_are_named_when_all_others_time_out() -> None:
+    ranks = [Scripted(0, 1, 1.0, TIMED_OUT), Scripted(1, None), Scripted(2, None)]
+    verdict = watch(ranks, time.sleep, None)
+    assert describe_silence(verdict.silent, ranks) == (
+        "ranks 1, 2 of 3 did not answer within the time-out of the others"
+    )
+
+
+def test_a_rank_that_fails_while_others_run_is_blamed() -> None:
+    ranks = [Scripted(0, 1, 1.0, "ConnectionError: Connection refused by hub"), Scripted(1, None)]
+    assert watch(ranks, time.sleep, None).failed is ranks[0]
+
+
+def test_a_request_to_stop_is_no_failure() -> None:
+    rank = Scripted(0, 143)
+    assert describe_failure(rank, [rank]) == (
+        "rank 0 of 1 stopped before its last step (exit code 143: SIGTERM)"
     )
 
 
