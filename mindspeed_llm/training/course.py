@@ -2,9 +2,11 @@
 
 import gc
 import logging
+import signal
 import time
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,17 +15,18 @@ import yaml
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.commit import write_file
 from mindspeed_llm.training.bar import StepBar
-from mindspeed_llm.training.folders import Progress
+from mindspeed_llm.training.folders import Progress, newest_good
 from mindspeed_llm.training.log import TrainingLog
 from mindspeed_llm.training.options import RunOptions
+from mindspeed_llm.training.rank import RunFailed
 from mindspeed_llm.training.schedule import make_schedule
 from mindspeed_llm.training.step import StepResult
-from mindspeed_llm.training.stop import StopRequest
+from mindspeed_llm.training.stop import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)
 
 
-class NotANumber(RuntimeError):
+class NotANumber(RunFailed):
     """Training cannot go on: losses or gradients are not numbers."""
 
 
@@ -100,7 +103,10 @@ class Course(ABC):
         )
 
     def run(self) -> Progress:
-        """Train to the end, or until asked to stop; return how far it came."""
+        """Train to the last step and return where the run is.
+
+        Raises Stopped, once the checkpoint is written, if the run is asked to end before that.
+        """
         progress = self._begun
         if progress.iteration >= self.steps:
             logger.info("all %d iterations are done: more by --train-iters or --epochs", self.steps)
@@ -112,17 +118,15 @@ class Course(ABC):
             with StopRequest() as request:
                 progress = self._steps(progress, request)
                 self._checkpoints.finish()
+                if progress.iteration < self.steps:
+                    raise self._stopped(progress, request.number or signal.SIGTERM)
         finally:
             gc.unfreeze()
             self._bar.end()
-        if progress.iteration < self.steps:
-            save = self._options.save
-            kept = f"saved in {save}" if save else "nothing saved: no --save"
-            logger.info("asked to stop after iteration %d; %s", progress.iteration, kept)
         return progress
 
     def _steps(self, progress: Progress, request: StopRequest) -> Progress:
-        bad = 0
+        bad = progress.nan_streak
         while progress.iteration < self.steps:
             progress, result = self._step(progress, request.came)
             began = time.perf_counter()
@@ -130,9 +134,9 @@ class Course(ABC):
             bad = 0 if result.is_finite else bad + 1
             if bad >= self._options.max_nan_iterations:
                 self._checkpoints.finish()
-                raise NotANumber(self._trouble(progress, bad))
-            if self._is_save_due(progress.iteration) or result.is_asked_to_stop:
-                self.save(progress)
+                raise NotANumber(self._explain_nan(progress.iteration, bad))
+            progress = replace(progress, nan_streak=bad)
+            self._save_if_due(progress, is_last=result.is_asked_to_stop)
             self._evaluate_if_due(progress)
             for shown in (self._log, self._bar):
                 shown.leave_out(time.perf_counter() - began)
@@ -150,9 +154,20 @@ class Course(ABC):
         self._bar.add(iteration, result)
         return self.note(iteration, consumed), result
 
-    def _is_save_due(self, iteration: int) -> bool:
-        interval = self._options.save_interval
-        return iteration == self.steps or bool(interval) and iteration % interval == 0
+    def _save_if_due(self, progress: Progress, is_last: bool) -> None:
+        """Save every --save-interval steps, and at the end.
+
+        Not in the middle of a NaN streak: such a checkpoint would take the place of a good one, of
+        which --keep-last keeps only so many.
+        """
+        iteration, interval = progress.iteration, self._options.save_interval
+        if is_last or iteration == self.steps:
+            self.save(progress)
+        elif interval and iteration % interval == 0:
+            if not progress.nan_streak:
+                self.save(progress)
+            elif self._options.save:
+                logger.warning("iteration %d is not saved: its loss is not a number", iteration)
 
     def _evaluate_if_due(self, progress: Progress) -> None:
         options = self._options
@@ -171,10 +186,20 @@ class Course(ABC):
         root.mkdir(parents=True, exist_ok=True)
         write_file(root / "config.yaml", yaml.safe_dump(self.config(), sort_keys=False))
 
-    def _trouble(self, progress: Progress, count: int) -> str:
-        last = self._options.save or "no checkpoint"
+    def _stopped(self, progress: Progress, number: int) -> Stopped:
+        save = self._options.save
+        kept = f"saved in {save}" if save else "nothing saved: no --save"
+        logger.info(
+            "asked to stop after iteration %d of %d; %s", progress.iteration, self.steps, kept
+        )
+        return Stopped(number, progress.iteration)
+
+    def _explain_nan(self, iteration: int, count: int) -> str:
+        """Say what happened, and which checkpoint is from before it."""
+        save = self._options.save
+        good = newest_good(save, iteration - count) if save else None
+        kept = f"the newest checkpoint from before is {good}" if good else "none was saved before"
         return (
-            f"the loss or its gradient was not a number in {count} steps up to "
-            f"{progress.iteration}: lower --lr, or look at the data of these steps; the last "
-            f"checkpoint ({last}) is from before, and was not touched"
+            f"the loss or its gradient was not a number in {count} steps up to iteration "
+            f"{iteration}: lower --lr, or check the data of these steps; {kept}"
         )

@@ -44,6 +44,8 @@ class Progress:
     """The model, as ModelShape holds it."""
     lora: dict[str, Any] = field(default_factory=dict)
     """The adapters, as peft's configuration tells of them."""
+    nan_streak: int = 0
+    """Steps in a row, up to this one, whose loss was not a number."""
 
 
 def newest(root: str | os.PathLike[str]) -> Path | None:
@@ -75,6 +77,18 @@ def read_progress(folder: Path) -> Progress:
             f"{path}: is of iteration {progress.iteration}, not of the folder it is in"
         )
     return progress
+
+
+def newest_good(root: str | os.PathLike[str], iteration: int) -> Path | None:
+    """Return the newest checkpoint up to an iteration that was not saved in a NaN streak."""
+    for folder in sorted(Path(root).glob("iter_*"), reverse=True):
+        try:
+            progress = read_progress(folder)
+        except ConfigError:  # damaged, or not of a training
+            continue
+        if progress.iteration <= iteration and not progress.nan_streak:
+            return folder
+    return None
 
 
 def to_resume(options: RunOptions) -> Path | None:
@@ -162,11 +176,10 @@ def go_on(checkpoints: Loads, folder: Path, options: RunOptions) -> Progress:
 
 def _advice(damaged: Path) -> str:
     """Say how to go on from the checkpoint before one that cannot be loaded."""
-    older = [p for p in damaged.parent.glob("iter_*") if (p / STATE_FILE).is_file()]
-    numbers = sorted(p.name.removeprefix("iter_") for p in older if p.name < damaged.name)
-    if not numbers:
+    older = newest_good(damaged.parent, int(damaged.name.removeprefix("iter_")) - 1)
+    if older is None:
         return ""
-    last = int(numbers[-1])
+    last = int(older.name.removeprefix("iter_"))
     return f"; to go on from iteration {last}, put {last} into {damaged.parent / TRACKER}"
 
 

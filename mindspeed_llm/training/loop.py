@@ -55,7 +55,7 @@ class Loop(Course):
         self._stepper = Stepper(training.wrapped, training.optimizer, forward_step, options, layout)
 
     def run(self) -> Progress:
-        """Train to the end, or until asked to stop; return how far it came."""
+        """Train to the last step and return where the run is."""
         self._keep_config()
         return super().run()
 

@@ -11,6 +11,11 @@ from pathlib import Path
 from mindspeed.config import ConfigError, printable
 
 MISUSE = 2
+FAILED = 1
+
+
+class RunFailed(RuntimeError):
+    """A run cannot go on, for a reason that every rank knows and one line explains."""
 
 
 def run_rank(train: Callable[[], None]) -> int:
@@ -22,6 +27,9 @@ def run_rank(train: Callable[[], None]) -> int:
         if _is_first_here():
             raise
         return MISUSE
+    except RunFailed as error:
+        _report(error)
+        return FAILED
     finally:
         _leave()
     return 0
@@ -49,10 +57,14 @@ def told_in_one_line() -> Iterator[None]:
     """End a script of one's own as the commands end where a user can put something right."""
     try:
         yield
-    except ConfigError as error:
-        if _is_first_here():
-            sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(str(error))}\n")
-        raise SystemExit(MISUSE) from None
+    except (ConfigError, RunFailed) as error:
+        _report(error)
+        raise SystemExit(MISUSE if isinstance(error, ConfigError) else FAILED) from None
+
+
+def _report(error: Exception) -> None:
+    if _is_first_here():
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(str(error))}\n")
 
 
 def _is_first_here() -> bool:

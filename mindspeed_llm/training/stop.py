@@ -1,4 +1,4 @@
-"""Ends a run in order when it is asked to: SIGTERM, or Ctrl-C once."""
+"""Ends a run in order when it is asked to: by SIGTERM, or by Ctrl-C once."""
 
 import signal
 import threading
@@ -8,12 +8,25 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class Stopped(SystemExit):
+    """A run that was asked to stop before its last step; its exit code is 128 + the signal."""
+
+    def __init__(self, number: int, iteration: int) -> None:
+        super().__init__(128 + number)
+        self.iteration = iteration
+        """The last iteration that was trained."""
+
+
 class StopRequest:
-    """Notes the first signal; the second one has its usual effect."""
+    """Notes SIGTERM and the first Ctrl-C; a second Ctrl-C has its usual effect.
+
+    SIGTERM may come any number of times: a scheduler sends it to every process of a job, and each
+    launcher among them sends it to its ranks once more.
+    """
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        """The signal that came, if one did."""
+        self.number: int | None = None
+        """The signal that came first, if one did."""
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -29,8 +42,9 @@ class StopRequest:
     @property
     def came(self) -> bool:
         """Whether the run was asked to end."""
-        return self.name is not None
+        return self.number is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.name = signal.Signals(number).name
-        signal.signal(number, self._previous[number])
+        self.number = self.number or number
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])

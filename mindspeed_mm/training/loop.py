@@ -9,6 +9,7 @@ from mindspeed.config import ConfigError, Options
 from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.step import StepResult
+from mindspeed_llm.training.stop import Stopped
 from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
@@ -61,10 +62,14 @@ class FsdpLoop(Course):
         self._batches = train.endless(setup.progress.consumed_samples)
 
     def run(self) -> Progress:
-        """Train to the end, or until asked to stop; then look at the test data, if there is any."""
-        progress = super().run()
+        """Train to the last step; then evaluate on the test data, if there is any."""
+        try:
+            progress = super().run()
+        except Stopped as stopped:
+            self._trace.end(stopped.iteration)
+            raise
         self._trace.end(progress.iteration)
-        if progress.iteration >= self.steps and self._test is not None:
+        if self._test is not None:
             means = self._stepper.evaluate(self._to_evaluate(self._test))
             self._log.note(progress.iteration, {f"test {k}": mean for k, mean in means.items()})
         return progress

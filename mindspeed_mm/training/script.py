@@ -61,7 +61,7 @@ def pretrain(
 
 
 def train(run: Run, callbacks: Callbacks) -> Progress:
-    """Train as one rank, to the end or until asked to stop; return how far it came."""
+    """Train as one rank to the last step; Stopped is raised if it is asked to end before."""
     import mindspeed.megatron_adaptor  # noqa: F401  # before anything of Megatron
     from mindspeed_mm.training.loop import FsdpLoop
     from mindspeed_mm.training.setup import prepare

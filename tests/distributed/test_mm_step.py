@@ -126,7 +126,7 @@ def observe(folder: str) -> dict[str, Any]:
 
     assert of_megatron() is get_args()
     seen["saved"] = _poisoned(folder, "once", 2, max_nan_iterations=2)
-    with pytest.raises(NotANumber, match="in 1 steps up to 2"):
+    with pytest.raises(NotANumber, match="in 1 steps up to iteration 2"):
         _poisoned(folder, "stop", 2, max_nan_iterations=1)
     _trace(folder)
     seen["shown"] = _shown(folder)

@@ -79,7 +79,7 @@ class BaseTrainer(ABC):
         """Run the model on the next micro-batch; return its output and the loss function."""
 
     def train(self) -> Progress:
-        """Train to the end, or until asked to stop."""
+        """Train to the last step; Stopped is raised if the run is asked to end before."""
         loop = Loop(
             self.setup,
             self.training,

@@ -35,7 +35,7 @@ class AutoTrainer:
             self.trainer = get_trainer(self.options.stage, self.options)
 
     def train(self) -> Progress:
-        """Train to the end, or until asked to stop."""
+        """Train to the last step; Stopped is raised if the run is asked to end before."""
         with self._errors():
             return self.trainer.train()
 

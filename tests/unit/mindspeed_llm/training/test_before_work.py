@@ -99,16 +99,20 @@ def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
         find_shape(TrainOptions(load=str(tmp_path), from_scratch=True))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_noted_and_the_second_works(number: signal.Signals) -> None:
-    came = []
+@pytest.mark.parametrize(
+    ("number", "usual"), [(signal.SIGTERM, []), (signal.SIGINT, ["usual", "usual"])]
+)
+def test_the_first_signal_is_noted(number: signal.Signals, usual: list[str]) -> None:
+    """A second Ctrl-C works; SIGTERM may be repeated, as by a launcher that passes it on."""
+    came: list[str] = []
     before = signal.signal(number, lambda *arguments: came.append("usual"))
     try:
         with StopRequest() as request:
             assert not request.came
             os.kill(os.getpid(), number)
-            assert request.came and request.name == number.name and not came
+            assert request.came and request.number == number and not came
             os.kill(os.getpid(), number)
-            assert came == ["usual"]
+            os.kill(os.getpid(), number)
+            assert came == usual and request.number == number
     finally:
         signal.signal(number, before)
