@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed.launch import RankFailed, call
 
-__all__ = ["RankFailed", "run_ranks"]
+__all__ = ["RankFailed", "group_time_outs", "run_ranks"]
 
 _PRELOAD = "tests.preload"
 
@@ -20,6 +20,16 @@ def run_ranks(
     imported and torch.distributed is ready. The first rank to fail is raised as RankFailed.
     """
     return call(_in_group, world, function, arguments, timeout, timeout=timeout, preload=[_PRELOAD])
+
+
+def group_time_outs() -> set[float]:
+    """Return the time-outs of all groups that this rank is in, in seconds."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    groups = distributed_c10d._world.pg_map
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
 
 
 def _in_group(function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> Any:

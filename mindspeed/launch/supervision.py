@@ -23,8 +23,11 @@ _GRACE = 5.0
 _PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|recvValue failed|remote process exited"
     r"|[Rr]emote ?[Ee]rror|heartbeat|Socket Timeout|Timed out waiting|collective operation timeout"
+    r"|caused pair closure"
 )
-_TIMED_OUT = re.compile(r"Socket Timeout|Timed out waiting|collective operation timeout")
+_TIMED_OUT = re.compile(
+    r"Socket Timeout|Timed out waiting|collective operation timeout|caused pair closure"
+)
 
 
 class Rank(Protocol):
@@ -84,7 +87,7 @@ def _blame(ranks: Sequence[R], pump: Pump) -> Verdict[R]:
     _wait(ranks, pump, _GRACE if usage else _SETTLE)
     failed = [rank for rank in ranks if rank.exit_code()]
     if all(map(_lost_peer, failed)):  # the cause is another rank, which may take longer to end
-        _wait(ranks, pump, _GRACE)
+        _wait(_awake(ranks), pump, _GRACE)
         failed = [rank for rank in ranks if rank.exit_code()]
         running = tuple(rank for rank in ranks if rank.exit_code() is None)
         suspended = tuple(rank for rank in running if rank.is_suspended())
@@ -109,7 +112,7 @@ def stop(ranks: Sequence[Rank], pump: Pump, patient: bool = False) -> None:
         running = [rank for rank in ranks if rank.exit_code() is None]
         for rank in running:
             rank.signal(signal.SIGTERM)
-        _wait(running, pump, _GRACE)
+        _wait(_awake(running), pump, _GRACE)
         running = [rank for rank in running if rank.exit_code() is None]
         if running and patient:
             logger.warning("waiting for %s to end; a second Ctrl-C kills", _names(running))
@@ -169,6 +172,10 @@ def _signal_name(number: int) -> str:
 
 def _lost_peer(rank: Rank) -> bool:
     return _PEER_LOST.search(rank.last_words()) is not None
+
+
+def _awake(ranks: Sequence[R]) -> list[R]:
+    return [rank for rank in ranks if not rank.is_suspended()]
 
 
 def _timed_out(rank: Rank) -> bool:

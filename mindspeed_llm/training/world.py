@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+from torch.distributed import distributed_c10d
 
 from mindspeed import device
 from mindspeed.config import ConfigError, Spelling, build
@@ -113,7 +114,18 @@ def join(options: TrainOptions, layout: Layout) -> None:
         layout.pp,
         layout.virtual_stages,
         expert_model_parallel_size=options.expert_model_parallel_size,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
     )
+    limit_waits(options.distributed_timeout_minutes)
+
+
+def limit_waits(timeout_minutes: int) -> None:
+    """Give every group of this rank the time-out of the run.
+
+    Groups that a device mesh makes, and some of Megatron's, would wait for half an hour.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
 
 
 def meet(timeout_minutes: int, backend: str | None = None) -> None:

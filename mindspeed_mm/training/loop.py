@@ -10,6 +10,7 @@ from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.step import StepResult
 from mindspeed_llm.training.stop import Stopped
+from mindspeed_llm.training.world import limit_waits
 from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
@@ -102,6 +103,11 @@ class FsdpLoop(Course):
             has_optimizer=not self._options.no_save_optim,
             lora=adapters(self._setup.run),
         )
+
+    def save(self, progress: Progress) -> None:
+        """Save where the run is; the first save may make groups of its own."""
+        super().save(progress)
+        limit_waits(self._options.distributed_timeout_minutes)
 
     def config(self) -> dict[str, Any]:
         """Return what was run as one file that can be run; free sections stay in theirs."""

@@ -19,7 +19,7 @@ from mindspeed.fsdp.plan import DTYPES
 from mindspeed_llm.checkpoint import detect
 from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on
 from mindspeed_llm.training.reservation import Reservation, given_up_on_errors
-from mindspeed_llm.training.world import seed_everything
+from mindspeed_llm.training.world import limit_waits, seed_everything
 from mindspeed_mm.models import weights
 from mindspeed_mm.models.options import LoraConfig
 from mindspeed_mm.training.arguments import Run
@@ -76,6 +76,7 @@ def _begin_with(
     optimizer = make_optimizer(model, options)
     checkpoints = FsdpCheckpoints(options.save, model, optimizer)
     progress = _begin(run, checkpoints, resumed)
+    limit_waits(options.distributed_timeout_minutes)  # also of groups that sharding has made
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
     return Setup(run, args, layout, reservation, model, optimizer, checkpoints, progress=progress)
 

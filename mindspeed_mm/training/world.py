@@ -48,7 +48,10 @@ def join(options: MmOptions) -> None:
     meet(options.distributed_timeout_minutes, backend)
     if parallel_state.model_parallel_is_initialized():  # by an earlier run of the same program
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(context_parallel_size=options.context_parallel_size)
+    parallel_state.initialize_model_parallel(
+        context_parallel_size=options.context_parallel_size,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
+    )
 
 
 def seed_step(seed: int, step: int, dp_rank: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import RankFailed, group_time_outs, run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     make_model,
     make_samples,
@@ -92,6 +92,20 @@ def test_half_precision_finds_its_scale_and_learns(inputs: tuple[str, str], tmp_
     expected, _ = plain_loop(inputs[0], SAMPLES, 1, 4)
     assert lines[0]["lm loss"] == pytest.approx(expected[0], rel=2e-3)
     assert rates[0]["lm loss"] - rates[-1]["lm loss"] > 0.02
+
+
+def _time_outs(values: dict[str, Any]) -> set[float]:
+    from mindspeed_llm.training.options import TrainOptions
+    from mindspeed_llm.training.setup import prepare
+
+    prepare(TrainOptions(**values))
+    return group_time_outs()
+
+
+def test_every_group_has_the_time_out_of_the_run(inputs: tuple[str, str], tmp_path: Path) -> None:
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    values = settings(*inputs, tmp_path, distributed_timeout_minutes=3, **layout)
+    assert run_ranks(_time_outs, 4, values) == [{180.0}] * 4
 
 
 def test_data_of_a_larger_tokenizer_is_refused(inputs: tuple[str, str], tmp_path: Path) -> None:

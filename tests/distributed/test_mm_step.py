@@ -24,7 +24,7 @@ from mindspeed_mm.training.step import FsdpStepper
 from mindspeed_mm.training.tool import ProfileOptions, ToolConfig, TraceOptions
 from mindspeed_mm.training.world import Layout
 from tests.mm import runs
-from tests.ranks import run_ranks
+from tests.ranks import group_time_outs, run_ranks
 
 SHARDED = {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}"]}
 IGNORED = -100
@@ -126,8 +126,10 @@ def observe(folder: str) -> dict[str, Any]:
 
     assert of_megatron() is get_args()
     seen["saved"] = _poisoned(folder, "once", 2, max_nan_iterations=2)
+    _poisoned(folder, "end", 2, max_nan_iterations=2, train_iters=2)
     with pytest.raises(NotANumber, match="in 1 steps up to iteration 2"):
         _poisoned(folder, "stop", 2, max_nan_iterations=1)
+    seen["time-outs"] = _time_outs(folder)
     _trace(folder)
     seen["shown"] = _shown(folder)
     _failed_starts(folder)
@@ -138,6 +140,16 @@ def observe(folder: str) -> dict[str, Any]:
 def _poisoned(folder: str, name: str, poison: int, **changes: Any) -> int:
     run = runs.make_run(flags(folder, name, save_interval=1, **changes), SHARDED)
     return runs.train_once(run, Diary(False, poison).callbacks())
+
+
+def _time_outs(folder: str) -> set[float]:
+    """Train with groups of a device mesh and of a save in the background."""
+    changes = {"distributed_timeout_minutes": 3, "async_save": True, "train_iters": 1}
+    replicated = SHARDED | {"sharding_size": 1}
+    runs.train_once(
+        runs.make_run(flags(folder, "waits", **changes), replicated), Diary(False).callbacks()
+    )
+    return group_time_outs()
 
 
 def _trace(folder: str) -> None:
@@ -262,13 +274,19 @@ def test_means_over_micro_batches_and_over_tokens(seen: Any, name: str) -> None:
 def test_bad_numbers_of_one_rank_change_nothing_on_any(seen: Any) -> None:
     folder, values = seen
     assert values["saved"] == STEPS
+    assert not (folder / "once/iter_0000002").exists()
     first, second, third = (
-        runs.read_checkpoint(folder / "once" / f"iter_{n:07d}") for n in (1, 2, 3)
+        runs.read_checkpoint(folder / name / f"iter_{n:07d}")
+        for name, n in (("once", 1), ("end", 2), ("once", 3))
     )
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
     assert not all(torch.equal(third[name], tensor) for name, tensor in first.items())
     kept = sorted(path.name for path in (folder / "stop").glob("iter_*"))
     assert kept == ["iter_0000001"]
+
+
+def test_every_group_has_the_time_out_of_the_run(seen: Any) -> None:
+    assert seen[1]["time-outs"] == {180.0}
 
 
 def test_a_fused_update_clips_and_skips_for_itself(seen: Any) -> None:

@@ -141,6 +141,31 @@ def test_a_hang_names_the_ranks_and_shows_where_they_are(tmp_path: Path) -> None
     assert all(f"[rank {rank}]   File" in err for rank in (1, 2)) and err.count(where) == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which process is suspended")
+def test_only_a_suspended_rank_is_named(tmp_path: Path) -> None:
+    body = _GLOO + (
+        "from datetime import timedelta\n"
+        "group = dist.new_group(timeout=timedelta(seconds=3))\n"
+        "dist.barrier()\n"
+        "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "dist.all_reduce(torch.ones(1), group=group)"
+    )
+    code, _, err = _run(tmp_path, body, "--nproc", "3")
+    assert code == 1
+    assert err.splitlines()[-1] == (
+        "mindspeed run: rank 1 of 3 did not answer within the time-out of the others and is "
+        "suspended (SIGSTOP or a debugger)"
+    )
+
+
+def test_a_rank_that_is_asked_to_stop_ends_all_with_its_code(tmp_path: Path) -> None:
+    code, _, err = _run(tmp_path, "time.sleep(0.2 * rank); sys.exit(143)", "--nproc", "2")
+    assert code == 143
+    assert err == (
+        "mindspeed run: rank 0 of 2 stopped before its last step (exit code 143: SIGTERM)\n"
+    )
+
+
 def test_a_configuration_error_is_printed_once(tmp_path: Path) -> None:
     body = (
         "while not os.path.exists('0.pid'): time.sleep(0.01)\n"
