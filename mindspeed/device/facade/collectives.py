@@ -1,7 +1,4 @@
-"""What NCCL does and gloo does not: scaled sums, pieces of any shape, safe sends.
-
-NCCL gathers and scatters elements; gloo wants every piece in the shape of a slice of the whole.
-"""
+"""Scaled sums, which NCCL has and gloo has not."""
 
 from __future__ import annotations
 
@@ -32,27 +29,13 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
         return
     table = {
         "_make_nccl_premul_sum": ScaledSum,
-        "isend": _keep_memory(dist.isend),
         "all_reduce": _scale_in_place(dist.all_reduce),
         "reduce_scatter_tensor": _scale_copy(dist.reduce_scatter_tensor),
-        "all_gather_into_tensor": _of_any_shape(dist.all_gather_into_tensor),
     }
     table["_reduce_scatter_base"] = table["reduce_scatter_tensor"]
-    table["_all_gather_base"] = table["all_gather_into_tensor"]
     for name, stand_in in table.items():
         yield dist, name, stand_in
         yield distributed_c10d, name, stand_in
-
-
-def _keep_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # A pipeline stage takes the memory out of a tensor as soon as it is on its way
-        # (`tensor.data = ...`). The work then holds an empty tensor, and gloo would send what else
-        # is put into that memory; a second tensor holds it until the work is done.
-        return original(tensor.detach(), *args, **kwargs)
-
-    return isend
 
 
 def _scale_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,23 +58,6 @@ def _scale_copy(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(op, ScaledSum):
             input = input.detach() * op.factor
             op = dist.ReduceOp.SUM
-        return original(*_elements(output, input), op, *args, **kwargs)
+        return original(output, input, op, *args, **kwargs)
 
     return reduce_scatter_tensor
-
-
-def _of_any_shape(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def all_gather_into_tensor(
-        output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        return original(*_elements(output_tensor, input_tensor), *args, **kwargs)
-
-    return all_gather_into_tensor
-
-
-def _elements(output: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as plain rows of elements where one is no slice of the other."""
-    if output.shape[1:] == input.shape[1:] or not output.is_contiguous():
-        return output, input
-    return output.view(-1), input.reshape(-1)

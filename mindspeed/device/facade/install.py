@@ -16,6 +16,7 @@ from mindspeed.device.facade import (
     host_draws,
     moves,
     noise,
+    strides,
     tensors,
 )
 
@@ -31,6 +32,7 @@ _PARTS = (
     groups,
     gloo_device,
     collectives,
+    strides,
     noise,
 )
 _ABSENT = object()
