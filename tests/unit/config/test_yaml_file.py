@@ -1,10 +1,18 @@
 """A YAML file is read strictly, and what is wrong in it is one line."""
 
+import argparse
 from typing import Annotated, Literal
 
 import pytest
 
-from mindspeed.config import CommaSeparated, ConfigError, Options, load_yaml
+from mindspeed.config import (
+    CommaSeparated,
+    ConfigError,
+    Options,
+    add_options,
+    load_yaml,
+    read_options,
+)
 
 
 class Training(Options):
@@ -135,3 +143,27 @@ def test_binary_file(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="weights.bin: cannot be read"):
         load_yaml(tmp_path / "weights.bin", Training)
+
+
+class Optional(Options):
+    """Options that may be nothing and are something by default."""
+
+    interval: int | None = 100
+    """Steps, or never."""
+    tags: tuple[str, ...] | None = ("a", "b")
+    """Words, or none."""
+    name: str | None = None
+    """A name."""
+
+
+@pytest.mark.parametrize("is_flag", [False, True])
+def test_null_is_a_value_not_the_default(tmp_path, is_flag):
+    file = tmp_path / "run.yaml"
+    file.write_text("interval: null\ntags:\n")
+    assert load_yaml(file, Optional) == Optional(interval=None, tags=None)
+    parser = argparse.ArgumentParser()
+    add_options(parser, Optional)
+    namespace = parser.parse_args(["--config", str(file), *(["--interval", "7"] * is_flag)])
+    found = read_options(namespace, Optional)
+    assert found == Optional(interval=7 if is_flag else None, tags=None)
+    assert read_options(parser.parse_args([]), Optional) == Optional()

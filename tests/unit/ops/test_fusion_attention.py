@@ -183,6 +183,20 @@ def test_packed_documents(mode):
     assert largest.shape == (10, N, 8)
 
 
+def test_packed_documents_have_their_own_prefix():
+    torch.manual_seed(0)
+    bounds, prefix = [4, 7, 12], [1, 3, 2]
+    q, k, v = (torch.randn(12, N, D, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    options = {"actual_seq_qlen": bounds, "actual_seq_kvlen": bounds, "prefix": prefix}
+    out = fusion_attention(q, k, v, N, "TND", atten_mask=COMPRESSED, sparse_mode=6, **options)[0]
+    pieces = []
+    for start, end, size in zip([0, *bounds], bounds, prefix):
+        each = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+        sees = lambda b, n, i, j, size=size: j <= i or j < size  # noqa: E731
+        pieces.append(naive(*each, 1.0, sees)[0][0].transpose(0, 1))
+    compare(out, torch.cat(pieces), (q, k, v))
+
+
 def test_dropout_keeps_the_mean():
     torch.manual_seed(0)
     q, k = torch.zeros(2, 8, 64, 4), torch.zeros(2, 8, 64, 4)

@@ -5,10 +5,12 @@ import inspect
 import pytest
 import torch
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed.ops.rms_norm.megatron import FusedRMSNorm, wrap_wrapped_torch_norm_new
+from mindspeed.ops.rotary_position_embedding.megatron import wrap_apply_rotary_pos_emb
 from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl, wrap_weighted_bias_swiglu_impl
 
 
@@ -79,3 +81,34 @@ def test_rms_norm(zero_centered):
     fused.load_state_dict(plain.state_dict())
     torch.testing.assert_close(fused(x), plain(x))
     assert isinstance(build(WrappedTorchNorm, config(), 16), torch.nn.LayerNorm)
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({}, {}),
+        ({}, {"mscale": 1.3}),
+        ({"rotary_interleaved": True}, {}),
+        ({"rotary_interleaved": True}, {"mscale": 0.7}),
+        ({"multi_latent_attention": True}, {}),
+        ({}, {"cu_seqlens": torch.tensor([0, 3, 5])}),
+    ],
+)
+def test_rotary_in_the_wrapped_call(options, call):
+    """YaRN's scale, the order of channels in latent attention and documents are not ignored."""
+    given = config(**options)
+    calls = []
+
+    def upstream(t, freqs, config, cu_seqlens=None, mscale=1.0):
+        calls.append(cu_seqlens)
+        kinds = config.rotary_interleaved, config.multi_latent_attention
+        return _apply_rotary_pos_emb_bshd(t, freqs, *kinds, mscale)
+
+    torch.manual_seed(0)
+    t, freqs = torch.randn(5, 2, 3, 8), torch.randn(5, 1, 1, 8)
+    expected = upstream(t, freqs, given, **call)
+    torch.testing.assert_close(
+        wrap_apply_rotary_pos_emb(upstream)(t, freqs, given, **call), expected
+    )
+    is_ours = not call and not given.multi_latent_attention
+    assert calls[1:] == ([] if is_ours else [call.get("cu_seqlens")])

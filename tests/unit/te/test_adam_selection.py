@@ -75,6 +75,20 @@ def test_a_state_without_average_starts_one():
         assert torch.equal(averaged.averages()[param], param.detach())
 
 
+@pytest.mark.parametrize("remainders", [False, True])
+def test_an_average_starts_from_the_master_weight_not_from_the_rounded_one(remainders):
+    params = parameters(torch.bfloat16)
+    options = OPTIONS | {"master_weights": True, "store_param_remainders": remainders}
+    plain = FusedAdam(params, **options)
+    list(train(plain, params, 2))
+    averaged = FusedEmaAdam(params, **options)
+    averaged.load_state_dict(plain.state_dict())
+    for param in params:
+        master = plain.get_unscaled_state(param, "master_param")
+        assert not torch.equal(master, param.detach().float()), "the test could tell"
+        assert torch.equal(averaged.averages()[param], master)
+
+
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_torch_kernel_equals_ours(mode, bias_correction):

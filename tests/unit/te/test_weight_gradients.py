@@ -127,6 +127,47 @@ def test_delayed_gradients_of_all_experts():
     torch.testing.assert_close(module.weight2.grad, plain_gradient(x[4:], grad[4:]).float())
 
 
+@pytest.mark.parametrize("experts", [None, [3, 0, 4]])
+def test_a_bfloat16_main_grad_gets_the_sum_of_all_microbatches(experts):
+    """Gradients reduced in bfloat16 (--accumulate-allreduce-grads-in-fp32 off) add up as well."""
+    torch.manual_seed(5)
+    options = {"fuse_wgrad_accumulation": True, "params_dtype": torch.bfloat16, "bias": False}
+    module = GroupedLinear(3, IN, OUT, **options) if experts else Linear(IN, OUT, **options)
+    weights = list(module.parameters())
+    for weight in weights:
+        weight.main_grad = torch.ones(OUT, IN, dtype=torch.bfloat16)
+    expected = [torch.ones(OUT, IN, dtype=torch.float64) for _ in weights]
+    for _ in range(2):
+        x, grad = torch.randn(7, IN).bfloat16(), torch.randn(7, OUT).bfloat16()
+        module(x, *([experts] if experts else [])).backward(grad)
+        rows = zip(x.split(experts or 7), grad.split(experts or 7))
+        expected = [total + plain_gradient(*pair) for total, pair in zip(expected, rows)]
+    # Two roundings to 8 bits, of sums up to 16.
+    by_name = sorted(module.named_parameters())
+    for (_, weight), total in zip(by_name, expected, strict=True):
+        torch.testing.assert_close(weight.main_grad.double(), total, rtol=1e-2, atol=0.1)
+        assert weight.grad is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_delayed_gradients_of_experts_add_up(fused):
+    torch.manual_seed(5)
+    options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": fused}
+    module = GroupedLinear(2, IN, OUT, bias=False, **options)
+    for weight in module.parameters():
+        weight.main_grad = torch.zeros(OUT, IN)
+    batches = [(torch.randn(7, IN), torch.randn(7, OUT), [4, 3]) for _ in range(2)]
+    for x, grad, counts in batches:
+        module(x, counts).backward(grad)
+    expected = torch.zeros(2, OUT, IN)
+    for x, grad, counts in batches:
+        module.backward_dw()
+        rows = zip(x.split(counts), grad.split(counts))
+        expected += torch.stack([plain_gradient(*pair).float() for pair in rows])
+        for weight, total in zip((module.weight0, module.weight1), expected):
+            torch.testing.assert_close(weight.main_grad if fused else weight.grad, total)
+
+
 def test_a_frozen_weight_gets_nothing():
     module = make(fuse_wgrad_accumulation=True)
     module.weight.requires_grad_(False)

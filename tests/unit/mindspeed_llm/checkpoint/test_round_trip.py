@@ -144,3 +144,24 @@ def test_multi_token_prediction(models, tmp_path, layout):
     expected = mtp_model(models["deepseek3"], tmp_path / "source")
     to_mcore(tmp_path / "source", tmp_path / "mg", **ALL_LAYOUTS[layout])
     assert_same(to_hf(tmp_path / "mg", tmp_path / "hf"), expected)
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_multi_token_prediction_has_its_embedding_on_the_last_stage(models, tmp_path, layers):
+    """Going there and back is blind to it: the first stage has the same weight."""
+    expected = mtp_model(models["deepseek3"], tmp_path / "source")
+    options = {PP: 2} | ({VPP: layers} if layers else {})
+    to_mcore(tmp_path / "source", tmp_path / "mg", **options)
+    held = []
+    for stage in range(2):
+        path = tmp_path / f"mg/iter_0000001/mp_rank_00_{stage:03d}/model_optim_rng.pt"
+        content = torch.load(path, weights_only=True)
+        held += [content[name] for name in sorted(content) if name.startswith("model")]
+    first, *middle, last = held[::2] + held[1::2] if layers else held
+    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
+    for chunk in (first, last):
+        assert torch.equal(chunk[embedding], expected["model.embed_tokens.weight"])
+    assert torch.equal(last[output], expected["lm_head.weight"]) and output not in first
+    assert not any(embedding in chunk or output in chunk for chunk in middle)
+    heads = {name.split(".")[0] for name in last}
+    assert "mtp" in heads and not any(n.startswith("mtp") for c in (first, *middle) for n in c)

@@ -89,6 +89,15 @@ def test_plain_rows_are_split_at_the_end_of_text():
     assert collate_packed([row], eos_id=2)["cu_seqlens"].tolist() == [0, 2, 5, 6]
 
 
+def test_a_plain_row_that_ends_with_the_end_of_text_has_no_empty_sample():
+    rows = [sample([5, 2, 6, 2]), sample([2, 7, 8, 2])]
+    batch = collate_packed(rows, eos_id=2)
+    assert batch["cu_seqlens"].tolist() == [0, 2, 4, 5, 8]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 0, 0, 1, 2]]
+    assert batch["max_seqlen"].item() == 3
+    assert learnt_pairs(batch) == [(5, 2), (6, 2), (7, 8), (8, 2)]
+
+
 def test_pairs_and_prompts():
     pairs = [
         {

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.data.indexed import IndexedTokens
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.preprocess import preprocess
 from tests.small_tokenizers import TEXT
@@ -113,6 +114,18 @@ def test_bad_lines_are_skipped_when_asked(tmp_path, facts, caplog):
     )
     preprocess(whole, facts)
     assert contents(tmp_path / "good") == contents(tmp_path / f"out{4 << 20}")
+
+
+def test_documents_that_are_skipped_do_not_count_as_written(run, write_lines):
+    records = [{"text": "one"}, {"txt": "two"}, {"text": 3}, {"text": ""}, {"text": "five"}]
+    summary, prefix = run(
+        write_lines(records), handler_name="GeneralPretrainHandler", on_bad_line="skip"
+    )
+    assert (summary.records, summary.written, summary.skipped_records) == (5, 3, 2)
+    assert summary.skipped["malformed"].first.endswith("line 2")
+    data = IndexedTokens(f"{prefix}_text_document")
+    assert len(data.lengths) == 2, "an empty document has no sequence"
+    assert len(data.documents) - 1 == summary.written
 
 
 def test_a_run_that_stopped_is_taken_up(tmp_path, facts, write_lines):
