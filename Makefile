@@ -17,7 +17,7 @@ OPERATOR_TESTS := $(shell grep -rL megatron tests/unit/ops --include='test_*.py'
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup quickstart test check drill clean
+.PHONY: setup quickstart test check drill mutate clean
 
 setup: $(STAMP) $(OLDEST)/.installed
 
@@ -46,6 +46,9 @@ test: setup
 
 drill: setup  # about five minutes
 	$(BIN)/python -m tests.drill
+
+mutate: setup  # about an hour: every fault of tests/mutations against the tests of its area
+	$(BIN)/python -m tests.mutate
 
 check: setup
 	$(BIN)/ruff check .
