@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,34 +70,45 @@ class Tree:
         packages = [name for name in ("mindspeed", "mindspeed_llm", "mindspeed_mm", "tests")]
         command = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *packages]
         subprocess.run([sys.executable, *command], cwd=folder, check=False)
-
-    def run(self, tests: Sequence[str], limit: float, *options: str) -> tuple[int | None, str]:
-        """Run tests; return pytest's exit code, None after the time limit, and its output."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests]
         environment = os.environ | {
-            "PYTHONPATH": str(self.folder),
+            "PYTHONPATH": str(folder),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
+        self._server = subprocess.Popen(
+            [sys.executable, "tests/mutations/server.py"],
+            cwd=folder,
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
-            errors="replace",
             start_new_session=True,
         )
+
+    def run(self, tests: Sequence[str], limit: float, *options: str) -> tuple[int | None, str]:
+        """Run tests; return pytest's exit code, None after the time limit, and its output."""
+        output = self.folder.with_suffix(".log")
+        arguments = ["-q", "-p", "no:cacheprovider", *options, *tests]
+        server = self._server
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps([arguments, str(output)]) + "\n")
+        server.stdin.flush()
+        session = int(server.stdout.readline())
+        ending = threading.Timer(limit, _end_session, [session])
+        ending.start()
         try:
-            output, _ = process.communicate(timeout=limit)
-            return process.returncode, output
-        except subprocess.TimeoutExpired:
-            _end_session(process)
+            code = int(server.stdout.readline())
+        finally:
+            ending.cancel()
+            _end_session(session)  # what the tests have left running
+        if code == -signal.SIGKILL:
             return None, f"ran past the limit of {limit:g} s"
-        except BaseException:
-            _end_session(process)
-            raise
+        return code, output.read_text(encoding="utf-8", errors="replace")
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.kill()
+        self._server.communicate()
 
     def try_fault(self, fault: Fault, limit: float) -> tuple[str, str]:
         """Apply a fault, run its tests and undo it; return the result and the output's end."""
@@ -114,10 +125,9 @@ class Tree:
         return result, output[-_KEPT_OUTPUT:]
 
 
-def _end_session(process: subprocess.Popen[str]) -> None:
+def _end_session(number: int) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(number, signal.SIGKILL)
 
 
 class Results:
@@ -162,12 +172,14 @@ def run_all(
     report: Callable[[str, str], None],
 ) -> list[str]:
     """Run faults in `jobs` copies of the tree; return the areas whose tests fail without any."""
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ExitStack() as stack:
         trees: queue.Queue[Tree] = queue.Queue()
         for number in range(jobs):
             place = Path(folder, str(number))
             place.mkdir()
-            trees.put(Tree(ROOT, place))
+            tree = Tree(ROOT, place)
+            stack.callback(tree.close)
+            trees.put(tree)
 
         def with_tree(work: Callable[[Tree], Any]) -> Any:
             tree = trees.get()

@@ -9,9 +9,15 @@ GOOD = [
     {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     {"world_size": 2, "tensor_model_parallel_size": 2, "num_attention_heads": 4, "num_layers": 3},
     {"world_size": 4, "tensor_model_parallel_size": 4, "num_query_groups": 2},
+    {"world_size": 8, "tensor_model_parallel_size": 2, "context_parallel_size": 4},
 ]
 BAD = [
     ({"world_size": 3, "tensor_model_parallel_size": 2}, "3 rank.*multiple of 2"),
+    ({"world_size": 3, "context_parallel_size": 2}, "3 rank.*--context-parallel-size 2 = 2 ranks"),
+    (
+        {"world_size": 4, "tensor_model_parallel_size": 2, "context_parallel_size": 4},
+        "--tensor-model-parallel-size 2 x --context-parallel-size 4 = 8 ranks",
+    ),
     (
         {"world_size": 3, "tensor_model_parallel_size": 3, "num_attention_heads": 4},
         "--tensor-model-parallel-size 3 does not divide --num-attention-heads 4: use 1, 2, 4",

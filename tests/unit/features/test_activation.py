@@ -148,6 +148,31 @@ def test_a_patch_that_fails_puts_everything_back(activation, upstream):
     assert log == ["broken on", "broken off"]
 
 
+class Later(Feature):
+    name, title, group, level = "later", "Later", "Affinity", Level.AFFINITY
+    enabled_by = "later"
+
+    class Options(config.Options):
+        later: bool = False
+        """Come after the base."""
+
+    def effects(self, options):
+        @contextmanager
+        def switched():
+            log.append("later on")
+            yield
+            log.append("later off")
+
+        yield Effect("it stands upon the base", switched())
+
+
+def test_the_last_feature_is_the_first_to_go(upstream):
+    activation = Activation(Registry([Base(), Later()]))
+    activation.activate(options(activation, later=True))
+    activation.deactivate()
+    assert log == ["base on", "later on", "later off", "base off"]
+
+
 def test_report_reads_as_a_table(activation, upstream):
     assert "nothing is enabled" in str(activation.report())
     activation.activate(options(activation, scale=2))

@@ -1,0 +1,59 @@
+"""Which checkpoints of a folder stay when a new one is committed."""
+
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mindspeed_llm.training.folders import CheckpointFolders, Progress, newest, read_progress
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def save(root, iteration, keep_last=None):
+    folders = CheckpointFolders(str(root))
+    aside = folders.new(iteration)
+    (aside / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={})))
+    folders.commit(aside, Progress(iteration, 4 * iteration), keep_last)
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir() if "iter_" in path.name)
+
+
+def test_the_newest_stay(tmp_path):
+    for iteration in (2, 4, 6, 8, 10):
+        save(tmp_path, iteration, keep_last=2)
+    assert names(tmp_path) == ["iter_0000008", "iter_0000010"]
+    found = newest(tmp_path)
+    assert found == tmp_path / "iter_0000010"
+    assert read_progress(found) == Progress(10, 40)
+
+
+def test_all_stay_when_nothing_is_said(tmp_path):
+    for iteration in (2, 4, 6):
+        save(tmp_path, iteration)
+    assert names(tmp_path) == [f"iter_{iteration:07d}" for iteration in (2, 4, 6)]
+
+
+def test_later_ones_of_a_run_before_stay(tmp_path):
+    """A run that went back to iteration 2 does not remove what it may be compared with."""
+    save(tmp_path, 2)
+    save(tmp_path, 8)
+    save(tmp_path, 4, keep_last=1)
+    assert names(tmp_path) == ["iter_0000004", "iter_0000008"]
+    assert newest(tmp_path) == tmp_path / "iter_0000004"
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    save(tmp_path, 2)
+    (tmp_path / ".iter_0000004.incomplete-abcd").mkdir()
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["iter_0000002", "iter_0000004"]
