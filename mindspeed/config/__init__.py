@@ -5,6 +5,7 @@ from mindspeed.config.command_line import add_options, read_options
 from mindspeed.config.errors import ConfigError, printable
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, flag_name, from_namespace
+from mindspeed.config.json_text import parse_json
 from mindspeed.config.layout import check_layout
 from mindspeed.config.options import Options
 from mindspeed.config.suggest import did_you_mean, nearest, one_of, suggest_flags
@@ -25,6 +26,7 @@ __all__ = [
     "load_yaml",
     "nearest",
     "one_of",
+    "parse_json",
     "read_options",
     "printable",
     "suggest_flags",

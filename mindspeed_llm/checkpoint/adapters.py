@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.checkpoint.assembly import Part, Whole
 from mindspeed_llm.checkpoint.boxes import slices, whole
 from mindspeed_llm.checkpoint.commit import written_aside
@@ -125,7 +125,7 @@ def read_peft(folder: str | os.PathLike[str]) -> dict[str, Factors]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read what a checkpoint or a folder of peft tells of its adapters."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
         float(config["lora_alpha"]) / int(config["r"])
     except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(f"{folder / CONFIG}: cannot be read ({error})") from None

@@ -1,12 +1,11 @@
 """`mindspeed-llm plot`: draw the curve of a run's log on the terminal and into a PNG file."""
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.config import ConfigError, did_you_mean, parse_json
 
 HEIGHT, WIDTH = 12, 72
 LEVELS = " ▁▂▃▄▅▆▇█"
@@ -55,7 +54,7 @@ def read(log: Path, key: str) -> Points:
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         int(record["iteration"])
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{path}, line {number}: is not a line of a training log") from None

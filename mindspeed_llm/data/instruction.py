@@ -7,7 +7,6 @@ for samples in MicroBatches(stream, size=2, rank=0, world=1, consumed=0): ...
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from fractions import Fraction
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.indexed import IndexedTokens
 from mindspeed_llm.data.stream import MicroBatches, Part, Sample, SampleStream
 
@@ -145,7 +144,7 @@ class InstructionData(Sequence[Sample]):
 
     def _read_facts(self) -> dict[str, Any]:
         try:
-            facts = json.loads(Path(f"{self.prefix}.summary.json").read_bytes())
+            facts = parse_json(Path(f"{self.prefix}.summary.json").read_bytes())
         except (OSError, ValueError):
             return {}
         return facts if isinstance(facts, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.indexed import Array, IndexedTokens
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.samples import IGNORED, learns_to_end
@@ -151,7 +150,7 @@ def open_shown(prefix: str, tokenizer: str = "", cache_dir: str = "") -> Shown:
 def _notes(prefix: str) -> dict[str, Any]:
     """Return the tokenizer and the stop tokens that preprocessing noted, {} if it did not."""
     try:
-        noted = json.loads(Path(f"{prefix}.summary.json").read_bytes())
+        noted = parse_json(Path(f"{prefix}.summary.json").read_bytes())
         stop_ids = [int(token) for token in noted.get("stop_ids", ())]
         return {"tokenizer": str(noted["tokenizer"]), "stop_ids": stop_ids}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):

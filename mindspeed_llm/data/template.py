@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.config import ConfigError, did_you_mean, parse_json
 from mindspeed_llm.data.tokenizer import TokenizerFacts
 
 DEFAULT_PATH = Path("configs/finetune/templates.json")
@@ -87,7 +86,7 @@ def load_template(name: str, path: str | None = None) -> TemplateEntry:
 
 def _read(place: Path) -> dict[str, Any]:
     try:
-        content = json.loads(place.read_bytes())
+        content = parse_json(place.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{place}: the templates cannot be read: {error}") from None
     if not isinstance(content, list) or not all(

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data import durable
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _remember(place: Path, found: dict[str, Any]) -> None:
 
 def _recall(remembered: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(remembered.read_bytes())
+        found: dict[str, Any] = parse_json(remembered.read_bytes())
         TokenizerFacts(**found)
         return found
     except (OSError, ValueError, TypeError):

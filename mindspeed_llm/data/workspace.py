@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data import durable
 
 
@@ -62,7 +62,7 @@ class Workspace:
 
     def _read_state(self) -> dict[str, Any]:
         try:
-            state = json.loads((self.folder / "state.json").read_bytes())
+            state = parse_json((self.folder / "state.json").read_bytes())
             is_ours = state["fingerprint"] == self._fingerprint
             return state["state"] if is_ours and self._has_files(state["state"]) else {}
         except (OSError, ValueError, KeyError, TypeError):

@@ -1,10 +1,9 @@
 """Files of prompts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 
 
 def read_prompts(path: str) -> list[str]:
@@ -24,7 +23,7 @@ def read_prompts(path: str) -> list[str]:
 
 def _prompt(line: str, where: str) -> str:
     try:
-        record: Any = json.loads(line)
+        record: Any = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where}: is not valid JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):

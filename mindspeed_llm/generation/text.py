@@ -1,12 +1,11 @@
 """Text to prompts and tokens to text, with one tokenizer and one way to put questions."""
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.conversation import MalformedRecord, Message, UnusableRecord
 from mindspeed_llm.data.prompts import PromptEncoder
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
@@ -116,7 +115,7 @@ def _ends(folder: Path | None, facts: TokenizerFacts) -> set[int]:
     for name in ("generation_config.json", "config.json"):
         if found is None and folder is not None and (folder / name).is_file():
             try:
-                content = json.loads((folder / name).read_bytes())
+                content = parse_json((folder / name).read_bytes())
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{folder / name} cannot be read: {error}") from None
             found = content.get("eos_token_id") if isinstance(content, dict) else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.indexed import IndexedTokens
 from mindspeed_llm.data.instruction import split_weights
 from mindspeed_llm.data.stream import Part, Sample, SampleStream
@@ -75,7 +74,7 @@ def document_facts(prefix: str) -> dict[str, Any]:
     for ending in SUFFIXES:
         path = Path(f"{prefix.removesuffix(ending)}.summary.json")
         try:
-            return dict(json.loads(path.read_bytes()))
+            return dict(parse_json(path.read_bytes()))
         except (OSError, ValueError, TypeError):
             continue
     return {}

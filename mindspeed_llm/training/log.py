@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed.config import parse_json
 from mindspeed.tune.flop_meter import HARDWARE, MODEL, FlopMeter
 from mindspeed_llm.training.step import StepResult
 
@@ -161,7 +162,7 @@ def format_line(numbers: dict[str, Any], total: int) -> str:
 
 def _iteration(line: str) -> float:
     try:
-        return float(json.loads(line)["iteration"])
+        return float(parse_json(line)["iteration"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # a line that a killed run left unfinished
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.conversation import MalformedRecord
 from mindspeed_llm.data.indexed import Array
 from mindspeed_llm.data.tokenizer import TokenizerFacts, facts_of
@@ -22,6 +21,8 @@ from mindspeed_mm.packages import check_torchvision, how_to_install, torchvision
 
 CLASS_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 TOKENS = ("input_ids", "attention_mask")
+UNREADABLE = (OSError, ValueError, ImportError, TypeError, AttributeError, KeyError, RecursionError)
+"""What transformers raises for the files of a processor that it cannot read."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _load_first(loaders: Sequence[Any], folder: Path, trust_remote_code: bool) -
             return loader.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError, ImportError, TypeError, AttributeError, KeyError) as error:
+        except UNREADABLE as error:
             reasons.append(" ".join(str(error).split()))
     raise ConfigError(f"model_name_or_path {folder} holds no processor: {reasons[0]}")
 
@@ -180,7 +181,7 @@ def _class_name(folder: Path) -> str:
     """Return the class of the processor as the files of the folder name it, "" if none does."""
     for name in CLASS_FILES:
         try:
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            found = parse_json((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if isinstance(found, dict) and isinstance(found.get("processor_class"), str):

@@ -21,7 +21,8 @@ def explained(source: str) -> Iterator[None]:
     """Tell in one line what transformers does not like about a config."""
     from huggingface_hub.errors import StrictDataclassError
 
-    refused = (ValueError, TypeError, OSError, KeyError, ImportError, StrictDataclassError)
+    refused = (ValueError, TypeError, OSError, KeyError, ImportError, RecursionError)
+    refused += (StrictDataclassError,)
     try:
         yield
     except refused as error:

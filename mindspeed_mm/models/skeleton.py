@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.config import ConfigError, did_you_mean, parse_json
 from mindspeed_mm.models.hf_folder import explained
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.packages import transformers_class
@@ -64,7 +63,7 @@ def _from_folder(folder: Path) -> nn.Module:
             "or package.module:function"
         )
     try:
-        architecture = json.loads(path.read_text(encoding="utf-8"))["architectures"][0]
+        architecture = parse_json(path.read_text(encoding="utf-8"))["architectures"][0]
     except (ValueError, LookupError, TypeError):
         raise ConfigError(f"{path}: names no model class under architectures") from None
     import transformers

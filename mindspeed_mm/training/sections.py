@@ -1,12 +1,11 @@
 """The sections of a run, from JSON or YAML files or from one file that holds them all."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mindspeed.config import ConfigError, Options, Spelling, build
+from mindspeed.config import ConfigError, Options, Spelling, build, parse_json
 from mindspeed.config.yaml_file import read_yaml
 
 
@@ -42,7 +41,7 @@ def _must_be_section(value: Any, source: str) -> dict[str, Any]:
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        content = parse_json(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}): give a JSON file") from None
     except (ValueError, RecursionError) as error:

@@ -32,7 +32,8 @@ class _Scanner:
     def __init__(self, path: str, file: TextIO) -> None:
         self._path, self._file = path, file
         self._text, self._place, self._line, self._ended = "", 0, 1, False
-        self._decoder = json.JSONDecoder()
+        # Only the ends of values are wanted, and a number may have more digits than int() takes.
+        self._decoder = json.JSONDecoder(parse_int=str, parse_float=str)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         is_array = self._next_is("[")
