@@ -7,7 +7,7 @@ import re
 from datetime import datetime
 from typing import Any
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.chat import Piece, Thinking
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, UnusableRecord
 from mindspeed_llm.data.template import Part, special_matcher, split_special
@@ -35,7 +35,7 @@ class JinjaFormat:
         self._special = special_matcher(facts)
         self._tokens = list(facts.special)
         self._extra = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
-        self._template = _compile(facts.chat_template)
+        self._template = _compile(facts)
         self.eos_id = facts.eos_id
         self.stop_ids: tuple[int, ...] = () if self.eos_id is None else (self.eos_id,)
         self.teaches_eos = self._ends_with_eos()
@@ -46,7 +46,7 @@ class JinjaFormat:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._template = _compile(self._facts.chat_template or "")
+        self._template = _compile(self._facts)
 
     def render(self, conversation: Conversation) -> list[Piece]:
         """Write prompts and answers in turn; a last prompt without answer is written too."""
@@ -129,10 +129,11 @@ class JinjaFormat:
         return HIDDEN.sub(lambda match: names.get(match[1], match[0]), text)
 
     def _run(self, messages: list[dict[str, Any]], tools: Any, generate: bool) -> str:
-        from jinja2 import TemplateError
+        from jinja2.sandbox import SecurityError
 
         names = {"bos_token": self._facts.bos or "", "eos_token": self._facts.eos or ""}
         names["pad_token"] = self._facts.pad or ""
+        self._template.environment.begin()
         try:
             return str(
                 self._template.render(
@@ -143,7 +144,11 @@ class JinjaFormat:
                     **self._extra,
                 )
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (SecurityError, RecursionError) as error:  # whatever the record, so the run ends
+            raise ConfigError(
+                f"the chat template of {self._facts.source} is refused: {error}"
+            ) from None
+        except Exception as error:  # a template is a program of others: it may raise anything
             raise MalformedRecord(f"the tokenizer's chat template refuses it: {error}") from None
 
     def _ends_with_eos(self) -> bool:
@@ -158,7 +163,7 @@ class JinjaFormat:
 
 def _object(arguments: str) -> Any:
     try:
-        return json.loads(arguments)
+        return parse_json(arguments)
     except ValueError:
         return arguments
 
@@ -168,11 +173,12 @@ def _common(first: str, second: str) -> str:
     return second[:size]
 
 
-def _compile(source: str) -> Any:
+def _compile(facts: TokenizerFacts) -> Any:
     """Compile a chat template as transformers does: sandboxed, with its few helpers."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from mindspeed_llm.data.template_sandbox import BoundedEnvironment
 
     class Generation(Extension):
         """The {% generation %} block that marks an answer writes just what is in it."""
@@ -189,13 +195,13 @@ def _compile(source: str) -> Any:
     def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = environment.guarded("tojson", to_json)
     environment.globals["raise_exception"] = fail
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"the tokenizer's chat template is not valid: {error}") from None
+        return environment.from_string(facts.chat_template or "")
+    except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
+        raise ConfigError(f"the chat template of {facts.source} is not valid: {error}") from None
