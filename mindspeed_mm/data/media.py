@@ -29,6 +29,22 @@ UNTIMED_FPS = 2.0
 COMPLETE = 0.9
 """Share of its frames that a video has at least: what files say of themselves is not exact."""
 ANIMATIONS = (".gif", ".webp", ".png", ".apng")
+FORMATS = (
+    "AVIF",
+    "BMP",
+    "DIB",
+    "GIF",
+    "HEIF",
+    "ICO",
+    "JPEG",
+    "JPEG2000",
+    "MPO",
+    "PCX",
+    "PNG",
+    "PPM",
+)
+FORMATS += ("QOI", "TGA", "TIFF", "WEBP")
+"""What Pillow decodes itself; for PostScript it starts a program that runs what is in the file."""
 DAMAGED = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
 """What Pillow raises for files that are no images, or only half of one."""
 
@@ -126,10 +142,15 @@ def _path_or_bytes(source: Any, medium: Medium) -> Path | bytes:
 
 def _decode_image(source: Path | bytes) -> Image.Image:
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with _open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except DAMAGED as error:
         raise MalformedRecord(f"the image {_name(source)} cannot be read: {error}") from None
+
+
+def _open(source: Path | io.BytesIO) -> Image.Image:
+    Image.init()  # else Pillow knows the formats that were asked for before only
+    return Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def _frames(medium: Medium) -> tuple[int, float, Frames]:
@@ -166,7 +187,7 @@ def _import_av(source: Path | bytes) -> Any:
 
 def _open_animation(path: Path) -> tuple[int, float, Frames]:
     with _naming(path, DAMAGED):
-        file = Image.open(path)
+        file = _open(path)
         total, lasts = getattr(file, "n_frames", 1), file.info.get("duration")
         frames = (partial(frame.convert, "RGB") for frame in ImageSequence.Iterator(file))
     return total, MILLISECONDS / lasts if lasts else UNTIMED_FPS, _told(frames, path, DAMAGED)
