@@ -44,9 +44,18 @@ DAMAGES = {
     "cut": (cut, "__0_0.distcp: is cut off"),
     "rotten": (rot, "iter_0000002: cannot be loaded (PytorchStreamReader failed"),
     "lost": (lambda f: (f / "__0_1.distcp").unlink(), "__0_1.distcp: is missing, but .metadata"),
-    "flipped metadata.json": (flip("metadata.json", b'"torch', b"!torch"), "metadata.json: is damaged ("),
-    "another backend": (flip("metadata.json", b"torch_dist", b"torch_disu"), "metadata.json: is damaged: it says"),
-    "another key": (flip("metadata.json", b"common_back", b"common_bacj"), "metadata.json: is damaged: it says"),
+    "flipped metadata.json": (
+        flip("metadata.json", b'"torch', b"!torch"),
+        "metadata.json: is damaged (",
+    ),
+    "another backend": (
+        flip("metadata.json", b"torch_dist", b"torch_disu"),
+        "metadata.json: is damaged: it says",
+    ),
+    "another key": (
+        flip("metadata.json", b"common_back", b"common_bacj"),
+        "metadata.json: is damaged: it says",
+    ),
     "no metadata": (lambda f: (f / "metadata.json").unlink(), "is not a distributed checkpoint"),
 }
 
