@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 
 import mindspeed.device
 from mindspeed.config import ConfigError, build
+from mindspeed.fsdp.agreement import agree_on_collectives
 from mindspeed.fsdp.experts import ExpertGroups
 from mindspeed.fsdp.options import FsdpOptions
 from mindspeed.fsdp.plan import DTYPES, ROOT, Plan, make_plan
@@ -73,6 +74,7 @@ class Sharding:
     def wrap(self, **changed: Any) -> None:
         """Apply fully_shard from the inside out, the root last."""
         _shard_units(self.model, self.plan, self.kwargs | changed)
+        agree_on_collectives(self.model, self.plan)
         logger.info(
             "FSDP2: %d unit(s) over %d x %d rank(s), %d bytes of weights a rank",
             *(len(self.plan.units), self.plan.replicas, self.plan.shards, self.plan.held),
