@@ -3,13 +3,21 @@
 import atexit
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mindspeed.config import ConfigError, printable
 
+logger = logging.getLogger(__name__)
+
+LAUNCHED = "TORCHELASTIC_USE_AGENT_STORE"
+"""What torchrun and `mindspeed run` set in the environment of ranks."""
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the launcher."""
 MISUSE = 2
 FAILED = 1
 
@@ -22,7 +30,8 @@ def run_rank(train: Callable[[], None]) -> int:
     """Train and return the exit code; what concerns all ranks is told once a machine."""
     speak()
     try:
-        train()
+        with stopping_with_launcher():
+            train()
     except ConfigError:
         if _is_first_here():
             raise
@@ -50,6 +59,38 @@ def be_a_script() -> None:
     """Let a script of one's own speak and leave as the commands do."""
     speak()
     atexit.register(_leave)
+    watch = ExitStack()
+    watch.enter_context(stopping_with_launcher())
+    atexit.register(watch.close)
+
+
+@contextmanager
+def stopping_with_launcher() -> Iterator[None]:
+    """Stop this rank, as SIGTERM does, when the process that launched it has ended.
+
+    torchrun that is killed leaves its ranks behind, which would train on. A rank that no launcher
+    has started may outlive its parent: nohup.
+    """
+    if LAUNCHED not in os.environ:
+        yield
+        return
+    launcher, is_over = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(LOOK_EVERY):
+            if os.getppid() != launcher:
+                if _is_first_here():
+                    logger.error("the launcher (process %d) has ended: stopping", launcher)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def _start(script: str, *flags: str, nproc: int = 1, dies: bool = False) -> subprocess.Popen[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    # Under torchrun ranks outlive a launcher that is killed; these die with it.
+    # Under torchrun ranks outlive a launcher that is killed until their next step; these do not.
     ranks = ["-m", "mindspeed", "run", "--nproc", str(nproc)] if dies else torchrun
     return subprocess.Popen(
         [sys.executable, *(ranks if nproc > 1 else []), str(ROOT / script), *flags],

@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ import pytest
 from mindspeed_llm.training.course import Course, NotANumber
 from mindspeed_llm.training.folders import Progress, newest, newest_good, read_progress
 from mindspeed_llm.training.options import RunOptions
-from mindspeed_llm.training.rank import run_rank
+from mindspeed_llm.training.rank import LAUNCHED, LOOK_EVERY, run_rank
 from mindspeed_llm.training.step import StepResult
 from mindspeed_llm.training.stop import Stopped
 
@@ -125,3 +128,53 @@ def test_nan_is_one_line_of_one_rank(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (local_rank == "0")
     assert all("error: the loss or its gradient was not a number" in line for line in lines)
+
+
+# A rank that trains until it is asked to stop, and the launcher that started it.
+RANK = """
+import os, sys, time
+from pathlib import Path
+from mindspeed_llm.training.rank import run_rank
+from mindspeed_llm.training.stop import StopRequest
+
+def train():
+    with StopRequest() as request:
+        Path("rank").write_text(str(os.getpid()))
+        while not request.came and not Path("go").exists():
+            time.sleep(0.05)
+        Path("ended.new").write_text("asked to stop" if request.came else "done")
+        os.rename("ended.new", "ended")
+
+sys.exit(run_rank(train))
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, 'rank.py'])"
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_rank_stops_when_its_launcher_is_killed(tmp_path: Path, is_launched: bool) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    marks = {LAUNCHED: "True"} if is_launched else {}
+    with (tmp_path / "said").open("w") as said:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER],
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if k != LAUNCHED} | marks,
+            stdout=said,
+        )
+    _wait_for(tmp_path / "rank")
+    launcher.kill()
+    launcher.wait()
+    if not is_launched:
+        time.sleep(2 * LOOK_EVERY)
+        (tmp_path / "go").touch()
+    _wait_for(tmp_path / "ended")
+    expected = f"the launcher (process {launcher.pid}) has ended: stopping\n"
+    assert (tmp_path / "ended").read_text() == ("asked to stop" if is_launched else "done")
+    assert (tmp_path / "said").read_text() == (expected if is_launched else "")
+
+
+def _wait_for(file: Path) -> None:
+    end = time.monotonic() + 120
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
