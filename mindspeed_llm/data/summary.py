@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mindspeed_llm.data.readers import unit
+
 SHOWN_PLACES = 10
 """How many malformed records are named one by one."""
 
@@ -65,8 +67,10 @@ class Summary:
     def add(self, counts: BlockCounts, path: str, line: int) -> list[str]:
         """Add a block whose first line stands behind `line`; return its malformed records."""
 
+        kind = unit(path)
+
         def place(local: int) -> str:
-            return where(path, line + local)
+            return f"{path}, {kind} {line + local}"
 
         for name in ("records", "written", "tokens", "learnt", "ended"):
             setattr(self, name, getattr(self, name) + getattr(counts, name))
@@ -100,8 +104,8 @@ class Summary:
 
 
 def where(path: str, number: int) -> str:
-    """Name a record by its file and line; parquet files have rows."""
-    return f"{path}, {'row' if path.lower().endswith('.parquet') else 'line'} {number}"
+    """Name a record by its file and line, its row in parquet or its number in a JSON array."""
+    return f"{path}, {unit(path)} {number}"
 
 
 def _count(tally: Tally, count: int, first: str) -> None:

@@ -10,13 +10,13 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.readers.sources import Source
+from mindspeed_llm.data.readers.sources import Source, format_of
 
 BLOCK_BYTES = 4 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -31,7 +31,8 @@ class Problem(NamedTuple):
 
 
 Row = tuple[int, "dict[str, Any] | Problem"]
-"""The number of a line (of a row in parquet), counted from 1, and what it holds."""
+"""The number of a line (of a row in parquet, of a record in a JSON array), counted from 1, and
+what it holds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def blocks(
 ) -> Iterator[Block]:
     """Cut files into blocks; of tables only `columns` are read (all when none is named)."""
     for source in sources:
-        if _has_lines(source):
+        if unit(source.path) == "line" and source.format not in ("csv", "tsv"):
             for start in range(0, source.size, size):
                 yield Block(source, start, min(start + size, source.size))
         else:
@@ -95,14 +96,18 @@ def peek(sources: Sequence[Source], count: int) -> list[tuple[Source, int, Any]]
     return found
 
 
-def _has_lines(source: Source) -> bool:
-    if source.format in ("jsonl", "txt"):
-        return True
-    if source.format != "json":
-        return False
-    with open(source.path, "rb") as file:
-        line = file.readline(BLOCK_BYTES).removeprefix(BYTE_ORDER_MARK).strip()
-    return line.startswith(b"{") and not isinstance(_parse_object(line), Problem)
+def unit(path: str) -> Literal["line", "row", "record"]:
+    """Say what the records of a file are counted in: JSON may be one array, or an object a line."""
+    kind = format_of(path)
+    if kind != "json":
+        return "row" if kind == "parquet" else "line"
+    try:
+        with open(path, "rb") as file:
+            line = file.readline(BLOCK_BYTES).removeprefix(BYTE_ORDER_MARK).strip()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    is_object = line.startswith(b"{") and not isinstance(_parse_object(line), Problem)
+    return "line" if is_object else "record"
 
 
 def _read_range(block: Block) -> tuple[bytes, bytes]:

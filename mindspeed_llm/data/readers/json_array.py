@@ -18,7 +18,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_array(path: str) -> Iterator[tuple[int, Row]]:
-    """Yield the length and the row of every object of the file."""
+    """Yield the length and the row of every object of the file, numbered from 1."""
     with open(path, encoding="utf-8-sig") as file:
         try:
             yield from _Scanner(path, file).rows()
@@ -32,16 +32,18 @@ class _Scanner:
     def __init__(self, path: str, file: TextIO) -> None:
         self._path, self._file = path, file
         self._text, self._place, self._line, self._ended = "", 0, 1, False
+        self._record = 1
         # Only the ends of values are wanted, and a number may have more digits than int() takes.
         self._decoder = json.JSONDecoder(parse_int=str, parse_float=str)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         is_array = self._next_is("[")
         while self._has_value(is_array):
-            line, end = self._line, self._end_of_value()
+            end = self._end_of_value()
             text = self._text[self._place : end]
             self._move_to(end)
-            yield len(text), (line, _record(text))
+            yield len(text), (self._record, _record(text))
+            self._record += 1
             if is_array and not self._next_is(","):
                 self._expect_end("]")
                 return
@@ -111,7 +113,9 @@ class _Scanner:
         self._place = place
 
     def _fail(self, reason: str) -> None:
-        raise ConfigError(f"{self._path}, line {self._line}: is not valid JSON: {reason}")
+        raise ConfigError(
+            f"{self._path}, record {self._record}, line {self._line}: is not valid JSON: {reason}"
+        )
 
 
 def _record(text: str) -> dict[str, Any] | Problem:

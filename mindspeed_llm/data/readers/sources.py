@@ -37,7 +37,7 @@ def _find(path: Path) -> list[Source]:
         return _in_folder(path)
     if not path.is_file():
         raise ConfigError(f"--input {path} does not exist")
-    if _format(path) not in FORMATS:
+    if format_of(path) not in FORMATS:
         raise ConfigError(f"--input {path}: its name must end in {_endings()}")
     return [_source(path)]
 
@@ -47,7 +47,7 @@ def _in_folder(folder: Path) -> list[Source]:
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     # What an earlier run into the same folder noted is no data.
     files = [path for path in files if not path.name.endswith(".summary.json")]
-    known = [path for path in files if _format(path) in FORMATS]
+    known = [path for path in files if format_of(path) in FORMATS]
     if not known:
         names = ", ".join(path.name for path in files[:5]) or "nothing"
         raise ConfigError(
@@ -64,11 +64,12 @@ def _source(path: Path) -> Source:
         path.open("rb").close()
     except OSError as error:
         raise ConfigError(f"--input {path} cannot be read: {error.strerror}") from None
-    return Source(str(path), _format(path), status.st_size, status.st_mtime_ns)
+    return Source(str(path), format_of(path), status.st_size, status.st_mtime_ns)
 
 
-def _format(path: Path) -> str:
-    return path.suffix.lower().removeprefix(".")
+def format_of(path: str | Path) -> str:
+    """Return the ending of a file's name, which says how it is read."""
+    return Path(path).suffix.lower().removeprefix(".")
 
 
 def _endings() -> str:

@@ -87,8 +87,7 @@ def test_arrays_are_read_in_small_pieces(tmp_path_factory, texts, indent):
     finally:
         json_array.CHUNK = old
     assert [row["text"] for _, row in whole] == texts
-    if indent:
-        assert [line for line, _ in whole] == [2 + 3 * n for n in range(len(texts))]
+    assert [number for number, _ in whole] == list(range(1, 1 + len(texts)))
 
 
 def test_text_files_are_a_record_a_line(tmp_path):
@@ -142,15 +141,15 @@ def test_a_bad_line_is_named_and_the_others_are_read(tmp_path, line, reason, siz
 
 
 BAD_FILES = [
-    ("a.json", b'[{"a": 1}, {"a": ', "a.json, line 1: is not valid JSON"),
+    ("a.json", b'[{"a": 1}, {"a": ', "a.json, record 2, line 1: is not valid JSON"),
     (
         "a.json",
         rb"""[{"a": "the user\'s"}]""",
         r"Invalid .escape: .*the user.'s.*no backslash in JSON",
     ),
-    ("a.json", b'[{"a": 1}\n{"a": 2}]', "line 2: is not valid JSON: a comma"),
+    ("a.json", b'[{"a": 1}\n{"a": 2}]', "record 2, line 2: is not valid JSON: a comma"),
     ("a.json", b'[{"a": 1}] x', "something after the array"),
-    ("a.json", b'[{"a": 1},\n\n {"a": 1', "line 3"),
+    ("a.json", b'[{"a": 1},\n\n {"a": 1', "record 2, line 3"),
     ("a.json", b"[" * 100_000, "nested too deeply|not closed|is not valid JSON"),
     ("a.json", b'[{"a": "\xff"}]', "is not UTF-8 text"),
     ("a.csv", b'a,b\n1,2\n3,"4\n', "after line 2: is not valid csv"),
@@ -189,3 +188,17 @@ def test_only_the_needed_columns_of_a_parquet_are_read(tmp_path):
     write(tmp_path / "a.parquet", RECORDS)
     block = next(blocks(find_sources(str(tmp_path / "a.parquet")), columns=["n", ""]))
     assert [row for _, row in read(block)[0]] == [{"n": record["n"]} for record in RECORDS]
+
+
+@pytest.mark.parametrize("text", ["[{0}, {0}, {1}, {0}]", "[{0},\n\n{0},\n{1},\n{0}]"])
+def test_records_of_an_array_are_numbered(run, tmp_path, text):
+    """All of an array may stand in one line, so a line names no record."""
+    good, bad = '{"text": "x"}', '{"txt": "y"}'
+    (tmp_path / "data.json").write_text(text.format(good, bad))
+    with pytest.raises(ConfigError, match=r"data.json, record 3: has no text; it has txt"):
+        run(tmp_path / "data.json", handler_name="GeneralPretrainHandler")
+    summary, _ = run(
+        tmp_path / "data.json", handler_name="GeneralPretrainHandler", on_bad_line="skip"
+    )
+    assert summary.skipped["malformed"].first.endswith("data.json, record 3")
+    assert summary.longest_at.endswith("data.json, record 1")
