@@ -59,7 +59,10 @@ def _message(entry: dict[str, Any]) -> Message:
         return Message("user", content)
     if entry["role"] == "tool":
         return Message("observation", content)
-    raise UnusableRecord("a role is not known")
+    raise MalformedRecord(
+        f"a message has the role {entry['role']!r:.40}: give system, developer, user, assistant or "
+        "tool"
+    )
 
 
 def _content(entry: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mindspeed_llm.data.chat import Piece
-from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, UnusableRecord
+from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message
 from mindspeed_llm.data.handlers.base import (
     INSTRUCTION,
     PAIRWISE,
@@ -87,7 +87,12 @@ class SharegptStyleInstructionHandler(Handler):
             return Message("user", content)
         if role == tags["observation_tag"]:
             return Message("observation", content)
-        raise UnusableRecord("a role is not known")
+        names = ("user_tag", "assistant_tag", "observation_tag", "function_tag")
+        allowed = ", ".join(filter(None, (tags[name] for name in names)))
+        raise MalformedRecord(
+            f"a message has the {tags['role_tag']} {role!r:.40}: give {allowed}, or as the first "
+            f"{tags['system_tag']}; other names can be given as --map-keys tags"
+        )
 
     def _tools(self, record: Record) -> str:
         """Return the tools as JSON text; a column may hold them as text or as values."""

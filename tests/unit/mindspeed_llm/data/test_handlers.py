@@ -183,13 +183,27 @@ def test_malformed_records_stop_the_run(run, write_lines, style, record, reason)
         run(write_lines([record]), **options)
 
 
+ROLES = [
+    ("SharegptStyleInstruction", "conversations", "from", "value", "human, gpt, observation"),
+    ("OpenAIInstruction", "messages", "role", "content", "system, developer, user, assistant or"),
+]
+
+
+@pytest.mark.parametrize("handler, column, role, content, allowed", ROLES)
+def test_unknown_roles_stop_the_run(run, write_lines, handler, column, role, content, allowed):
+    record = {column: [{role: "cat", content: "miau"}]}
+    options = {"handler_name": f"{handler}Handler", "prompt_type": "chatml"}
+    expected = f"line 1: a message has the {role} 'cat': give {allowed}"
+    with pytest.raises(ConfigError, match=expected):
+        run(write_lines([record]), **options)
+
+
 UNUSABLE = [
     ("Alpaca", {**ALPACA, "output": ""}, "an answer is empty"),
     ("Alpaca", {**ALPACA, "output": None}, "an answer is empty"),
     ("Sharegpt", {"conversations": SHAREGPT["conversations"][:1]}, "the last message is no answer"),
     ("Sharegpt", {"conversations": SHAREGPT["conversations"][1:]}, "the roles do not take turns"),
     ("Sharegpt", {"conversations": []}, "there are no messages"),
-    ("Sharegpt", {"conversations": [{"from": "cat", "value": "miau"}]}, "a role is not known"),
 ]
 
 
