@@ -67,7 +67,7 @@ class Tree:
             (folder / ".venv").symlink_to((root / ".venv").resolve())
         # Byte code that is checked against the hash of its source: a fault of the same size in
         # the same second would be hidden by byte code that is checked against the time.
-        packages = [name for name in ("mindspeed", "mindspeed_llm", "mindspeed_mm", "tests")]
+        packages = ("mindspeed", "mindspeed_llm", "mindspeed_mm", "tests")
         command = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *packages]
         subprocess.run([sys.executable, *command], cwd=folder, check=False)
         environment = os.environ | {
@@ -119,9 +119,9 @@ class Tree:
             code, output = self.run(fault.tests, limit, "-x")
         finally:
             path.write_text(text, encoding="utf-8")
-        result = {0: SURVIVED}.get(code, BROKEN) if code is not None else CAUGHT
-        if code in _PYTEST_FAILED:
-            result = CAUGHT
+        # Tests that hang or crash have noticed it as well.
+        is_caught = code is None or code < 0 or code in _PYTEST_FAILED
+        result = CAUGHT if is_caught else SURVIVED if code == 0 else BROKEN
         return result, output[-_KEPT_OUTPUT:]
 
 

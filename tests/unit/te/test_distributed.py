@@ -163,6 +163,22 @@ def test_activations_are_not_kept():
     assert kept == [x.numel()]
 
 
+def test_every_output_has_its_gradient():
+    def function(x, y):
+        return x.sin(), (x * y).cos(), x.argmax(), y.exp()
+
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(2)
+        x, y = (torch.randn(6, requires_grad=True) for _ in range(2))
+        first, second, place, _ = checkpoint(function, x, y) if recompute else function(x, y)
+        assert place == x.argmax()
+        (first.sum() + 3 * second.sum()).backward()  # nothing is asked of the last output
+        grads.append([x.grad, y.grad])
+    for given, true in zip(*grads):
+        assert torch.equal(given, true)
+
+
 def test_grad_is_refused():
     x = torch.randn(3, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"works with backward\(\)"):

@@ -150,6 +150,8 @@ BAD_FILES = [
     ("a.json", b'[{"a": 1}\n{"a": 2}]', "record 2, line 2: is not valid JSON: a comma"),
     ("a.json", b'[{"a": 1}] x', "something after the array"),
     ("a.json", b'[{"a": 1},\n\n {"a": 1', "record 2, line 3"),
+    ("a.json", b'[{"a": 1},\n', "the array is not closed"),
+    ("a.json", b'[{"a": 1}\n', "a comma or a closing bracket is missing"),
     ("a.json", b"[" * 100_000, "nested too deeply|not closed|is not valid JSON"),
     ("a.json", b'[{"a": "\xff"}]', "is not UTF-8 text"),
     ("a.csv", b'a,b\n1,2\n3,"4\n', "after line 2: is not valid csv"),

@@ -1,0 +1,84 @@
+"""Ranks that hold copies of weights, or parts of one sequence, count once in a step."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from mindspeed.config import build
+from mindspeed.fsdp import FsdpOptions, shard
+from mindspeed_mm.training.callbacks import Callbacks
+from mindspeed_mm.training.optimizer import ShardedAdamW
+from mindspeed_mm.training.step import FsdpStepper
+from mindspeed_mm.training.world import Layout
+from tests.mm import runs
+from tests.ranks import run_ranks
+
+IGNORED, MICRO_BATCHES = -100, 2
+KINDS = {"copies of the weights": 1, "parts of a sequence": 2}
+"""How many ranks share a sequence."""
+
+
+def losses(model: Any, sample: dict[str, torch.Tensor], part: int, parts: int) -> Any:
+    """Return the sum of the losses of a part of a sample's tokens, and how many they are."""
+    tokens = sample["tokens"][None]
+    targets = tokens[:, 1:].clone()
+    if parts > 1:  # parts of different sizes
+        is_first = torch.arange(targets.shape[1]) % 3 == 0
+        targets[:, is_first if part else ~is_first] = IGNORED
+    logits = model(tokens[:, :-1], sample["pictures"][None])
+    total = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+def take_steps() -> dict[str, list[float]]:
+    from megatron.core import parallel_state
+
+    found = {}
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for kind, cp in KINDS.items():
+        torch.manual_seed(7)
+        model = runs.UserModel()
+        size = 1 if cp == 1 else "auto"
+        shard(model, build(FsdpOptions, {"sharding_size": size}))
+        optimizer = ShardedAdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        parallel_state.initialize_model_parallel(context_parallel_size=cp)
+
+        def loss_func(output: Any) -> Any:
+            total, count = output
+            return total, count, {"loss": torch.stack([total.detach(), count])}
+
+        def forward_step(batches: Any, model: Any, cp: int = cp) -> Any:
+            part = dist.get_rank() if cp > 1 else 0
+            return losses(model, next(batches), part, cp), loss_func
+
+        callbacks = Callbacks(lambda: None, lambda: None, forward_step)
+        dp = world // cp
+        layout = Layout(world, rank, cp, dp, rank // cp, MICRO_BATCHES, 1, MICRO_BATCHES * dp)
+        stepper = FsdpStepper(model, optimizer, callbacks, layout, clip=0.0, per_token=False)
+        data = runs.UserData()
+        mine = (data[dp * number + rank // cp] for number in range(MICRO_BATCHES))
+        result = stepper.train(mine)
+        found[kind] = [result.losses["loss"], result.grad_norm]
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[float]]]:
+    return run_ranks(take_steps, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_norm_are_those_of_one_process(found: Any, kind: str) -> None:
+    torch.manual_seed(7)
+    model, data = runs.UserModel(), runs.UserData()
+    samples = MICRO_BATCHES * (2 // KINDS[kind])
+    pairs = [losses(model, data[number], 0, 1) for number in range(samples)]
+    loss = torch.stack([total / count for total, count in pairs]).mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    for rank in found:
+        assert rank[kind] == pytest.approx([loss.item(), norm.item()], abs=1e-5)
