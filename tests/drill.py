@@ -1,6 +1,7 @@
-"""Kills a training of two ranks again and again, and sees what is lost: nothing may be.
+"""Kills trainings of two ranks again and again, and sees what is lost: nothing may be.
 
-`make drill` does it 20 times; `python -m tests.drill --kills 5 --seed 7` repeats a shorter one.
+`make drill` does it 20 times, `make drill LONG=1` 100 times, of which a third hit the multimodal
+suite; `python -m tests.drill --kills 5 --seed 7` repeats a shorter one.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
     write_samples,
 )
 
+SHORT, LONG = 20, 100
 STEPS_A_KILL = 2
 PATIENCE = 900.0
 
@@ -214,19 +217,49 @@ def _number(path: Path) -> int:
     return int(path.name.removeprefix("iter_"))
 
 
+def subjects() -> dict[str, Subject]:
+    """Return what is killed, by name."""
+    from tests.mm import runs
+
+    multimodal = Subject(runs.drill_settings, runs.train_in_drill)
+    return {"llm": Subject(language_model, train), "mm": multimodal}
+
+
+def shares(kills: int) -> dict[str, int]:
+    """Share kills out: every third one is of the multimodal suite."""
+    return {"llm": kills - kills // 3, "mm": kills // 3}
+
+
 def main() -> int:
     """Run a drill and print what every kill met."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=20)
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    parser = argparse.ArgumentParser(prog="python -m tests.drill", description=__doc__)
+    parser.add_argument("--kills", type=int, help=f"how many (default: {SHORT})")
+    parser.add_argument("--long", action="store_true", help=f"{LONG} of them")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     arguments = parser.parse_args()
-    print(f"seed {arguments.seed}")
-    print(" | ".join(field.name for field in fields(Kill)), flush=True)
+    total = arguments.kills or (LONG if arguments.long else SHORT)
     shown, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  # hides what ranks say
-    with tempfile.TemporaryDirectory() as folder:
-        kills = Drill(Path(folder), arguments.kills, arguments.seed).run(
-            lambda kill: print(" | ".join(map(str, astuple(kill))), file=shown, flush=True)
-        )
+    console = Console(file=shown)
+    console.print(f"seed {arguments.seed}")
+    console.print(" | ".join(["suite", *(field.name for field in fields(Kill))]))
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    kills = []
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("kills", total=total)
+
+        def tell(suite: str, kill: Kill) -> None:
+            progress.console.print(" | ".join([suite, *map(str, astuple(kill))]), highlight=False)
+            progress.advance(task)
+
+        for suite, count in shares(total).items():
+            if not count:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                drill = Drill(Path(folder), count, arguments.seed, subjects()[suite])
+                kills += drill.run(partial(tell, suite))
     sys.stdout = shown
     inside = sum(kill.inside_save for kill in kills)
     print(
