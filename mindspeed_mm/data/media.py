@@ -20,6 +20,7 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.data.conversation import MalformedRecord
 from mindspeed_llm.data.readers import kind_of
 from mindspeed_mm.data.options import ProcessorOptions
+from mindspeed_mm.data.pixels import as_rgb
 from mindspeed_mm.packages import how_to_install
 
 Kind = Literal["image", "video"]
@@ -143,7 +144,7 @@ def _path_or_bytes(source: Any, medium: Medium) -> Path | bytes:
 def _decode_image(source: Path | bytes) -> Image.Image:
     try:
         with _open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return as_rgb(ImageOps.exif_transpose(image))
     except DAMAGED as error:
         raise MalformedRecord(f"the image {_name(source)} cannot be read: {error}") from None
 
@@ -189,7 +190,7 @@ def _open_animation(path: Path) -> tuple[int, float, Frames]:
     with _naming(path, DAMAGED):
         file = _open(path)
         total, lasts = getattr(file, "n_frames", 1), file.info.get("duration")
-        frames = (partial(frame.convert, "RGB") for frame in ImageSequence.Iterator(file))
+        frames = (partial(as_rgb, frame) for frame in ImageSequence.Iterator(file))
     return total, MILLISECONDS / lasts if lasts else UNTIMED_FPS, _told(frames, path, DAMAGED)
 
 
