@@ -11,17 +11,24 @@ import sys
 import sysconfig
 from pathlib import PurePath
 
+import torch
+
 _OURS = ("mindspeed", "mindspeed_llm", "mindspeed_mm")
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+# Where torch.compile asks on behalf of the code that it traces.
+_TRACER = "torch._dynamo.variables."
 # What pip names such a folder where it is not the interpreter's own: --user, --target, Debian.
 _LIBRARY_NAMES = {"site-packages", "dist-packages"}
 
 
 def is_other_library(depth: int = 2) -> bool:
     """Say whether the caller `depth` frames up is a library other than Megatron."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     frame = sys._getframe(depth)
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    if package == "megatron":
+    module = str(frame.f_globals.get("__name__", ""))
+    package = module.partition(".")[0]
+    if package == "megatron" or module.startswith(_TRACER):
         return False
     return package in _OURS or _is_installed(frame.f_code.co_filename)
 

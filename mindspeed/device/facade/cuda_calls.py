@@ -79,7 +79,7 @@ def _devices(cpu: Cpu) -> dict[str, object]:
     return {
         "is_available": is_available,
         "device_count": device_count,
-        "current_device": cpu.index,
+        "current_device": lambda: cpu.index(),
         "set_device": set_device,
         "device": lambda device=None: contextlib.nullcontext(),
         "get_device_properties": get_device_properties,
@@ -151,8 +151,8 @@ def _random(cpu: Cpu) -> dict[str, object]:
     return {
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
-        "manual_seed": cpu.manual_seed,
-        "manual_seed_all": cpu.manual_seed,
+        "manual_seed": lambda seed: cpu.manual_seed(seed),
+        "manual_seed_all": lambda seed: cpu.manual_seed(seed),
         "initial_seed": lambda: cpu.default_generator().initial_seed(),
         # One generator a local rank, all of them the one generator of this process.
         "default_generators": collections.defaultdict(lambda: _DefaultGenerator(cpu)),

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
+from torch.jit import _builtins
+
 from mindspeed.device.facade import (
     collectives,
     compilation,
@@ -14,6 +16,7 @@ from mindspeed.device.facade import (
     gloo_device,
     groups,
     host_draws,
+    identity,
     moves,
     noise,
     strides,
@@ -34,6 +37,7 @@ _PARTS = (
     collectives,
     strides,
     noise,
+    identity,
 )
 _ABSENT = object()
 _ENVIRONMENT = {
@@ -58,12 +62,17 @@ class Facade:
         }
         os.environ.update(self._environment)
         originals: dict[int, object] = {}
+        stand_ins: list[tuple[object, object]] = []
         for part in _PARTS:
             for owner, name, stand_in in list(part.redirections(self._cpu)):
                 original = getattr(owner, name, None)
                 if isinstance(owner, ModuleType) and callable(original):
                     originals[id(original)] = stand_in
+                stand_ins.append((original, stand_in))
                 self._set(owner, name, stand_in)
+                identity.name_by_place(stand_in, owner, name)
+        self._set(_builtins, "_builtin_table", identity.scripted(stand_ins))
+        identity.forget_listed_functions()
         for module, name, stand_in in list(_megatron_copies(originals)):
             self._set(module, name, stand_in)
         return self
@@ -82,6 +91,7 @@ class Facade:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+        identity.forget_listed_functions()
 
     def _set(self, owner: object, name: str, value: object) -> None:
         self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.device.facade.caller import is_other_library
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
 
 
-_LIKENESSES = "empty_like full_like ones_like rand_like randn_like zeros_like".split()
+_LIKENESSES = "empty_like full_like ones_like rand_like randint_like randn_like zeros_like".split()
 
 
 class _Moves:
@@ -41,12 +42,13 @@ class _Moves:
 
     def host(self, tensor: Tensor) -> Tensor:
         """Remember that the tensor is on the host."""
-        self._on_host[tensor] = True
+        if not torch.compiler.is_dynamo_compiling():
+            self._on_host[tensor] = True
         return tensor
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Say whether the tensor is known to be on the host."""
-        return tensor in self._on_host
+        """Say whether the tensor is known to be on the host; in a graph none is."""
+        return not torch.compiler.is_dynamo_compiling() and tensor in self._on_host
 
     def is_cuda(self, tensor: Tensor) -> bool:
         """Answer Megatron, which prepares tensors for collectives only where this is true."""
@@ -59,17 +61,29 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     """Yield (owner, attribute, stand-in) for everything that moves a tensor."""
     moves = _Moves()
     yield Tensor, "to", _to(Tensor.to, moves)
-    yield Tensor, "cuda", lambda tensor, *args, **kwargs: moves.cuda(tensor)
+    yield Tensor, "cuda", _always(moves.cuda, Tensor.cuda)
     yield Tensor, "cpu", _cpu(Tensor.cpu, moves)
-    yield Tensor, "pin_memory", lambda tensor, *args, **kwargs: moves.host(tensor)
+    yield Tensor, "pin_memory", _always(moves.host, Tensor.pin_memory)
     yield Tensor, "is_cuda", property(lambda tensor: moves.is_cuda(tensor))
     for name in _LIKENESSES:
         yield torch, name, _like(getattr(torch, name), moves)
 
 
+def _always(move: Callable[[Tensor], Tensor], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def always(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(tensor):
+            return handle_torch_function(always, (tensor,), tensor, *args, **kwargs)
+        return move(tensor)
+
+    return always
+
+
 def _cpu(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
     @functools.wraps(original)
     def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(tensor):
+            return handle_torch_function(cpu, (tensor,), tensor, *args, **kwargs)
         if is_other_library():
             return original(tensor, *args, **kwargs)
         return moves.host(tensor.clone())
@@ -82,6 +96,8 @@ def _to(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(tensor):
+            return handle_torch_function(to, (tensor,), tensor, *args, **kwargs)
         moved = place(tensor, *args, **kwargs)
         # The word "cpu" means the host; a device object may be that of another tensor.
         device = kwargs.get("device", args[0] if args else None)
@@ -95,9 +111,13 @@ def _to(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
 
 
 def _like(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
+    place = on_cpu(original)
+
     @functools.wraps(original)
     def like(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = original(input, *args, **kwargs)
+        if has_torch_function_unary(input):
+            return handle_torch_function(like, (input,), input, *args, **kwargs)
+        made = place(input, *args, **kwargs)
         elsewhere = kwargs.get("device") is not None
         return made if elsewhere or not moves.is_on_host(input) else moves.host(made)
 

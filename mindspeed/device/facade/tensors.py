@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._device import _device_constructors
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mindspeed.device.facade.caller import is_other_library
 
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
 
 _FACTORIES = (
-    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace "
-    "normal ones ones_like rand rand_like randint randint_like randn randn_like randperm "
-    "scalar_tensor tensor tril_indices triu_indices zeros zeros_like"
+    "arange as_tensor asarray empty empty_strided eye full linspace logspace normal ones rand "
+    "randint randn randperm scalar_tensor tensor tril_indices triu_indices zeros"
 ).split()
 _TENSOR_METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
 _Device = torch.device  # looked up here: under that name in torch stands what the facade put there
@@ -38,11 +37,8 @@ def landed(device: Any) -> Any:
 
 def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
     """Yield (owner, attribute, stand-in) for everything that places a tensor."""
-    # `with torch.device(...)` looks its functions up by identity, in a list that is made at first
-    # use and kept: it must be made of torch's own.
-    _device_constructors()
     for name in _FACTORIES:
-        yield torch, name, on_cpu(getattr(torch, name))
+        yield torch, name, on_cpu(getattr(torch, name), overridable=True)
     for name in _TENSOR_METHODS:
         yield torch.Tensor, name, on_cpu(getattr(torch.Tensor, name))
     yield torch.Tensor, "record_stream", lambda tensor, stream: None
@@ -55,12 +51,21 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
 
 
 def on_cpu(
-    original: Callable[..., Any], position: int | None = None, argument: str = "device"
+    original: Callable[..., Any],
+    position: int | None = None,
+    argument: str = "device",
+    overridable: bool = False,
 ) -> Callable[..., Any]:
-    """Wrap a function that takes a device by keyword or, where given, at a position."""
+    """Wrap a function that takes a device by keyword or, where given, at a position.
+
+    Tensor subclasses and modes get an overridable one as it stands in torch: torch itself would
+    give them the original, which is not what they look up.
+    """
 
     @functools.wraps(original)
     def placed(*args: Any, **kwargs: Any) -> Any:
+        if overridable and has_torch_function_unary(args[0] if args else None):
+            return handle_torch_function(placed, args[:1], *args, **kwargs)
         if argument in kwargs:
             kwargs[argument] = landed(kwargs[argument])
         if kwargs.get("pin_memory"):
@@ -86,26 +91,46 @@ def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type
 
 
+class _StandInType(type):
+    """The type of a class that stands where a class of torch stood, and counts as that one.
+
+    Instances are made by the class of torch. Tables that are looked up by type find either: which
+    one they were made of depends on whether they are older than the facade.
+    """
+
+    original: type
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.original)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return subclass is cls or issubclass(subclass, cls.original)
+
+    def __eq__(cls, other: object) -> bool:
+        return getattr(other, "original", other) is cls.original
+
+    def __hash__(cls) -> int:
+        return hash(cls.original)
+
+
+def _stand_in(kind: type[_StandInType], original: type) -> type:
+    # Where one facade stands upon another, both stand for the same class.
+    original = getattr(original, "original", original)
+    # Pickles name a class by the place where it is found.
+    names = {"original": original, "__module__": "torch", "__qualname__": original.__name__}
+    return kind(original.__name__, (), names)
+
+
 def _generator(original: type[torch.Generator]) -> type:
-    class GeneratorType(type):
-        """Real generators stay instances of what stands at torch.Generator."""
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, original)
-
+    class GeneratorType(_StandInType):
         def __call__(cls, device: Any = "cpu") -> torch.Generator:
             return original(landed(device))
 
-    return GeneratorType("Generator", (), {})
+    return _stand_in(GeneratorType, original)
 
 
 def _device(original: type[torch.device]) -> type:
-    class DeviceType(type):
-        """Real devices stay instances of what stands at torch.device."""
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, original)
-
+    class DeviceType(_StandInType):
         def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
             if is_other_library():
                 return original(*args, **kwargs)
@@ -115,5 +140,4 @@ def _device(original: type[torch.device]) -> type:
             # An index is kept, since set_device may be asked to go there.
             return original("cpu", asked.index) if asked.type == "cuda" else asked
 
-    # Saved tensors name their device by the place where its class is found.
-    return DeviceType("device", (), {"__module__": "torch", "__qualname__": "device"})
+    return _stand_in(DeviceType, original)
