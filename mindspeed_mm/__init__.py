@@ -1,1 +1,5 @@
 """The multimodal suite: bring a model, shard it with FSDP2 from a YAML file."""
+
+from mindspeed.compat import training_name
+
+training_name.serve()
