@@ -27,10 +27,9 @@ CODES: dict[int, np.dtype[Any]] = {
     3: np.dtype("<i2"),
     4: np.dtype("<i4"),
     5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
+"""The types of token ids; Megatron also numbers floats (6 and 7), which no token id is."""
 SYNCED_AT_ONCE = 16 << 20
 """Bytes of tokens that are written before they are brought to the disk."""
 CHUNK = 1 << 20
@@ -63,7 +62,8 @@ class IndexedTokens:
         _, version, code, sequences, documents = HEADER.unpack(head)
         if version != 1 or code not in CODES or documents < 1:
             raise ConfigError(
-                f"{path} is damaged: version {version}, type {code}, {documents} document borders"
+                f"{path} is damaged: version {version} (known: 1), type {code} (token ids: "
+                f"{', '.join(map(str, CODES))}), {documents} document borders: preprocess again"
             )
         expected = HEADER.size + 12 * sequences + 8 * documents
         # Multimodal indices carry one more byte per sequence, which tells nothing about text.
@@ -80,16 +80,18 @@ class IndexedTokens:
         self.documents: Array = content[places[2] : places[3]].view("<i8")
 
     def _check(self, index_path: Path, data_path: Path, size: int) -> None:
-        """Refuse an index that points outside the data, before anything is read through it."""
+        """Refuse an index whose sequences do not lie one after the other and fill the data."""
+        end = 0
         for start in range(0, len(self.lengths), CHUNK):
             lengths = self.lengths[start : start + CHUNK].astype(np.int64)
-            offsets = self.offsets[start : start + CHUNK]
-            room = (size - offsets) // self.dtype.itemsize
-            if (lengths < 0).any() or (offsets < 0).any() or (lengths > room).any():
-                raise ConfigError(
-                    f"{index_path} does not fit {data_path} ({size} bytes): "
-                    "one of them is damaged or belongs to another run"
-                )
+            ends = end + np.cumsum(lengths) * self.dtype.itemsize
+            begins = np.concatenate(([end], ends[:-1]))
+            wrong = (self.offsets[start : start + CHUNK] != begins) | (lengths < 0) | (ends > size)
+            if wrong.any():
+                raise _no_fit(index_path, data_path, f"sequence {start + int(wrong.argmax())}")
+            end = int(ends[-1])
+        if end != size:
+            raise _no_fit(index_path, data_path, f"it ends at byte {end} of {size} and")
         borders = self.documents
         if borders[0] != 0 or borders[-1] > len(self.lengths) or (np.diff(borders) < 0).any():
             raise ConfigError(f"{index_path} is damaged: its document borders are out of order")
@@ -108,6 +110,13 @@ class IndexedTokens:
     def tokens(self) -> int:
         """The number of tokens in all sequences."""
         return int(self.lengths.sum(dtype=np.int64))
+
+
+def _no_fit(index_path: Path, data_path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{index_path}: {what} does not fit {data_path}: one of them is damaged or belongs to "
+        "another run; preprocess again"
+    )
 
 
 class TokenWriter:

@@ -117,15 +117,23 @@ def damage(index, data, how):
         "offset": index[: HEADER.size + 16] + struct.pack("<q", 2**62) + body[24:],
         "border": index[:-8] + struct.pack("<q", 99),
         "order": index[:-16] + struct.pack("<qq", 3, 1),
+        "float32": HEADER.pack(magic, 1, 7, sequences, documents) + body,
+        "float64": HEADER.pack(magic, 1, 6, sequences, documents) + body,
+        "narrower": HEADER.pack(magic, 1, 8, sequences, documents) + body,
+        "shifted": index[: HEADER.size + 16] + struct.pack("<4q", 4, 12, 16, 24) + body[48:],
+        "overlapping": index[: HEADER.size + 24] + struct.pack("<q", 8) + body[32:],
+        "gap": index[: HEADER.size] + struct.pack("<i", 2) + body[4:],
+        "swapped": index[: HEADER.size] + struct.pack("<2i", 1, 3) + body[8:],
     }
-    return changed.get(how, index), b"" if how == "no data" else data
+    return changed.get(how, index), {"no data": b"", "more data": data + bytes(4)}.get(how, data)
 
 
 @pytest.mark.parametrize(
     "how",
     [
         *("empty", "short", "magic", "version", "dtype", "count", "no documents", "cut"),
-        *("length", "negative", "offset", "border", "order", "no data"),
+        *("length", "negative", "offset", "border", "order", "no data", "more data"),
+        *("float32", "float64", "narrower", "shifted", "overlapping", "gap", "swapped"),
     ],
 )
 def test_damage_is_told(tmp_path, how):
