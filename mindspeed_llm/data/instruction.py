@@ -18,6 +18,7 @@ import numpy as np
 from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.indexed import IndexedTokens
 from mindspeed_llm.data.stream import MicroBatches, Part, Sample, SampleStream
+from mindspeed_llm.data.token_range import TokenFile
 
 KINDS = {
     "instruction": ("input_ids", "attention_mask", "labels"),
@@ -70,6 +71,15 @@ class InstructionData(Sequence[Sample]):
     def longest(self) -> int:
         """The length of the longest sample."""
         return max(int(tokens.lengths.max(initial=0)) for tokens in self._files.values())
+
+    @property
+    def token_files(self) -> list[TokenFile]:
+        """The files that hold tokens, as ids or as labels."""
+        return [
+            TokenFile(Path(f"{self._name(key)}.bin"), file.dtype, key.endswith("labels"))
+            for key, file in self._files.items()
+            if key.endswith(("input_ids", "labels"))
+        ]
 
     @property
     def is_packed(self) -> bool:

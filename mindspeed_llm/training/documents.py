@@ -13,6 +13,7 @@ from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.indexed import IndexedTokens
 from mindspeed_llm.data.instruction import split_weights
 from mindspeed_llm.data.stream import Part, Sample, SampleStream
+from mindspeed_llm.data.token_range import TokenFile
 
 SUFFIXES = ("", "_text_document")
 
@@ -67,6 +68,12 @@ def open_documents(
         epoch_multiple=epoch_multiple,
         fingerprint="-".join(one.fingerprint for one in data),
     )
+
+
+def document_tokens(prefix: str) -> TokenFile:
+    """Return the file with the tokens of a prefix."""
+    name = _find(prefix)
+    return TokenFile(Path(f"{name}.bin"), IndexedTokens(name).dtype)
 
 
 def document_facts(prefix: str) -> dict[str, Any]:

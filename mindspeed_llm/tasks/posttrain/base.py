@@ -8,6 +8,7 @@ import torch
 
 from mindspeed_llm.data.instruction import InstructionData, open_stream, split_parts, split_weights
 from mindspeed_llm.data.stream import SampleStream
+from mindspeed_llm.data.token_range import TokenFile
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.loop import Loop
 from mindspeed_llm.training.model import provide
@@ -15,6 +16,7 @@ from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.raw_data import token_prefixes
 from mindspeed_llm.training.reservation import given_up_on_errors
 from mindspeed_llm.training.setup import begin, prepare
+from mindspeed_llm.training.token_check import check_tokens
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -49,8 +51,13 @@ class BaseTrainer(ABC):
         """Open the samples to train on, and those to evaluate on if there are any."""
         first = [InstructionData(prefix) for prefix in split_weights(self.data_path)[1]]
         self.look_at(first)
+        self.check_tokens([file for one in first for file in one.token_files])
         train, valid, _ = split_parts(self.options.split)
         return self._open(train), self._open(valid) if self.evaluates(valid) else None
+
+    def check_tokens(self, files: Sequence[TokenFile]) -> None:
+        """Refuse tokens that the model does not have."""
+        check_tokens(files, self.setup.shape.vocab_size, self.options.cache_dir)
 
     @abstractmethod
     def look_at(self, data: Sequence[InstructionData]) -> None:

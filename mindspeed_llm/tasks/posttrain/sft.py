@@ -69,11 +69,6 @@ class SFTTrainer(BaseTrainer):
         else:
             batch = self._padded(samples)
             real = sum(len(sample["input_ids"]) for sample in samples)
-        if int(batch["tokens"].max()) >= self.setup.shape.vocab_size:
-            raise ConfigError(
-                f"the data has token {int(batch['tokens'].max())}, the model knows "
-                f"{self.setup.shape.vocab_size}: it was made with another tokenizer"
-            )
         batch["real_tokens"] = torch.tensor(real)
         here = device.current().torch_device
         return {name: values.to(here, non_blocking=True) for name, values in batch.items()}

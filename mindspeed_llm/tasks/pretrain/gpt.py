@@ -8,7 +8,7 @@ from mindspeed_llm.data.handlers import PRETRAIN
 from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.data.stream import SampleStream
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
-from mindspeed_llm.training.documents import document_facts, open_documents
+from mindspeed_llm.training.documents import document_facts, document_tokens, open_documents
 
 
 class PretrainTrainer(SFTTrainer):
@@ -23,6 +23,7 @@ class PretrainTrainer(SFTTrainer):
         self.is_packed, self.length = False, self.options.seq_length
         for prefix in split_weights(self.data_path)[1]:
             self.check_vocabulary(prefix, document_facts(prefix))
+        self.check_tokens([document_tokens(p) for p in split_weights(self.data_path)[1]])
         train, valid, _ = split_parts(self.options.split)
         return self._windows(train), self._windows(valid) if self.evaluates(valid) else None
 
