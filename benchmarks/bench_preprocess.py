@@ -27,6 +27,8 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 CORES = 2
+TRAINED = "64000 tokens, cut as Qwen2's, trained here"
+"""The name of the tokenizer that this benchmark trains, beside every number."""
 SUFFIXES = (".bin", ".idx")
 QUESTIONS = ("documents", "large", "instructions")
 
@@ -280,6 +282,7 @@ def compare(question, tools, job, rounds):
         _check_equal(runs[tools[0]][0]["output"], runs[tool][0]["output"], tool)
         row = {
             "question": question,
+            "tokenizer": job["tokenizer_name"],
             "tool": tool,
             "million_tokens_per_s": round(run["tokens"] / run["seconds"] / 1e6, 3),
             "cpu_s_per_million_tokens": round(run["cpu_seconds"] / run["tokens"] * 1e6, 3),
@@ -348,6 +351,7 @@ def main():
     names = ("cache", "scratch")
     job = {"work": str(args.work), "tokenizer": str(tokenizer), "itemsize": 2, "chat": False}
     job["peers"] = args.peers
+    job["tokenizer_name"] = args.tokenizer.name if args.tokenizer else TRAINED
     job |= {name: str(args.work / name) for name in names}
     fast = ["mindspeed-llm", "mindspeed-llm without gigatoken", "Megatron fast (whole file)"]
     if args.megatron:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import logging
-import sys
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import orjson
 
+from mindspeed_llm.data.accelerator import Accelerator
 from mindspeed_llm.data.indexed import Array
 from mindspeed_llm.data.tokenizer import TokenizerFacts, remove_prefix
 
 logger = logging.getLogger(__name__)
-
-ASCII = 0x7F
-PLANES = 0x40000
-"""Code points from here on are in no table that this Python could have."""
 
 TRICKY = (
     "don't DON'T I'll 'S",
@@ -50,7 +43,7 @@ class TextEncoder:
         self.facts = facts
         self._parse_special = parse_special
         self._plain = _variant(facts.backend, parse_special)
-        self._fast = _Gigatoken.load(facts, parse_special) if accelerate else None
+        self._fast = Accelerator.load(facts, parse_special) if accelerate else None
         self.check([*TRICKY, *facts.special])
         self._continued = self._plain
         if facts.has_prefix:
@@ -67,13 +60,8 @@ class TextEncoder:
         """Return the ids of each text."""
         if self._fast is None or (continued and self.facts.has_prefix):
             return _hf_encode(self._continued if continued else self._plain, texts)
-        encode, plain = self._fast.encode, self._plain
-        return [
-            encode(text)
-            if text.isascii() or not has_unknown_characters(text)
-            else _hf_encode(plain, [text])[0]
-            for text in texts
-        ]
+        encode, takes, plain = self._fast.encode, self._fast.takes, self._plain
+        return [encode(text) if takes(text) else _hf_encode(plain, [text])[0] for text in texts]
 
     def check(self, samples: Sequence[str]) -> None:
         """Compare the accelerator with the Hugging Face tokenizer; give it up if they differ."""
@@ -87,55 +75,6 @@ class TextEncoder:
                 )
                 self._fast = None
                 return
-
-
-def has_accelerator() -> bool:
-    """Tell whether gigatoken is installed."""
-    return importlib.util.find_spec("gigatoken") is not None
-
-
-@functools.cache
-def _unknown_characters() -> Array:
-    """Return, for every code point, whether this Python's Unicode does not know it yet."""
-    categories = "".join(map(unicodedata.category, map(chr, range(PLANES))))
-    unknown = np.ones(sys.maxunicode + 1, bool)
-    unknown[:PLANES] = np.frombuffer(categories.encode(), "S2") == b"Cn"
-    return unknown
-
-
-def has_unknown_characters(text: str) -> bool:
-    """Tell whether a text has characters that are in none or in new Unicode tables only.
-
-    Newer tables may call them letters and older ones not, so implementations differ on them.
-    """
-    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    return bool(_unknown_characters()[points[points > ASCII]].any())
-
-
-class _Gigatoken:
-    """The optional accelerator: the same tokenizer, tens of times faster."""
-
-    @staticmethod
-    def load(facts: TokenizerFacts, parse_special: bool) -> Any:
-        """Return gigatoken's form of the tokenizer, or None if it is absent or cannot have it."""
-        try:
-            import gigatoken
-        except ImportError:
-            return None
-        content = facts.backend if parse_special else _without_special(facts.backend)
-        try:
-            return gigatoken.Tokenizer.from_json(content).backend
-        except Exception as error:  # noqa: BLE001 (whatever it does not like, we do without it)
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            logger.info("gigatoken cannot take this tokenizer (%s): it is not used", reason[0])
-            return None
-
-
-def _without_special(backend: str) -> str:
-    content = orjson.loads(backend)
-    added = content["added_tokens"]
-    content["added_tokens"] = [token for token in added if not token["special"]]
-    return orjson.dumps(content).decode()
 
 
 def _hf_encode(tokenizer: Any, texts: Sequence[str]) -> list[Array]:

@@ -6,7 +6,7 @@ import json
 import logging
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.encoder import has_accelerator
+from mindspeed_llm.data.accelerator import is_installed, is_supported
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, find_handler
 from mindspeed_llm.data.options import PreprocessOptions, check_options
 from mindspeed_llm.data.plan import Plan, make_chat
@@ -47,7 +47,7 @@ def make_plan(
     elif options.prompt_type or options.seq_length:
         logger.info("documents are kept whole and plain: --prompt-type and --seq-length are unused")
     if options.accelerator == "auto" and sum(source.size for source in sources) > MUCH:
-        if not has_accelerator():
+        if not is_installed() and is_supported(facts):
             logger.info("`pip install gigatoken` would make this many times faster")
     return plan, sources
 

@@ -1,14 +1,18 @@
 """Encoding in bulk: the ids of transformers, with and without the accelerator."""
 
+import functools
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_llm.data.encoder import TRICKY, TextEncoder, has_unknown_characters
+from mindspeed_llm.data import accelerator
+from mindspeed_llm.data.accelerator import Accelerator
+from mindspeed_llm.data.encoder import TRICKY, TextEncoder
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import TEXT, byte_level, metaspace
 
@@ -46,33 +50,80 @@ def test_a_text_that_goes_on_gets_no_space_in_front(kind):
 
 
 def test_characters_of_the_future():
-    assert not has_unknown_characters("plain")
-    assert not has_unknown_characters("".join(TRICKY))
-    assert has_unknown_characters("a \U0003fffd"), "a code point without a character"
-    assert has_unknown_characters("\u0378")
+    fast = Accelerator.load(facts_of(byte_level()), parse_special=False)
+    assert fast.takes("plain") and fast.takes("".join(TRICKY))
+    assert not fast.takes("a \U0003fffd"), "a code point without a character"
+    assert not fast.takes("\u0378")
 
 
-def gigatoken_encoder(**options):
-    pytest.importorskip("gigatoken", reason="the optional accelerator is not installed")
-    return TextEncoder(facts_of(byte_level()), **options)
+def changed(**changes):
+    """The facts of the small tokenizer with another pre-tokenizer or without some bytes."""
+    facts = facts_of(byte_level())
+    content = json.loads(facts.backend)
+    content |= {key: value for key, value in changes.items() if key != "without"}
+    for letter in changes.get("without", ""):
+        content["model"]["vocab"][f"unused {letter}"] = content["model"]["vocab"].pop(letter)
+    return replace(facts, backend=json.dumps(content))
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {
+    "type": "Sequence",
+    "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
+}
+SPLIT = {"type": "Split", "pattern": {"Regex": accelerator.KNOWN_SPLITS[0]}, "behavior": "Isolated",
+         "invert": False}  # fmt: skip
+NO_BYTES = "\u0104\u0106\u0113\u00f1\u00f2"  # stand for 0x04, 0x06, 0x13, 0xf1, 0xf2, as in SmolLM2
+ACCELERATED = {
+    "bytes": {},
+    "SmolLM2": {"pre_tokenizer": DIGITS, "without": NO_BYTES},
+    "no bytes": {"without": NO_BYTES},
+    "Qwen": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        SPLIT, {**BYTES, "use_regex": False}]}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("parse", [True, False])
-def test_the_accelerator_gives_the_same_ids(parse):
-    fast = gigatoken_encoder(parse_special=parse)
-    slow = TextEncoder(facts_of(byte_level()), parse_special=parse, accelerate=False)
+@pytest.mark.parametrize("kind", ACCELERATED)
+@settings(max_examples=30, deadline=None)
+@given(texts=texts | st.lists(st.text("ab 1 90\n'.\x04\u00bd\u0663\U00053333", max_size=12)))
+def test_the_accelerator_gives_the_same_ids(kind, parse, texts):
+    fast, slow = encoders(kind, parse)
     assert (fast.engine, slow.engine) == ("gigatoken", "tokenizers")
-    samples = [*TRICKY, TEXT, "\U0003fffd \u0378", "x<|im_end|>y", "", *byte_level().get_vocab()]
+    assert accelerator.is_supported(fast.facts)
+    samples = [*texts, *TRICKY, TEXT, "\U0003fffd \u0378", "x<|im_end|>y", ""]
     for right, found in zip(slow.encode(samples), fast.encode(samples)):
         assert right.tolist() == found.tolist()
 
 
+@functools.cache
+def encoders(kind, parse):
+    facts = changed(**ACCELERATED[kind])
+    return [TextEncoder(facts, parse_special=parse, accelerate=one) for one in (True, False)]
+
+
+def test_the_accelerator_is_advised_where_it_works_only(caplog):
+    for scheme in ("first", "prepend"):
+        assert not accelerator.is_supported(facts_of(metaspace(scheme)))
+    odd = {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}, BYTES]}
+    facts = changed(pre_tokenizer=odd)
+    assert not accelerator.is_supported(facts)
+    with caplog.at_level(logging.INFO):
+        assert TextEncoder(facts, parse_special=False).engine == "tokenizers"
+    told = [record for record in caplog.records if record.name.endswith("accelerator")]
+    assert [record.levelname for record in told] == ["INFO"]
+    assert "gigatoken does not support this tokenizer" in told[0].getMessage()
+
+
 def test_an_accelerator_that_differs_is_given_up(caplog):
-    encoder = gigatoken_encoder(parse_special=False)
+    encoder = TextEncoder(facts_of(byte_level()), parse_special=False)
 
     class Wrong:
         def encode(self, text):
             return np.array([1], np.uint32)
+
+        def takes(self, text):
+            return True
 
     encoder._fast = Wrong()
     with caplog.at_level(logging.WARNING):
