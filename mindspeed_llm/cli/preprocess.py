@@ -73,9 +73,8 @@ def describe(summary: Summary, options: PreprocessOptions) -> str:
             for reason, tally in summary.skipped.items()
         ),
     ]
-    if summary.truncated.count:
-        cut = summary.truncated
-        lines.append(f"cut        {cut.count} to {options.seq_length} (first: {cut.first})")
+    if summary.is_chat and options.seq_length is not None:
+        lines.append(f"too long   {summary.describe_too_long(options)}")
     share = summary.learnt / max(1, summary.tokens)
     lines.append(f"tokens     {summary.tokens}, of which {summary.learnt} ({share:.0%}) are learnt")
     lines.append(f"longest    {summary.longest} tokens ({summary.longest_at})")

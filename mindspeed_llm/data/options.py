@@ -42,9 +42,10 @@ class PreprocessOptions(Options):
     """Special tokens spelled out in the data: parse makes them tokens, text leaves them text. auto
     parses with --prompt-type empty only."""
     seq_length: int | None = None
-    """Longest sample, in tokens; what is longer is dropped or cut (--too-long) and counted."""
-    too_long: Literal["auto", "drop", "truncate"] = "auto"
-    """What to do with longer samples. auto cuts with --neat-pack and drops otherwise."""
+    """Longest sample, in tokens; --too-long says what happens to longer ones."""
+    too_long: Literal["drop", "cut", "error"] = "drop"
+    """Samples longer than --seq-length, packed or not: drop and count them; cut them, which may
+    cost answers their end; or error: stop at the first one."""
     pack: bool = False
     """Fill rows of --seq-length tokens with several samples."""
     neat_pack: bool = False

@@ -28,7 +28,7 @@ class Plan:
     parse_special: bool = False
     accelerate: bool = True
     limit: int | None = None
-    too_long: Literal["drop", "truncate"] = "drop"
+    too_long: Literal["drop", "cut", "error"] = "drop"
     append_eod: bool = False
     skip_malformed: bool = False
     placeholder_token: str = ""

@@ -77,9 +77,6 @@ def _plan(
     parse = options.special_tokens == "parse" or (
         options.special_tokens == "auto" and options.prompt_type == "empty"
     )
-    too_long = options.too_long
-    if too_long == "auto":
-        too_long = "truncate" if options.neat_pack else "drop"
     if options.append_eod and facts.eos_id is None:
         raise ConfigError(f"--append-eod: the tokenizer in {facts.source} has no end-of-text token")
     return Plan(
@@ -92,7 +89,7 @@ def _plan(
         parse_special=parse,
         accelerate=options.accelerator == "auto",
         limit=options.seq_length,
-        too_long=too_long,
+        too_long=options.too_long,
         append_eod=options.append_eod,
         skip_malformed=options.on_bad_line == "skip",
         placeholder_token=options.placeholder_token,

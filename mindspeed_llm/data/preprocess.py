@@ -175,10 +175,7 @@ class _Run:
             self._path, self._lines = path, 0
         if encoded.stopped is not None:
             line, reason = encoded.stopped
-            raise ConfigError(
-                f"{where(path, self._lines + line)}: {reason}; correct it, or leave such records "
-                "out with --on-bad-line skip"
-            )
+            raise ConfigError(f"{where(path, self._lines + line)}: {reason}")
         for key, track, content in outputs(self._plan):
             found = encoded.tracks[track]
             self._writers[key].append(found.column(content), found.lengths, found.borders)

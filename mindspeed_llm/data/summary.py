@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.readers import unit
 
 SHOWN_PLACES = 10
@@ -86,6 +87,19 @@ class Summary:
             self.longest, self.longest_at = size, place(local)
         return told
 
+    def describe_too_long(self, options: PreprocessOptions) -> str:
+        """Say how many samples were longer than --seq-length and what became of them."""
+        limit = options.seq_length
+        dropped = self.skipped.get(too_long_reason(limit), Tally())
+        tally = self.truncated if self.truncated.count else dropped
+        if not tally.count:
+            return f"none of {self.records} (--too-long {options.too_long}, --seq-length {limit})"
+        fate = "cut" if self.truncated.count else "dropped"
+        return (
+            f"{tally.count} of {self.records} longer than {limit} tokens: {fate} "
+            f"(--too-long {options.too_long}; first: {tally.first}; longest: {self.longest})"
+        )
+
     @property
     def skipped_records(self) -> int:
         """How many records were not written."""
@@ -101,6 +115,11 @@ class Summary:
         skipped = {reason: Tally(**tally) for reason, tally in values["skipped"].items()}
         truncated = Tally(**values["truncated"])
         return cls(**{**values, "skipped": skipped, "truncated": truncated})
+
+
+def too_long_reason(limit: int | None) -> str:
+    """Name the reason for which samples of more than `limit` tokens are dropped."""
+    return f"longer than {limit} tokens"
 
 
 def where(path: str, number: int) -> str:

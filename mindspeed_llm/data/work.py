@@ -21,7 +21,7 @@ from mindspeed_llm.data.plan import Plan, make_chat
 from mindspeed_llm.data.readers import Block, Problem, read
 from mindspeed_llm.data.samples import Assembler, Batch, Sequences
 from mindspeed_llm.data.shortening import shorten
-from mindspeed_llm.data.summary import BlockCounts
+from mindspeed_llm.data.summary import BlockCounts, too_long_reason
 
 CHECKED_FIRST, CHECKED_LATER = 50_000, 250
 """Characters of the first and of later blocks on which the accelerator is compared."""
@@ -35,7 +35,7 @@ class Encoded:
     counts: BlockCounts
     tracks: list[Sequences] = field(default_factory=list)
     stopped: tuple[int, str] | None = None
-    """The line and the reason of the malformed record that ends the run."""
+    """The line of the record that ends the run, with the reason and what to do."""
 
 
 def make_worker(plan: Plan) -> Worker:
@@ -72,7 +72,8 @@ class Worker(ABC):
         if self._plan.skip_malformed:
             encoded.counts.malformed.append((line, reason))
             return False
-        encoded.stopped = (line, reason)
+        advice = "correct it, or leave such records out with --on-bad-line skip"
+        encoded.stopped = (line, f"{reason}; {advice}")
         return True
 
     def _check(self, texts: Iterable[str]) -> None:
@@ -175,17 +176,25 @@ class SampleWorker(Worker):
 
     def _fit(self, batch: Batch, lines: list[int], encoded: Encoded) -> None:
         """Cut or drop what is too long or holds nothing to learn."""
-        counts, limit, cuts = encoded.counts, self._plan.limit, self._plan.too_long == "truncate"
+        counts, limit, cuts = encoded.counts, self._plan.limit, self._plan.too_long == "cut"
         sizes = self._by_record(batch.sizes).max(axis=1)
         counts.measure(*max(zip(sizes.tolist(), lines), default=(0, 0)))
         is_long = sizes > (limit or sys.maxsize)
+        if self._plan.too_long == "error" and is_long.any():
+            place = int(is_long.argmax())
+            encoded.stopped = (
+                lines[place],
+                f"has {sizes[place]} tokens, more than --seq-length {limit}: raise --seq-length, "
+                "or choose --too-long drop or cut",
+            )
+            return
         if cuts and is_long.any():
             tracks = zip(batch, np.repeat(is_long, self._tracks))
             cut = [shorten(track, limit or 0) if is_cut else track for track, is_cut in tracks]
             batch = Batch.of(cut, batch.dtype)
         learnt, last = map(self._by_record, batch.whole.count_learnt())
         reasons = {
-            f"longer than {limit} tokens": is_long & (not cuts),
+            too_long_reason(limit): is_long & (not cuts),
             "nothing to learn": (learnt.min(axis=1) == 0) & self._handler.learns,
             "no tokens": self._by_record(batch.sizes).min(axis=1) == 0,
         }

@@ -98,8 +98,12 @@ def _preprocess(options: PreprocessOptions) -> None:
         done.tokens,
         done.learnt,
     )
+    for reason, tally in done.skipped.items():
+        logger.warning("skipped %d x %s (first: %s)", tally.count, reason, tally.first)
+    if done.is_chat and options.seq_length is not None:
+        logger.info("too long: %s", done.describe_too_long(options))
     if done.truncated.count:
-        logger.warning("%d samples were cut to --seq-length", done.truncated.count)
+        logger.warning("samples were cut: they may lack the end-of-text token")
 
 
 def _folder(options: PreprocessOptions) -> Path:

@@ -102,6 +102,7 @@ def test_a_yaml_file_says_the_same(place):
         "output_prefix": str(place / "yaml"),
         "handler_name": "AlpacaStyleInstructionHandler",
         "prompt_type": "qwen",
+        "seq_length": 65536,
         "cache_dir": str(place / "tmp"),
     }
     (place / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in options.items()))

@@ -38,7 +38,7 @@ FLAGS = [
     ["--map-keys", '{"prompt": "nope"}'], ["--map-keys", "[" * 100_000], ["--input", "/nowhere"],
     ["--input", ""], ["--input", "/"], ["--output-prefix", ""], ["--output-prefix", "/"],
     ["--output-prefix", "/proc/x"], ["--tokenizer-name-or-path", "/nowhere"],
-    ["--tokenizer-type", "GPT2BPETokenizer"], ["--too-long", "cut"], ["--special-tokens", "no"],
+    ["--tokenizer-type", "GPT2BPETokenizer"], ["--too-long", "auto"], ["--special-tokens", "no"],
     ["--on-bad-line", "ignore"], ["--enable-thinking", "maybe"], ["--enable-thinking", "true"],
     ["--json-keys"], ["--placeholder-token"], ["--config", "/nowhere.yaml"], ["--unknown"],
     ["--hander-name", "X"], ["--seq-length", "2"], ["--merge-group-keys", "x"], ["extra"],

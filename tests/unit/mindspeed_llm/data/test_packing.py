@@ -1,5 +1,7 @@
 """Packing: nothing lost, nothing changed, samples kept apart, and the rule of the greedy row."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.packing import plan_rows
 from mindspeed_llm.data.samples import IGNORED
 
@@ -85,21 +88,37 @@ def test_too_long_samples(run, write_lines, records):
     sizes = [len(s["input_ids"]) for s in InstructionData(run(source, name="all", **OPTIONS)[1])]
     limit = sorted(sizes)[20]
     over = sum(size > limit for size in sizes)
-    for name, options, kept in (
-        ("drop", {}, 40 - over),
-        ("cut", {"too_long": "truncate"}, 40),
-        ("pack", {"pack": True}, 40 - over),
-        ("neat", {"pack": True, "neat_pack": True}, 40),
-    ):
-        summary, prefix = run(source, name=name, seq_length=limit, **options, **OPTIONS)
+    packings = {"apart": {}, "pack": {"pack": True}, "neat": {"pack": True, "neat_pack": True}}
+    rules = {"": 40 - over, "drop": 40 - over, "cut": 40}
+    for (name, packing), (rule, kept) in product(packings.items(), rules.items()):
+        options = {**OPTIONS, **packing, **({"too_long": rule} if rule else {})}
+        summary, prefix = run(source, name=f"{name} {rule}", seq_length=limit, **options)
         assert summary.written == kept, name
         assert summary.records == summary.written + summary.skipped_records == 40
         assert summary.longest == max(sizes), "what was dropped counts too"
         assert InstructionData(prefix).longest <= limit
+        described = summary.describe_too_long(PreprocessOptions(seq_length=limit, **options))
+        assert described.startswith(f"{over} of 40 longer than {limit} tokens: ")
         if kept < 40:
             assert summary.skipped[f"longer than {limit} tokens"].count == over
+            assert ": dropped (--too-long drop; first: " in described
         else:
             assert summary.truncated.count == over
+            assert ": cut (--too-long cut; first: " in described
+
+
+@pytest.mark.parametrize("packing", [{}, {"pack": True}, {"pack": True, "neat_pack": True}])
+def test_too_long_samples_can_be_an_error(run, write_lines, tmp_path, packing):
+    records = [{"prompt": "q", "response": "a"}] * 3 + [{"prompt": "q", "response": "a b " * 40}]
+    options = {**OPTIONS, **packing, "too_long": "error", "seq_length": 40}
+    with pytest.raises(
+        ConfigError, match=r"line 4: has \d+ tokens, more than --seq-length 40: rai"
+    ):
+        run(write_lines(records), **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+    summary, _ = run(write_lines(records[:3]), **options)
+    described = summary.describe_too_long(PreprocessOptions(**options))
+    assert described == "none of 3 (--too-long error, --seq-length 40)"
 
 
 def test_pairs_cannot_be_packed(run, write_lines):
