@@ -7,12 +7,12 @@ import re
 from datetime import datetime
 from typing import Any
 
-from mindspeed.config import ConfigError, parse_json
+from mindspeed.config import ConfigError
 from mindspeed_llm.data.chat import Piece, Thinking
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, UnusableRecord
 from mindspeed_llm.data.template import Part, special_matcher, split_special
 from mindspeed_llm.data.tokenizer import TokenizerFacts
-from mindspeed_llm.data.tools import read_calls, read_tools
+from mindspeed_llm.data.tools import parse_arguments, read_calls, read_tools
 
 # Stand for special tokens spelled in the data while the template runs: private-use characters,
 # which no tokenizer has as special tokens.
@@ -35,23 +35,30 @@ class JinjaFormat:
         self._special = special_matcher(facts)
         self._tokens = list(facts.special)
         self._extra = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
-        self._template = _compile(facts)
+        self._compile()
+        self.title = "the tokenizer's chat template"
         self.eos_id = facts.eos_id
         self.stop_ids: tuple[int, ...] = () if self.eos_id is None else (self.eos_id,)
         self.teaches_eos = self._ends_with_eos()
 
     def __getstate__(self) -> dict[str, Any]:
         # A compiled template cannot go to another process: it is compiled again there.
-        return {name: value for name, value in vars(self).items() if name != "_template"}
+        compiled = ("_template", "_tool_template")
+        return {name: value for name, value in vars(self).items() if name not in compiled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._template = _compile(self._facts)
+        self._compile()
+
+    def _compile(self) -> None:
+        source, tool_template = self._facts.source, self._facts.tool_template
+        self._template = _compile(self._facts.chat_template or "", source)
+        self._tool_template = _compile(tool_template, source) if tool_template else self._template
 
     def render(self, conversation: Conversation) -> list[Piece]:
         """Write prompts and answers in turn; a last prompt without answer is written too."""
         messages = self._messages(conversation)
-        tools = read_tools(conversation.tools) or None
+        tools = read_tools(self._hide(conversation.tools)) or None
         whole = self._run(messages, tools, generate=messages[-1]["role"] != "assistant")
         borders: list[tuple[int, int]] = []
         for place, message in enumerate(messages):
@@ -75,14 +82,51 @@ class JinjaFormat:
         is_last = place == len(messages) - 1
         if is_last and not whole.startswith(prompt):
             # The prompt for a new answer may open thoughts that a given answer does not have.
-            prompt = _common(whole, prompt)
+            # Where they part lies behind a line or a special token, not inside a word.
+            asked = self._run(messages[:place], tools, generate=False)
+            common = _common(whole, prompt)
+            prompt = common[: max(self._border(common), len(_common(whole, asked)))]
         if not (whole.startswith(prompt) and whole.startswith(until)):
             if is_last:
                 raise UnusableRecord("the chat template does not end with the answer")
-            return 0, 0
+            if "tool_calls" not in messages[place]:
+                return 0, 0
+            return self._call_span(whole, messages, place, tools)
         text = until[len(prompt) :]
         cut = text.rfind(eos) + len(eos) if eos and eos in text else len(text.rstrip())
         return len(prompt), len(prompt) + (cut if not text[cut:].strip() else len(text))
+
+    def _call_span(
+        self, whole: str, messages: list[dict[str, Any]], place: int, tools: Any
+    ) -> tuple[int, int]:
+        """Find a call that reads otherwise where its result follows (Qwen3: without thoughts).
+
+        It stands between the contents of its neighbours, which are found by changing them, behind
+        what opens an answer, or as much of it as is there, and ends with the end-of-text token.
+        """
+        changed = (
+            [*messages[: place - 1], _marked(messages[place - 1], 1), *messages[place:]],
+            [*messages[: place + 1], _marked(messages[place + 1], 0), *messages[place + 2 :]],
+        )
+        first, last = (len(_common(whole, self._run(c, tools, generate=False))) for c in changed)
+        asked = self._run(messages[:place], tools, generate=False)
+        opening = self._run(messages[:place], tools, generate=True).removeprefix(asked)
+        while opening and whole.find(opening, first, last) < 0:
+            opening = opening[: self._border(opening[:-1])]
+        start = whole.find(opening, first, last) + len(opening)
+        eos = self._facts.eos or ""
+        end = whole.find(eos, start, last) if eos and opening else -1
+        if end < 0:
+            raise MalformedRecord(
+                f"calls tools, but where {self.title} ends a call cannot be found, so it would "
+                "not be learnt: choose another chat template, such as qwen"
+            )
+        return start, end + len(eos)
+
+    def _border(self, text: str) -> int:
+        """Return where the last line or special token of a text ends, 0 if there is none."""
+        ends = [match.end() for match in self._special.finditer(text)] if self._special else []
+        return max([0, text.rfind("\n") + 1, *ends])
 
     def _pieces(self, whole: str, spans: list[tuple[int, int]]) -> list[Piece]:
         pieces, done = [], 0
@@ -103,18 +147,23 @@ class JinjaFormat:
         if conversation.system:
             found.append({"role": "system", "content": self._hide(conversation.system)})
         for message in conversation.messages:
-            found.append(self._message(message))
+            found.extend(self._message(one) for one in (*message.before, message))
         return found
 
     def _message(self, message: Message) -> dict[str, Any]:
         role = "tool" if message.role == "observation" else message.role
         shown: dict[str, Any] = {"role": role, "content": self._hide(message.content)}
+        if message.call_id:
+            shown["tool_call_id"] = message.call_id
         if message.calls:
-            calls = [
-                {"name": call.name, "arguments": _object(call.arguments)}
+            shown["tool_calls"] = [
+                {
+                    "type": "function",
+                    **({"id": call.id} if call.id else {}),
+                    "function": {"name": call.name, "arguments": parse_arguments(call.arguments)},
+                }
                 for call in read_calls(self._hide(message.calls))
             ]
-            shown["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         return shown
 
     def _hide(self, text: str) -> str:
@@ -133,10 +182,11 @@ class JinjaFormat:
 
         names = {"bos_token": self._facts.bos or "", "eos_token": self._facts.eos or ""}
         names["pad_token"] = self._facts.pad or ""
-        self._template.environment.begin()
+        template = self._tool_template if tools else self._template
+        template.environment.begin()
         try:
             return str(
-                self._template.render(
+                template.render(
                     messages=messages,
                     tools=tools,
                     add_generation_prompt=generate,
@@ -161,11 +211,11 @@ class JinjaFormat:
         return bool(answers) and answers[-1][-1] in self.stop_ids
 
 
-def _object(arguments: str) -> Any:
-    try:
-        return parse_json(arguments)
-    except ValueError:
-        return arguments
+def _marked(message: dict[str, Any], place: int) -> dict[str, Any]:
+    """Change the content of a message at its beginning (0) or end (1)."""
+    content = message["content"]
+    mark = [{"type": "text", "text": CLOSE}] if isinstance(content, list) else CLOSE
+    return {**message, "content": content + mark if place else mark + content}
 
 
 def _common(first: str, second: str) -> str:
@@ -173,7 +223,7 @@ def _common(first: str, second: str) -> str:
     return second[:size]
 
 
-def _compile(facts: TokenizerFacts) -> Any:
+def _compile(template: str, source: str) -> Any:
     """Compile a chat template as transformers does: sandboxed, with its few helpers."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
@@ -192,8 +242,20 @@ def _compile(facts: TokenizerFacts) -> Any:
     def fail(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
@@ -202,6 +264,6 @@ def _compile(facts: TokenizerFacts) -> Any:
     environment.globals["raise_exception"] = fail
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(facts.chat_template or "")
+        return environment.from_string(template)
     except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
-        raise ConfigError(f"the chat template of {facts.source} is not valid: {error}") from None
+        raise ConfigError(f"the chat template of {source} is not valid: {error}") from None

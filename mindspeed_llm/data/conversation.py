@@ -20,6 +20,10 @@ class Message(NamedTuple):
     content: str
     calls: str = ""
     """Calls of tools by the model, as JSON text."""
+    call_id: str = ""
+    """Of a result: the id of the call, where the data names it."""
+    before: "tuple[Message, ...]" = ()
+    """Of a result: those in front of it, where several tools were called at once."""
 
 
 class Conversation(NamedTuple):
@@ -38,6 +42,6 @@ class Conversation(NamedTuple):
                 raise UnusableRecord("the roles do not take turns")
         if len(self.messages) % 2 == answered:
             raise UnusableRecord(f"the last message is no {'answer' if answered else 'question'}")
-        if not all(message.content or message.calls for message in self.messages[1::2]):
+        if not all(message.content.strip() or message.calls for message in self.messages[1::2]):
             raise UnusableRecord("an answer is empty")
         return self

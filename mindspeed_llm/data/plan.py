@@ -11,6 +11,7 @@ from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns
 from mindspeed_llm.data.handlers.base import Output
 from mindspeed_llm.data.template import Template, TemplateEntry
 from mindspeed_llm.data.tokenizer import TokenizerFacts
+from mindspeed_llm.data.written import CheckedFormat
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ def outputs(plan: Plan) -> tuple[Output, ...]:
 
 def make_chat(plan: Plan) -> ChatFormat:
     """Build the format in which the plan writes conversations."""
+    chat: ChatFormat
     if plan.template is None:
-        return JinjaFormat(plan.facts, plan.parse_special, plan.thinking)
-    return TemplateFormat(Template(plan.template, plan.facts), plan.thinking)
+        chat = JinjaFormat(plan.facts, plan.parse_special, plan.thinking)
+    else:
+        chat = TemplateFormat(Template(plan.template, plan.facts), plan.thinking)
+    return CheckedFormat(chat, plan.facts, parse_special=plan.parse_special)

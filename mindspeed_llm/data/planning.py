@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.accelerator import is_installed, is_supported
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns, find_handler
+from mindspeed_llm.data.handlers.base import split_media
 from mindspeed_llm.data.options import PreprocessOptions, check_options
 from mindspeed_llm.data.plan import Plan, make_chat
 from mindspeed_llm.data.readers import Problem, Source, find_sources, peek
@@ -114,11 +116,13 @@ def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
         source, line, problem = rows[0]
         raise ConfigError(f"{where(source.path, line)}: {problem.reason}")
     if options.handler_name == PRETRAIN:
-        return _document_columns(options.json_keys, present)
+        return _document_columns(options.json_keys, map_keys, present)
     return HANDLERS[options.handler_name].find_columns(map_keys, present)
 
 
-def _document_columns(keys: tuple[str, ...], present: list[str]) -> Columns:
+def _document_columns(
+    keys: tuple[str, ...], map_keys: dict[str, Any], present: list[str]
+) -> Columns:
     missing = [key for key in keys if key not in present]
     if missing:
         raise ConfigError(
@@ -126,7 +130,8 @@ def _document_columns(keys: tuple[str, ...], present: list[str]) -> Columns:
             "name the column of the documents with --json-keys, or choose a --handler-name for "
             "questions and answers"
         )
-    return Columns({key: key for key in keys}, {})
+    media, _ = split_media(map_keys)
+    return Columns({key: key for key in keys}, {}, tuple(m for m in media if m not in keys))
 
 
 def _check_chat(plan: Plan, options: PreprocessOptions) -> None:
@@ -135,6 +140,13 @@ def _check_chat(plan: Plan, options: PreprocessOptions) -> None:
         SampleWorker(plan)  # finds placeholders and verdicts that are no single tokens
         return
     chat = make_chat(plan)
+    is_general = plan.template is not None and "format_tools" not in plan.template.model_fields_set
+    if plan.columns["tools"] and is_general:
+        logger.info(
+            "--prompt-type %s writes tools in a general form, which need not be that of the model: "
+            "--prompt-type tokenizer uses the model's own",
+            options.prompt_type,
+        )
     if HANDLERS[plan.handler].learns and not chat.teaches_eos and not plan.append_eod:
         logger.warning(
             "--prompt-type %s never puts an end-of-text token (%s) behind an answer: unless every "

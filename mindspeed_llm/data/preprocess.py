@@ -32,7 +32,7 @@ from mindspeed_llm.data.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Counted up when the output changes, so that no run takes up from one of another version."""
 TELL_SECONDS = 10.0
 HARMLESS = {"workers", "n_subs", "log_interval", "cache_dir", "accelerator", "output_prefix"}
@@ -122,7 +122,7 @@ class _Run:
 
     def _encode(self) -> Generator[None, None, None]:
         """Write block after block; yield after each."""
-        columns = list(self._plan.columns.names.values())
+        columns = [*self._plan.columns.names.values(), *self._plan.columns.media]
         todo = islice(blocks(self._sources, columns, self._block_bytes), self._done, None)
         let_go = self._workspace.release
         saved = told = time.monotonic()

@@ -37,9 +37,10 @@ class TemplateEntry(BaseModel):
     format_system: Slots = Slots(slots=["{{content}}"])
     format_function: Slots = Slots(slots=["Action: {{name}}\nAction Input: {{arguments}}"])
     format_observation: Slots | None = None
+    format_observation_separator: Slots = Slots(slots=["\n"])
     format_tools: Slots = Slots(
         slots=[
-            "Tools you may call, one JSON object a line:\n{{content}}\n"
+            "\n\nTools you may call, one JSON object a line:\n{{content}}\n"
             "To call one, answer with two lines: `Action:` and its name, "
             "`Action Input:` and its arguments as JSON.\n"
         ]
@@ -113,6 +114,7 @@ class Template:
         self.system = self._compile(entry.format_system)
         self.function = self._compile(entry.format_function)
         self.observation = self._compile(entry.format_observation or entry.format_user)
+        self.between_observations = self._compile(entry.format_observation_separator)
         self.tools = self._compile(entry.format_tools)
         self.separator = self._compile(entry.format_separator)
         self.prefix = self._compile(entry.format_prefix)

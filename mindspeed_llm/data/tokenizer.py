@@ -23,7 +23,7 @@ from mindspeed_llm.data import durable
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Counted up when `TokenizerFacts` changes, so that nothing remembered is misread."""
 
 
@@ -46,6 +46,8 @@ class TokenizerFacts:
     strip_after: tuple[int, ...] = ()
     """Tokens that swallow the space behind them."""
     chat_template: str | None = field(default=None, repr=False)
+    tool_template: str | None = field(default=None, repr=False)
+    """The chat template for conversations with tools, where it is one of its own."""
     has_prefix: bool = False
     """Whether a space is put in front of a text."""
     prefixes_sections: bool = False
@@ -82,6 +84,8 @@ def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
             f"{source}: this tokenizer has no fast form: a tokenizer.json is needed beside it"
         )
     tokens = tokenizer.added_tokens_decoder
+    template = tokenizer.chat_template
+    named = template if isinstance(template, dict) else {"default": template}
     content = backend.to_str()
     return TokenizerFacts(
         source=source,
@@ -94,7 +98,8 @@ def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
         added={token.content: number for number, token in tokens.items()},
         strip_before=tuple(number for number, token in tokens.items() if token.lstrip),
         strip_after=tuple(number for number, token in tokens.items() if token.rstrip),
-        chat_template=tokenizer.chat_template,
+        chat_template=named.get("default"),
+        tool_template=named.get("tool_use"),
         **_prefix_facts(json.loads(content)),
     )
 

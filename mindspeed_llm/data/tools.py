@@ -3,6 +3,7 @@
 import json
 from typing import Any, NamedTuple
 
+from mindspeed.config import parse_json
 from mindspeed_llm.data.conversation import MalformedRecord
 
 
@@ -11,14 +12,15 @@ class Call(NamedTuple):
 
     name: str
     arguments: str
+    id: str = ""
 
 
 def read_tools(tools: str) -> list[Any]:
-    """Read the list of tools; an empty text holds none."""
+    """Read the list of tools, each as {"type": "function", "function": ...}; "" holds none."""
     if not tools.strip():
         return []
     found = _from_json(tools, "tools")
-    return found if isinstance(found, list) else [found]
+    return [_function(tool) for tool in (found if isinstance(found, list) else [found])]
 
 
 def tool_lines(tools: str) -> str:
@@ -39,16 +41,34 @@ def dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def _function(tool: Any) -> Any:
+    """Wrap a bare {"name", "description", "parameters"}: chat templates expect functions."""
+    if not isinstance(tool, dict) or "name" not in tool or "function" in tool:
+        return tool
+    bare = {key: value for key, value in tool.items() if (key, value) != ("type", "function")}
+    return {"type": "function", "function": bare}
+
+
 def _call(entry: Any) -> Call:
     inner = entry.get("function", entry) if isinstance(entry, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise MalformedRecord('a call of a tool must be {"name": ..., "arguments": ...}')
-    arguments = inner.get("arguments", {})
-    return Call(inner["name"], arguments if isinstance(arguments, str) else dump(arguments))
+    arguments = inner.get("arguments")
+    values = parse_arguments(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+    written = values if isinstance(values, str) else dump(values)
+    return Call(inner["name"], written, str(entry.get("id") or ""))
+
+
+def parse_arguments(arguments: str) -> Any:
+    """Read arguments that are JSON in a text, as OpenAI's are; other text stays text."""
+    try:
+        return parse_json(arguments)
+    except ValueError:
+        return arguments
 
 
 def _from_json(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise MalformedRecord(f"{what} is not valid JSON: {error}") from None

@@ -15,7 +15,7 @@ from mindspeed_llm.data.chat import Piece
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Context
-from mindspeed_llm.data.handlers.base import as_text
+from mindspeed_llm.data.handlers.base import as_text, check_media
 from mindspeed_llm.data.indexed import Array, smallest_dtype
 from mindspeed_llm.data.plan import Plan, make_chat
 from mindspeed_llm.data.readers import Block, Problem, read
@@ -62,10 +62,20 @@ class Worker(ABC):
         rows, encoded.lines = read(block)
         for line, record in rows:
             encoded.counts.records += 1
-            if not isinstance(record, Problem):
-                yield line, record
-            elif self._refuse(encoded, line, record.reason):
+            problem = self._problem(record)
+            if problem is None:
+                yield line, record  # type: ignore[misc]
+            elif self._refuse(encoded, line, problem):
                 return
+
+    def _problem(self, record: dict[str, Any] | Problem) -> str | None:
+        if isinstance(record, Problem):
+            return record.reason
+        try:
+            check_media(record, self._plan.columns.media)
+        except MalformedRecord as error:
+            return str(error)
+        return None
 
     def _refuse(self, encoded: Encoded, line: int, reason: str) -> bool:
         """Count a malformed record, or stop at it and return True."""

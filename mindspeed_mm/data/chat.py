@@ -17,6 +17,7 @@ from mindspeed_llm.data.template import (
     split_special,
 )
 from mindspeed_llm.data.tokenizer import TokenizerFacts
+from mindspeed_llm.data.written import CheckedFormat
 from mindspeed_mm.data.conversations import SIGN, SIGN_OF, SIGNS
 from mindspeed_mm.data.media import Kind
 from mindspeed_mm.data.options import OWN_TEMPLATES, BasicOptions
@@ -32,16 +33,17 @@ class MediaFormat:
         if basic.enable_thinking is not None:
             thinking = "true" if basic.enable_thinking else "false"
         own = StructuredJinja(facts, thinking) if facts.chat_template else None
-        self._chat: StructuredJinja | TemplateFormat
+        chat: StructuredJinja | TemplateFormat
         if basic.template not in OWN_TEMPLATES:
-            self._chat = _named(basic.template, facts, thinking)
+            chat = _named(basic.template, facts, thinking)
         elif own is not None:
-            self._chat = own
+            chat = own
         else:
             raise ConfigError(
                 f"template {basic.template}: {facts.source} has no chat template; "
                 "name one of configs/finetune/templates.json"
             )
+        self._chat = CheckedFormat(chat, facts, option="template")
         self._around = {kind: self._written_by(own, kind) for kind in tokens}
 
     def render(self, conversation: Conversation) -> list[Piece]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_llm.data.chat import Piece
-from mindspeed_llm.data.conversation import Conversation, MalformedRecord
+from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.handlers.alpaca import AlpacaStyleInstructionHandler
 from mindspeed_llm.data.handlers.base import Columns, Context, Handler
@@ -41,6 +41,7 @@ class Request:
 class _Keep:
     """Takes the place of a chat format in a handler: keeps the conversation instead of writing."""
 
+    title = ""
     eos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     teaches_eos = False
@@ -147,12 +148,17 @@ def _signed(conversation: Conversation) -> Conversation:
     def sign(text: str) -> str:
         return MARK.sub(lambda match: SIGN_OF[MARKS[match[0]]], SIGN.sub("", text))
 
-    messages = tuple(m._replace(content=sign(m.content)) for m in conversation.messages)
+    def signed(message: Message) -> Message:
+        before = tuple(map(signed, message.before))
+        return message._replace(content=sign(message.content), before=before)
+
+    messages = tuple(map(signed, conversation.messages))
     return Conversation(messages, sign(conversation.system), conversation.tools)
 
 
 def _said(conversation: Conversation) -> str:
-    return conversation.system + "".join(message.content for message in conversation.messages)
+    every = [one for message in conversation.messages for one in (*message.before, message)]
+    return conversation.system + "".join(message.content for message in every)
 
 
 def _check_count(kind: Kind, marks: int, media: int) -> None:

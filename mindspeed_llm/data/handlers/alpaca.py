@@ -25,10 +25,15 @@ LAYOUTS = (
 
 
 class AlpacaStyleInstructionHandler(Handler):
-    """Questions with their answers: instruction, input, output; history and system if any."""
+    """Questions with their answers: instruction, input, output; history, system, tools if any."""
 
     outputs: ClassVar[tuple[Output, ...]] = INSTRUCTION
-    roles: ClassVar[Mapping[str, str]] = {**LAYOUTS[0], "history": "history", "system": "system"}
+    roles: ClassVar[Mapping[str, str]] = {
+        **LAYOUTS[0],
+        "history": "history",
+        "system": "system",
+        "tools": "tools",
+    }
     required: ClassVar[tuple[str, ...]] = ("prompt", "response")
 
     @classmethod
@@ -53,7 +58,7 @@ class AlpacaStyleInstructionHandler(Handler):
         prompt, query = self._text(record, "prompt"), self._text(record, "query")
         question = f"{prompt}\n{query}" if prompt and query else prompt or query
         messages = (*self._history(record), Message("user", question), *answer)
-        return Conversation(messages, self._text(record, "system"))
+        return Conversation(messages, self._text(record, "system"), self._tools(record))
 
     def _history(self, record: Record) -> list[Message]:
         column = self._columns["history"]

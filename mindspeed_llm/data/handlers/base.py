@@ -12,6 +12,7 @@ from mindspeed_llm.data.chat import ChatFormat, Piece
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.readers import kind_of
+from mindspeed_llm.data.tools import dump
 
 Record = Mapping[str, Any]
 
@@ -38,12 +39,18 @@ PAIRWISE = (
 PROMPTS = (Output("input_ids", 0, "ids"), Output("attention_mask", 0, "ones"))
 
 
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+"""Columns that training on text cannot use: a record that fills one is not silently cut to text."""
+
+
 @dataclass(frozen=True)
 class Columns:
     """Which column of the data holds what; "" where there is none."""
 
     names: Mapping[str, str]
     tags: Mapping[str, str]
+    media: tuple[str, ...] = ()
+    """Columns that must be empty."""
 
     def __getitem__(self, role: str) -> str:
         return self.names.get(role, "")
@@ -79,6 +86,7 @@ class Handler(ABC):
     @classmethod
     def find_columns(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> Columns:
         """Join `--map-keys` with the defaults, and check both against the columns there are."""
+        media, map_keys = split_media(map_keys)
         _check_keys(map_keys, [*cls.roles, *(["tags"] if cls.tags else [])])
         given = {key: _text_value(key, map_keys[key]) for key in map_keys if key != "tags"}
         names = {**cls._defaults(map_keys, present), **given}
@@ -87,7 +95,8 @@ class Handler(ABC):
                 raise ConfigError(f"--map-keys: {cls.__name__} cannot do without {role}")
             if names[role] and names[role] not in present:
                 raise _no_column(role, names[role], present)
-        return Columns(names, cls._find_tags(map_keys.get("tags")))
+        unused = tuple(column for column in media if column not in names.values())
+        return Columns(names, cls._find_tags(map_keys.get("tags")), unused)
 
     @classmethod
     def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
@@ -112,6 +121,12 @@ class Handler(ABC):
         assert self._context.chat is not None
         return self._context.chat.render(conversation)
 
+    def _tools(self, record: Record) -> str:
+        """Return the tools as JSON text; a column may hold them as text or as values."""
+        column = self._columns["tools"]
+        tools = record.get(column) if column else None
+        return dump(tools) if isinstance(tools, (list, dict)) else as_text(tools, column)
+
     def _text(self, record: Record, role: str) -> str:
         """Return the text of a column; null and a column that is not there are empty."""
         column = self._columns.names.get(role)
@@ -130,6 +145,27 @@ def as_text(value: Any, column: str) -> str:
     if value is None:
         return ""
     raise MalformedRecord(f"{column} holds {kind_of(value)}, not text")
+
+
+def split_media(map_keys: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the columns of media that must be empty, and the rest of `--map-keys`.
+
+    `{"images": ""}` switches a column off, as it does with the others.
+    """
+    off = [key for key in map_keys if key in MEDIA and map_keys[key] == ""]
+    rest = {key: value for key, value in map_keys.items() if key not in off}
+    return tuple(column for column in MEDIA if column not in off), rest
+
+
+def check_media(record: Record, media: Sequence[str]) -> None:
+    """Refuse a record with images, audio or video: training on text would ignore them."""
+    for column in media:
+        value = record.get(column)
+        if any(value) if isinstance(value, list) else value:
+            raise MalformedRecord(
+                f"has {column}, which training on text cannot use: train with mindspeed-mm, or "
+                f"""ignore the column with --map-keys '{{"{column}": ""}}'"""
+            )
 
 
 def only_last_answer(pieces: Sequence[Piece]) -> list[Piece]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mindspeed_llm.data.chat import Piece
-from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, UnusableRecord
+from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message
 from mindspeed_llm.data.handlers.base import INSTRUCTION, Handler, Record, as_text
 from mindspeed_llm.data.readers import kind_of
 from mindspeed_llm.data.tools import dump
@@ -14,7 +14,8 @@ THOUGHTS = ("<think>\n", "\n</think>\n\n")
 class OpenAIInstructionHandler(Handler):
     """Conversations: messages of system, user, assistant and tool, with calls of tools.
 
-    Messages of one role that follow each other are joined with a line break.
+    Messages of one role that follow each other are joined with a line break; results of tools that
+    were called at once stay apart.
     """
 
     outputs = INSTRUCTION
@@ -29,9 +30,7 @@ class OpenAIInstructionHandler(Handler):
         entries = record[column]
         if not isinstance(entries, list):
             raise MalformedRecord(f"{column} holds {kind_of(entries)}, not a list of messages")
-        tools = record.get(self._columns["tools"]) if self._columns["tools"] else None
-        found = tools if isinstance(tools, str) else dump(tools) if tools else ""
-        return [self._write(_conversation(entries, found).check())]
+        return [self._write(_conversation(entries, self._tools(record)).check())]
 
 
 def _conversation(entries: list[Any], tools: str) -> Conversation:
@@ -53,15 +52,15 @@ def _message(entry: dict[str, Any]) -> Message:
         thoughts = as_text(entry.get("reasoning_content"), "reasoning_content")
         if thoughts:
             content = f"{THOUGHTS[0]}{thoughts}{THOUGHTS[1]}{content}"
-        calls = entry.get("tool_calls")
+        calls = entry.get("tool_calls") or entry.get("function_call")
         return Message("assistant", content, calls=dump(calls) if calls else "")
     if entry["role"] == "user":
         return Message("user", content)
-    if entry["role"] == "tool":
-        return Message("observation", content)
+    if entry["role"] in ("tool", "function"):
+        return Message("observation", content, call_id=str(entry.get("tool_call_id") or ""))
     raise MalformedRecord(
-        f"a message has the role {entry['role']!r:.40}: give system, developer, user, assistant or "
-        "tool"
+        f"a message has the role {entry['role']!r:.40}: give system, developer, user, assistant, "
+        "tool or function"
     )
 
 
@@ -70,11 +69,12 @@ def _content(entry: dict[str, Any]) -> str:
     content = entry.get("content")
     if not isinstance(content, list):
         return as_text(content, "content")
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    found = [text for text in texts if isinstance(text, str)]
-    if len(found) < len(texts):
-        raise UnusableRecord("a message holds something other than text")
-    return "".join(found)
+    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    for part, text in zip(content, texts):
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+            raise MalformedRecord(f"a message holds {kind}: only text can be trained on here")
+    return "".join(texts)
 
 
 def _joined(messages: list[Message]) -> list[Message]:
@@ -83,6 +83,8 @@ def _joined(messages: list[Message]) -> list[Message]:
         last = joined[-1] if joined else None
         if last is None or last.role != message.role or last.calls or message.calls:
             joined.append(message)
+        elif message.role == "observation":
+            joined[-1] = message._replace(before=(*last.before, last._replace(before=())))
         else:
             joined[-1] = Message(last.role, f"{last.content}\n{message.content}")
     return joined

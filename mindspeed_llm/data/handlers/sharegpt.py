@@ -15,7 +15,6 @@ from mindspeed_llm.data.handlers.base import (
     only_last_answer,
 )
 from mindspeed_llm.data.readers import kind_of
-from mindspeed_llm.data.tools import dump
 
 
 class SharegptStyleInstructionHandler(Handler):
@@ -93,12 +92,6 @@ class SharegptStyleInstructionHandler(Handler):
             f"a message has the {tags['role_tag']} {role!r:.40}: give {allowed}, or as the first "
             f"{tags['system_tag']}; other names can be given as --map-keys tags"
         )
-
-    def _tools(self, record: Record) -> str:
-        """Return the tools as JSON text; a column may hold them as text or as values."""
-        column = self._columns["tools"]
-        tools = record.get(column) if column else None
-        return dump(tools) if isinstance(tools, (list, dict)) else as_text(tools, column)
 
 
 class SharegptStylePairwiseHandler(SharegptStyleInstructionHandler):
