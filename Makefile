@@ -9,7 +9,7 @@ OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
 # The tests of mindspeed itself have to pass on every supported megatron-core; these are the others.
 SUITES := mindspeed_llm|mindspeed_mm|tests.llm|tests.mm
-SUITE_TESTS := tests/unit/mindspeed_llm tests/unit/mindspeed_mm
+SUITE_TESTS := tests/unit/mindspeed_llm tests/unit/mindspeed_mm tests/security tests/fuzz
 SUITE_TESTS += $(shell grep -rlE "$(SUITES)" tests/distributed tests/e2e --include='test_*.py')
 # Operators that nothing of Megatron calls in their tests.
 OPERATOR_TESTS := $(shell grep -rL megatron tests/unit/ops --include='test_*.py')
@@ -17,7 +17,7 @@ OPERATOR_TESTS := $(shell grep -rL megatron tests/unit/ops --include='test_*.py'
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup quickstart test check drill mutate clean
+.PHONY: setup quickstart test check drill fuzz mutate clean
 
 setup: $(STAMP) $(OLDEST)/.installed
 
@@ -44,8 +44,11 @@ test: setup
 	$(PYTEST)
 	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(SUITE_TESTS) $(OPERATOR_TESTS) tests/conventions)
 
-drill: setup  # about five minutes
-	$(BIN)/python -m tests.drill
+drill: setup  # about five minutes; LONG=1: about half an hour
+	$(BIN)/python -m tests.drill $(if $(LONG),--long)
+
+fuzz: setup  # about half an hour; FUZZ="--cases 500 --only YAML" for less
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 mutate: setup  # about an hour: every fault of tests/mutations against the tests of its area
 	$(BIN)/python -m tests.mutate
