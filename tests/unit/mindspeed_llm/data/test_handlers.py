@@ -185,7 +185,13 @@ def test_malformed_records_stop_the_run(run, write_lines, style, record, reason)
 
 ROLES = [
     ("SharegptStyleInstruction", "conversations", "from", "value", "human, gpt, observation"),
-    ("OpenAIInstruction", "messages", "role", "content", "system, developer, user, assistant or"),
+    (
+        "OpenAIInstruction",
+        "messages",
+        "role",
+        "content",
+        "system, developer, user, assistant, tool or function",
+    ),
 ]
 
 
