@@ -183,7 +183,6 @@ class JinjaFormat:
         names = {"bos_token": self._facts.bos or "", "eos_token": self._facts.eos or ""}
         names["pad_token"] = self._facts.pad or ""
         template = self._tool_template if tools else self._template
-        template.environment.begin()
         try:
             return str(
                 template.render(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
 
@@ -37,9 +37,19 @@ class TooMuch(SecurityError):
     """A template wants more than a conversation can need."""
 
 
+class _Template(Template):
+    """A template that begins every rendering with a whole budget."""
+
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        """Write one text."""
+        self.environment.begin()  # type: ignore[attr-defined]
+        return super().render(*args, **kwargs)
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Renders one text at a time, within STEPS and LETTERS."""
 
+    template_class = _Template
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:

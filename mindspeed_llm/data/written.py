@@ -40,14 +40,22 @@ class CheckedFormat:
         """Write prompts and answers in turn; a last prompt without answer is written too."""
         self._check_parts(conversation)
         pieces = self._chat.render(conversation)
+        if not all(self._is_said(piece) for piece in pieces if piece.is_answer):
+            self._check_answers(pieces)
+        return pieces
+
+    def _check_answers(self, pieces: list[Piece]) -> None:
+        """Refuse an answer that says nothing; its end token may be a piece of its own."""
         answers = [list(group) for is_answer, group in groupby(pieces, _is_answer) if is_answer]
         for number, answer in enumerate(answers, 1):
-            if not any(self._says(part) for piece in answer for part in piece.parts):
+            if not any(map(self._is_said, answer)):
                 raise MalformedRecord(
                     f"answer {number} of {len(answers)}, written by {self.title}, is nothing but "
                     "an end token: a model would be taught to say nothing"
                 )
-        return pieces
+
+    def _is_said(self, piece: Piece) -> bool:
+        return any(map(self._says, piece.parts))
 
     def _check_parts(self, conversation: Conversation) -> None:
         messages = conversation.messages
@@ -55,8 +63,8 @@ class CheckedFormat:
             raise MalformedRecord(f"has a system text, which {self.title} does not write")
         if conversation.tools and not self._writes_tools and read_tools(conversation.tools):
             raise self._lost(f"describes tools ({_names(conversation)})")
-        called = [call.name for message in messages for call in read_calls(message.calls)]
-        if called and not self._writes_calls:
+        if any(message.calls for message in messages) and not self._writes_calls:
+            called = [call.name for message in messages for call in read_calls(message.calls)]
             raise self._lost(f"calls tools ({', '.join(dict.fromkeys(called))})")
         if not self._writes_results and any(m.role == "observation" for m in messages):
             raise self._lost("has results of tools")
