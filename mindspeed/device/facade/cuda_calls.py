@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,9 @@ def _memory(cpu: Cpu) -> dict[str, object]:
     def peak(device: Any = None) -> int:
         return cpu.max_memory_allocated()
 
+    def reset_peak(device: Any = None) -> None:
+        cpu.reset_peak_memory()
+
     def memory_stats(device: Any = None) -> dict[str, int]:
         stats: dict[str, int] = collections.defaultdict(int)
         for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
@@ -134,8 +137,8 @@ def _memory(cpu: Cpu) -> dict[str, object]:
         "max_memory_reserved": peak,
         "memory_stats": memory_stats,
         "mem_get_info": mem_get_info,
-        "reset_peak_memory_stats": _nothing,
-        "reset_max_memory_allocated": _nothing,
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
         "empty_cache": _nothing,
         "ipc_collect": _nothing,
     }
@@ -148,9 +151,23 @@ def _random(cpu: Cpu) -> dict[str, object]:
     def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
         cpu.set_rng_state(new_state)
 
+    def get_rng_state_all() -> list[torch.Tensor]:
+        return [cpu.get_rng_state() for _ in range(cpu.count())]
+
+    def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
+        cpu.set_rng_state(new_states[cpu.index()])
+
+    def seed() -> None:
+        cpu.default_generator().seed()
+
     return {
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
+        # Torch's own count the devices, find none and do nothing.
+        "get_rng_state_all": get_rng_state_all,
+        "set_rng_state_all": set_rng_state_all,
+        "seed": seed,
+        "seed_all": seed,
         "manual_seed": lambda seed: cpu.manual_seed(seed),
         "manual_seed_all": lambda seed: cpu.manual_seed(seed),
         "initial_seed": lambda: cpu.default_generator().initial_seed(),

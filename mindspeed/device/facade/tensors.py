@@ -32,6 +32,8 @@ def landed(device: Any) -> Any:
         return _CPU if device.partition(":")[0] == "cuda" else device
     if isinstance(device, int) and not isinstance(device, bool):
         return _CPU
+    if isinstance(device, dict):  # of torch.load: where a file says a tensor was, and where it goes
+        return {there: str(landed(here)) for there, here in device.items()}
     return device
 
 

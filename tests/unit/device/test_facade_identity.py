@@ -91,6 +91,7 @@ def test_the_calls_are_all_factories_that_the_facade_replaces(cpu):
     owners = {torch: "", torch.Tensor: "Tensor."}
     replaced = {owners[owner] + name for owner, name, *_ in standing(cpu) if owner in owners}
     others = {"Generator", "device", "load", "set_default_device", "compile"}
+    others |= {"is_autocast_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype"}
     methods = {"cuda", "pin_memory", "is_cuda", "record_stream"}  # that a plain cpu cannot call
     assert replaced == set(CALLS) | others | {f"Tensor.{each}" for each in methods}
 
