@@ -40,8 +40,9 @@ quickstart: setup
 # Two workers: much of a test is the start of processes. A file stays with one, as its fixtures do.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
+# CHECKED=--ignore=tests/conventions where `make check` has run them.
 test: setup
-	$(PYTEST)
+	$(PYTEST) $(CHECKED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(SUITE_TESTS) $(OPERATOR_TESTS) tests/conventions)
 
 drill: setup  # about five minutes; LONG=1: about half an hour

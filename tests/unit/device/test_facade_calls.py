@@ -70,9 +70,16 @@ def test_the_device_index_is_kept(facade, cpu):
     assert torch.cuda.current_device() == 1
 
 
+@pytest.fixture(scope="module")
+def truth():
+    """What a process without the facade hears."""
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
+    return subprocess.check_output(asked, text=True).strip() == "True"
+
+
 @pytest.mark.parametrize("facades", [1, 2])
 @pytest.mark.parametrize("file", [torch.__file__, "/home/me/.local/lib/site-packages/some.py"])
-def test_other_libraries_hear_the_truth(cpu, facades, file):
+def test_other_libraries_hear_the_truth(cpu, truth, facades, file):
     answer = (
         "import torch\ndef ask(): "
         "return torch.cuda.is_available(), torch.ones(1).type(), torch.ones(1).is_cuda"
@@ -80,8 +87,6 @@ def test_other_libraries_hear_the_truth(cpu, facades, file):
     megatron, library = types.ModuleType("megatron.fake"), types.ModuleType("somelibrary")
     exec(compile(answer, "/anywhere/megatron/fake.py", "exec"), vars(megatron))
     exec(compile(answer, file, "exec"), vars(library))
-    asked = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
-    truth = subprocess.check_output(asked, text=True).strip() == "True"
     with contextlib.ExitStack() as stack:
         for _ in range(facades):
             stack.enter_context(Facade(cpu))
