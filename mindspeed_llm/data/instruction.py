@@ -135,9 +135,22 @@ class InstructionData(Sequence[Sample]):
                 return (
                     f"{self.prefix}: give the --output-prefix of preprocessing as it was; {looked}"
                 )
+        if missing := self._missing_of_most():
+            return f"{missing} is missing: preprocess again, or copy all files of {self.prefix}"
         if Path(f"{self.prefix}_text_document.idx").is_file():
             return f"{self.prefix} holds plain documents, not samples; {looked}"
         return f"{self.prefix}: there is no preprocessed data of that name; {looked}"
+
+    def missing(self, kind: str) -> list[str]:
+        """Return the index files that data of a kind has and this prefix has not."""
+        names = [f"{self._name(key)}.idx" for key in KINDS[kind]]
+        return [name for name in names if not Path(name).is_file()]
+
+    def _missing_of_most(self) -> str | None:
+        """Return the first missing file of the kind that is there in part, if one is."""
+        missing = {kind: self.missing(kind) for kind in KINDS}
+        parts = [names for kind, names in missing.items() if len(names) < len(KINDS[kind])]
+        return min(parts, key=len)[0] if parts else None
 
     def _check_lengths(self) -> None:
         pairs = [(f"{one}_input_ids", f"{one}_labels") for one in ("chosen", "rejected")]

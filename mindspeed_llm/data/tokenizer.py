@@ -18,11 +18,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError, parse_json
+from mindspeed.config import ConfigError, one_of, parse_json
 from mindspeed_llm.data import durable
 
 logger = logging.getLogger(__name__)
 
+VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
+"""Files one of which every tokenizer has; without it transformers asks for other packages."""
 FORMAT = 3
 """Counted up when `TokenizerFacts` changes, so that nothing remembered is misread."""
 
@@ -177,10 +179,10 @@ def _check_path(path: str | None) -> str:
         raise ConfigError(
             f"--tokenizer-name-or-path {path} {what}: give a folder with a tokenizer.json"
         )
-    if not any(place.glob("*.json")) and not any(place.glob("*.model")):
+    if not any(any(place.glob(name)) for name in VOCABULARIES):
         raise ConfigError(
-            f"--tokenizer-name-or-path {path} holds no tokenizer: give a folder with a "
-            "tokenizer.json"
+            f"--tokenizer-name-or-path {path} holds no tokenizer (no {one_of(VOCABULARIES)}): give "
+            "a folder with a tokenizer.json"
         )
     return path
 

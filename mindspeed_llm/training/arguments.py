@@ -53,7 +53,12 @@ def check(options: TrainOptions) -> None:
     if options.bf16 and options.fp16:
         raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
     split_weights(options.data_path)
-    split_parts(options.split)
+    start, end = split_parts(options.split)[1]
+    if options.eval_interval and options.eval_iters and start == end:
+        raise ConfigError(
+            f"--eval-interval {options.eval_interval}: --split {options.split} leaves no data to "
+            "evaluate on: give a share, such as --split 98,2,0, or drop --eval-interval"
+        )
 
 
 def check_run(options: RunOptions) -> None:
@@ -62,6 +67,16 @@ def check_run(options: RunOptions) -> None:
         raise ConfigError("--lr is missing: give the highest learning rate, such as 1e-5")
     if (options.train_iters is None) == (options.epochs is None):
         raise ConfigError("give one of --train-iters and --epochs: the length of the run")
+    if options.eval_interval and "eval_iters" not in options.model_fields_set:
+        raise ConfigError(
+            f"--eval-interval {options.eval_interval}: give --eval-iters too, the steps of one "
+            "evaluation"
+        )
+    if options.eval_iters and not options.eval_interval:
+        raise ConfigError(
+            f"--eval-iters {options.eval_iters}: give --eval-interval too, the steps between "
+            "evaluations"
+        )
     for name, (is_fine, wish) in RANGES.items():
         value = getattr(options, name, None)  # not every kind has all of them
         if value is not None and not (-LARGEST < value < LARGEST and is_fine(value)):

@@ -131,6 +131,11 @@ class FsdpLoop(Course):
         ]
         if opened[0] is None:
             raise ConfigError("the data provider returned no train loader: it has to return one")
+        if opened[1] is None and options.eval_interval and options.eval_iters:
+            raise ConfigError(
+                f"--eval-interval {options.eval_interval}: there is no data to evaluate on: give "
+                "val_dataset or val_rate in the data section, or drop --eval-interval"
+            )
         return opened[0], opened[1], opened[2] if options.eval_iters else None
 
     def _counts(self) -> NumSamples:

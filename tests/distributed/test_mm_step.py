@@ -186,9 +186,14 @@ def _shown(folder: str) -> list[Any]:
 def _failed_starts(folder: str) -> None:
     """Fail before the first step in two ways; the same program can then train in the folder."""
     run, good = runs.make_run(flags(folder, "again"), SHARDED), Diary(False).callbacks()
+
+    def only_train() -> Any:
+        return good.datasets_provider()[0], None, None
+
     for bad, match in (
         (dataclasses.replace(good, model_provider=lambda: None), "model_provider returned None"),
         (dataclasses.replace(good, datasets_provider=lambda: (None,) * 3), "no train loader"),
+        (dataclasses.replace(good, datasets_provider=only_train), "no data to evaluate on"),
     ):
         with pytest.raises(ConfigError, match=match):
             train(run, bad)

@@ -23,7 +23,10 @@ class SFTTrainer(BaseTrainer):
         options = self.options
         for one in data:
             if one.kind != "instruction":
-                raise ConfigError(f"{one.prefix} holds {one.kind} data: --stage sft cannot use it")
+                raise ConfigError(
+                    f"{one.missing('instruction')[0]} is missing: --stage sft needs it (without "
+                    f"it {one.prefix} is {one.kind} data)"
+                )
             self.check_vocabulary(one.prefix, one.facts)
         self.pad_id: int = next((one.facts.get("pad_id", 0) for one in data), 0)
         asked = options.neat_pack or options.reset_position_ids or options.reset_attention_mask

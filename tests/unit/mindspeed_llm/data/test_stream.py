@@ -1,7 +1,9 @@
 """The order of samples: a permutation per epoch, exact mixtures, and the same from any position."""
 
+import os
 from collections import Counter
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -141,6 +143,21 @@ def test_what_was_looked_for(prefixes, tmp_path):
             InstructionData(prefix)
     with pytest.raises(ConfigError, match="6 of 6 samples are longer than --seq-length 3"):
         open_stream([a], seq_length=3)
+
+
+def test_a_missing_file_is_named(prefixes):
+    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+
+    a, b = prefixes
+    os.remove(f"{a}_packed_labels_document.idx")
+    trainer = SimpleNamespace(options=None)
+    with pytest.raises(ConfigError) as caught:
+        SFTTrainer.look_at(trainer, [InstructionData(a)])
+    expected = f"{a}_packed_labels_document.idx is missing: --stage sft needs it"
+    assert str(caught.value).startswith(expected)
+    os.remove(f"{b}_packed_attention_mask_document.idx")
+    with pytest.raises(ConfigError, match="b_packed_attention_mask_document.idx is missing: prep"):
+        InstructionData(b)
 
 
 def test_files_of_different_runs(prefixes):

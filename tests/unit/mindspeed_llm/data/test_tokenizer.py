@@ -35,6 +35,10 @@ def test_facts_come_from_the_folder_and_are_remembered(tmp_path, monkeypatch):
     [
         (None, "does not exist: give a folder"),
         ({}, "holds no tokenizer"),
+        (
+            {"config.json": "{}", "tokenizer_config.json": "{}"},
+            r"holds no tokenizer \(no tokenizer.json, .*tekken.json\): give a folder",
+        ),
         ({"tokenizer.json": "{"}, "cannot be loaded by transformers"),
     ],
 )

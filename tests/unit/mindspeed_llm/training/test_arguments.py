@@ -67,6 +67,12 @@ def test_a_file_says_the_same_and_flags_win(tmp_path: Path) -> None:
         ("--load w --data-path d --lr 1", "--train-iters and --epochs"),
         ("--load w --data-path d --lr 1 --train-iters 0", "--train-iters 0"),
         ("--load w --data-path d --lr 1 --train-iters 1 --bf16 --fp16", "exclude"),
+        ("--load w --data-path d --lr 1 --train-iters 1 --eval-interval 5", "give --eval-iters"),
+        ("--load w --data-path d --lr 1 --train-iters 1 --eval-iters 5", "give --eval-interval"),
+        (
+            "--load w --data-path d --lr 1 --train-iters 1 --eval-interval 5 --eval-iters 1",
+            "--eval-interval 5: --split 100,0,0 leaves no data to evaluate on: give a share",
+        ),
     ],
 )
 def test_what_cannot_work_is_told_at_once(flags: str, words: str) -> None:
