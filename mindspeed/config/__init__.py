@@ -2,7 +2,7 @@
 
 from mindspeed.config.annotations import CommaSeparated
 from mindspeed.config.command_line import add_options, read_options
-from mindspeed.config.errors import ConfigError, printable
+from mindspeed.config.errors import ConfigError, kind_of, printable
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, flag_name, from_namespace
 from mindspeed.config.json_text import parse_json
@@ -23,6 +23,7 @@ __all__ = [
     "did_you_mean",
     "flag_name",
     "from_namespace",
+    "kind_of",
     "load_yaml",
     "nearest",
     "one_of",

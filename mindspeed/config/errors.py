@@ -17,3 +17,11 @@ def printable(text: str) -> str:
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in text
     )
+
+
+def kind_of(value: object) -> str:
+    """Name the kind of a value as JSON does."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true or false"
+    names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)

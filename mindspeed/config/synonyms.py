@@ -199,14 +199,18 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 
 
 def by_meaning(name: str, known: Collection[str], spell: Callable[[str], str]) -> str | None:
-    """Return what to use instead of another library's option, if the known options have it."""
-    for answer in SYNONYMS.get(name.lstrip("-").replace("-", "_").lower(), ()):
+    """Return what to use instead of another library's option; None for a name of no library.
+
+    An option that this command has no counterpart of must not be answered by its letters.
+    """
+    plain = name.lstrip("-").replace("-", "_").lower()
+    for answer in SYNONYMS.get(plain, ()):
         names = names_in(answer)
         roots = (target.partition(".") for target in names)
         if all((FILES[root] if key else root) in known for root, _, key in roots):
             text = re.sub(r"\{([\w.]+)\}", lambda found: _spelled(found[1], spell), answer)
             return f"did you mean {text}?" if answer == f"{{{names[0]}}}" else f"use {text}"
-    return None
+    return "there is no such option here" if plain in SYNONYMS else None
 
 
 def names_in(answer: str) -> list[str]:

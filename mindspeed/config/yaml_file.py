@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mindspeed.config.errors import ConfigError
+from mindspeed.config.errors import ConfigError, kind_of
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.options import Options
 
@@ -44,7 +44,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds a {type(values).__name__}: give lines of `key: value`")
+        raise ConfigError(f"{path}: holds {kind_of(values)}: give lines of `key: value`")
     return {str(key): value for key, value in values.items()}
 
 

@@ -105,7 +105,7 @@ class LayoutRequest:
 
     def layout(self, shape: ModelShape) -> Layout:
         """Place the layers of a model; raise ConfigError where they cannot be."""
-        etp = self.etp or self.tp
+        etp = self.tp if self.etp is None else self.etp
         for flag, size in ((TP, self.tp), (PP, self.pp), (EP, self.ep), (ETP, etp)):
             if size < 1:
                 raise ConfigError(f"{flag} {size} is too small: it must be at least 1")
@@ -125,7 +125,7 @@ class LayoutRequest:
             return self._given_sizes(total)
         _must_divide(PP, self.pp, total, "layers", "or give --num-layer-list")
         per_stage = total // self.pp
-        size = self.layers_per_chunk or per_stage
+        size = per_stage if self.layers_per_chunk is None else self.layers_per_chunk
         if self.layers_per_chunk is not None:
             flag = "--num-layers-per-virtual-pipeline-stage"
             _must_divide(flag, size, per_stage, "layers of a pipeline stage")

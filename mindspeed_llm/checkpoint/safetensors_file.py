@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.config import ConfigError, did_you_mean, kind_of
 from mindspeed_llm.checkpoint.mapped_file import MappedFile
 
 LARGEST_HEADER = 100_000_000
@@ -97,7 +97,7 @@ def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file.path}: its header is not valid: {error}") from None
     if not isinstance(header, dict):
-        raise ConfigError(f"{file.path}: its header is a {type(header).__name__}, not an object")
+        raise ConfigError(f"{file.path}: its header is {kind_of(header)}, not an object")
     return header, 8 + length
 
 

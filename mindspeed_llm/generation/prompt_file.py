@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError, parse_json
+from mindspeed.config import ConfigError, kind_of, parse_json
 
 
 def read_prompts(path: str) -> list[str]:
@@ -26,7 +26,10 @@ def _prompt(line: str, where: str) -> str:
         record: Any = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where}: is not valid JSON: {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        keys = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(f'{where}: must be an object with the text "prompt"; it has {keys}')
+    if not isinstance(record, dict):
+        raise ConfigError(f'{where}: holds {kind_of(record)}, not an object with the text "prompt"')
+    if "prompt" not in record:
+        raise ConfigError(f"{where}: has no prompt; it has {', '.join(record) or 'nothing'}")
+    if not isinstance(record["prompt"], str):
+        raise ConfigError(f"{where}: prompt is {kind_of(record['prompt'])}: it must be text")
     return str(record["prompt"])

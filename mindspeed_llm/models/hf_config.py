@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, kind_of
 from mindspeed_llm.models.config_keys import HARMLESS, ROTARY, ROTARY_NEUTRAL, refuse_unread
 from mindspeed_llm.models.shape import RotaryShape, Scaling
 
@@ -41,7 +41,7 @@ class HfConfig:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is not valid JSON: {error}") from None
         if not isinstance(values, dict):
-            raise ConfigError(f"{path}: holds a {type(values).__name__}, not names and values")
+            raise ConfigError(f"{path}: holds {kind_of(values)}, not names and values")
         return cls(values, str(path))
 
     def of_type(self, model_type: str, defaults: Mapping[str, Any]) -> "HfConfig":
@@ -97,6 +97,13 @@ class HfConfig:
         """Return a finite number."""
         return _number(self.source, name, self.get(name, default))
 
+    def positive(self, name: str, default: float) -> float:
+        """Return a number above 0."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise ConfigError(f"{self.source}: {name} is {value:g}: it must be above 0")
+        return value
+
     def rotary(self) -> RotaryShape:
         """Return the rotary embedding, from rope_parameters or from rope_theta and rope_scaling."""
         rope = self._rotary_values()
@@ -113,9 +120,9 @@ class HfConfig:
             raise ConfigError(f"{rope.source}: factor is missing, which {kind} scaling needs")
         length = self.integer("max_position_embeddings", default=2048)
         shape = RotaryShape(
-            base=rope.number("rope_theta", self.number("rope_theta", 10000.0)),
+            base=rope.positive("rope_theta", self.positive("rope_theta", 10000.0)),
             scaling=kinds[kind],
-            factor=rope.number("factor", 1.0),
+            factor=rope.positive("factor", 1.0),
             original_length=int(
                 # Outside the rotary parameters it takes precedence, as in transformers.
                 self.number(

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import orjson
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, kind_of
 from mindspeed_llm.data.readers.sources import Source, format_of
 
 BLOCK_BYTES = 4 << 20
@@ -165,14 +165,6 @@ def _parse_text(line: bytes | memoryview) -> dict[str, Any] | Problem | None:
 
 def _not_text(error: UnicodeDecodeError) -> Problem:
     return Problem(f"is not UTF-8 text: byte {error.start + 1} of the line")
-
-
-def kind_of(value: object) -> str:
-    """Name the kind of a value as JSON does."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "true or false"
-    names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
 
 
 def _rows(source: Source, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:

@@ -37,7 +37,7 @@ def common_fields(
         "kv_channels": config.integer("head_dim", default=hidden // heads),
         "vocab_size": config.integer("vocab_size"),
         "max_position_embeddings": config.integer("max_position_embeddings", default=2048),
-        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
+        "norm_epsilon": config.positive("rms_norm_eps", 1e-6),
         "tied": _is_tied(config, tensors),
         "rotary": config.rotary(),
         **biases,

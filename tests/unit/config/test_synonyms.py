@@ -49,7 +49,7 @@ def test_every_answer_names_real_options():
 def test_every_entry_answers_in_some_command():
     for name in SYNONYMS:
         assert any(
-            by_meaning(name, options.model_fields, str)
+            by_meaning(name, options.model_fields, str) != "there is no such option here"
             for options in (*COMMANDS, *NESTED)
             if name not in options.model_fields
         ), name
@@ -112,6 +112,11 @@ def test_keys_of_a_file():
         build(BasicOptions, {"max_length": 512}, Spelling.KEY)
     with pytest.raises(ConfigError, match="unknown key rank: 8; did you mean r"):
         build(LoraConfig, {"rank": 8}, Spelling.KEY)
+
+
+def test_an_option_without_a_counterpart_is_not_answered_by_its_letters():
+    with pytest.raises(ConfigError, match="unknown key lora_rank: 8; there is no such option here"):
+        build(ConvertOptions, {"lora_rank": 8}, Spelling.KEY)
 
 
 def test_letters_count_where_no_meaning_is_known(capsys):

@@ -94,6 +94,7 @@ def test_empty_file_is_the_defaults(load, text):
         ("rate: 1\nrate: 2", "not valid YAML: line 2, column 1: the key rate is given twice"),
         ("rate: [", "not valid YAML: line 1"),
         ("- rate", "holds a list: give lines of `key: value`"),
+        ("5", "holds a number: give lines of `key: value`"),
         ("a: " + "[" * 9000, "line 1, column 53: it is nested deeper than 50 levels"),
         ("".join(f"{' ' * i}k:\n" for i in range(500)), "it is nested deeper than 50 levels"),
         (BOMB, "it holds more than 100,000 values"),

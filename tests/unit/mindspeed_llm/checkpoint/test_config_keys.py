@@ -192,6 +192,8 @@ KEYS = [
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"mlp_bias": True}, "there is a bias in the MLP"),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0: it must be above 0"),
+    ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05: it must be above 0"),
     ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 2}}, "only 1.13863"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 0.5}}, "or neither"),

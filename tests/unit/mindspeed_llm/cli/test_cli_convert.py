@@ -61,6 +61,8 @@ def test_what_is_printed(capsys, qwen2, tmp_path):
         ),
         (["--target-pipeline-parallel-size", "3"], "does not divide the 4 layers: use 1, 2 or 4"),
         (["--target-expert-parallel-size", "2"], "qwen2 has no experts"),
+        (["--num-layers-per-virtual-pipeline-stage", "0"], "-stage 0 does not divide the 4 layers"),
+        (["--expert-tensor-parallel-size", "0"], "--expert-tensor-parallel-size 0 is too small"),
         (["--model-type-hf", "qwen4"], "model family qwen4 is not supported: give deepseek2, "),
         (["--model-type-hf", "lama2"], "llama, llama2, llama3, mistral, mixtral"),
         (
