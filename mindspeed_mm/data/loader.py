@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,13 +16,9 @@ from mindspeed_llm.data.order import SampleOrder
 from mindspeed_mm.data.collate import Batch
 from mindspeed_mm.data.dataset import ConversationDataset, Outcome
 from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems
+from mindspeed_mm.data.left_out import LeftOut
 from mindspeed_mm.data.options import DataloaderOptions, DatasetOptions
 from mindspeed_mm.data.survey import Skipped
-
-logger = logging.getLogger(__name__)
-
-TOLD = 10
-"""How many records that are left out while training are named one by one."""
 
 
 class BatchOrder(Sampler[list[Place]]):
@@ -78,23 +73,35 @@ class BatchOrder(Sampler[list[Place]]):
 class MicroBatchLoader:
     """Yields the micro-batches of an epoch each time it is iterated, from where it stands."""
 
-    def __init__(self, batches: DataLoader[Any], order: BatchOrder, seed: int) -> None:
+    def __init__(
+        self, batches: DataLoader[Any], order: BatchOrder, seed: int, left_out: LeftOut
+    ) -> None:
         self._batches, self._order, self._seed = batches, order, seed
         self.dataset = batches.dataset
-        self.skipped = 0
-        """Records left out so far because they could not be used."""
+        self._left_out = left_out
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
+        epoch = self._order.position // self.samples_per_epoch + 1
         for batch, skipped in self._batches:
             if isinstance(batch, ConfigError):
                 raise batch
             # Counted here and not where it is prepared: processes prepare ahead.
             self._order.position = self._order.after(self._order.position)
-            self._tell(skipped)
+            self._left_out.add(skipped)
             yield batch
+        self._left_out.tell(f"epoch {epoch}")
+
+    @property
+    def skipped(self) -> int:
+        """Records that this rank left out so far because they could not be used."""
+        return self._left_out.count
+
+    def finish(self) -> None:
+        """Tell what was left out since the last epoch; every rank has to call it."""
+        self._left_out.tell("at the end")
 
     @property
     def consumed_samples(self) -> int:
@@ -125,12 +132,6 @@ class MicroBatchLoader:
                     "means nothing; take the same data and seed, or start at the beginning"
                 )
         self.consumed_samples = state["consumed_samples"]
-
-    def _tell(self, skipped: Sequence[Skipped]) -> None:
-        for one in skipped:
-            self.skipped += 1
-            if self.skipped <= TOLD:
-                logger.warning("left out (%d so far): %s: %s", self.skipped, one.place, one.reason)
 
 
 class _Items(PlacedItems):
@@ -208,10 +209,12 @@ def build_mm_dataloader(
             f"a {type(dataset).__name__} without a length or without items cannot be shared out "
             "among ranks: give a data set with both"
         )
-    order = BatchOrder(len(dataset), options, *_rank_and_world(process_group))
+    group = _group(process_group)
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    order = BatchOrder(len(dataset), options, rank, world)
     order.position = consumed_samples
     collate: Any = _Others(dataset, options.seed)
-    if isinstance(dataset, ConversationDataset):
+    if has_records := isinstance(dataset, ConversationDataset):
         collate = _Conversations(dataset.collator(options.collate_param.pad_to_multiple_of))
     persistent = options.persistent_workers is not False and options.num_workers > 0
     batches = DataLoader(
@@ -226,16 +229,16 @@ def build_mm_dataloader(
         # Else it would draw a number of the step's each time it begins.
         generator=generator or torch.Generator().manual_seed(options.seed),
     )
-    return MicroBatchLoader(batches, order, options.seed)
+    return MicroBatchLoader(batches, order, options.seed, LeftOut(group if has_records else None))
 
 
-def _rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this rank's place in a group; without one, in Megatron's data-parallel group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    if group is None:
-        from megatron.core import parallel_state
+def _group(given: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that shares the data: the one given, else Megatron's data-parallel one."""
+    if given is not None or not (dist.is_available() and dist.is_initialized()):
+        return given
+    from megatron.core import parallel_state
 
-        if parallel_state.is_initialized():
-            group = parallel_state.get_data_parallel_group()
-    return dist.get_rank(group), dist.get_world_size(group)
+    if parallel_state.is_initialized():
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+        return group
+    return dist.group.WORLD

@@ -17,6 +17,7 @@ from torch.utils.data import (
 from mindspeed.config import ConfigError
 from mindspeed.launch.process import start_worker
 from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems
+from mindspeed_mm.data.loader import MicroBatchLoader
 from mindspeed_mm.training.world import Layout
 
 
@@ -80,6 +81,11 @@ class Batches:
             self._loader.load_state_dict({"consumed_samples": 0})
             return iter(self._loader)
         return self.endless()
+
+    def finish(self) -> None:
+        """Let our own loader say which records all ranks left out."""
+        if isinstance(self._loader, MicroBatchLoader):
+            self._loader.finish()
 
     @property
     def _is_plain(self) -> bool:

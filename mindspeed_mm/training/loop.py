@@ -60,6 +60,7 @@ class FsdpLoop(Course):
             logger.warning("process_non_loss_data_func is not called without --tensorboard-dir")
             self._show = None
         self._trace = Trace(setup.run.mm.tool, layout.rank)
+        self._train = train
         self._batches = train.endless(setup.progress.consumed_samples)
 
     def run(self) -> Progress:
@@ -68,8 +69,10 @@ class FsdpLoop(Course):
             progress = super().run()
         except Stopped as stopped:
             self._trace.end(stopped.iteration)
+            self._train.finish()
             raise
         self._trace.end(progress.iteration)
+        self._train.finish()
         if self._test is not None:
             means = self._stepper.evaluate(self._to_evaluate(self._test))
             self._log.note(progress.iteration, {f"test {k}": mean for k, mean in means.items()})

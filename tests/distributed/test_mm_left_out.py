@@ -1,0 +1,46 @@
+"""What all ranks leave out while training is told by the first, with a total."""
+
+import json
+import logging
+
+from PIL import Image
+
+from mindspeed.config import build
+from mindspeed_mm.data import DataConfig, build_mm_dataloader, build_mm_dataset
+from tests.mm import processors
+from tests.ranks import run_ranks
+
+RECORDS, BAD = 6, (1, 3, 4)
+
+
+def left_out(folder):
+    """Go over the data one and a half times; return what is logged."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("mindspeed_mm.data").addHandler(handler)
+    basic = {"dataset": f"{folder}/rows.jsonl", "on_bad_record": "skip"}
+    values = {"basic_parameters": basic, "preprocess_parameters": {"model_name_or_path": folder}}
+    dataset = build_mm_dataset(build(DataConfig, {"dataset_param": values}).dataset_param)
+    loader = build_mm_dataloader(dataset, {"batch_size": 1, "shuffle": False})
+    list(loader)
+    next(iter(loader))
+    loader.finish()
+    return [line for line in lines if "all ranks" in line], loader.skipped
+
+
+def test_all_ranks_are_told_of_with_a_total(tmp_path):
+    processors.save("qwen2_5_vl", tmp_path)
+    said = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "Yes."}]
+    rows = [{"conversations": said, "images": [f"{number}.png"]} for number in range(RECORDS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for number in range(RECORDS):
+        Image.new("RGB", (16, 16)).save(tmp_path / f"{number}.png")
+        if number in BAD:
+            (tmp_path / f"{number}.png").write_bytes(b"\x89PNG\r\n\x1a\nno")
+    (first, own), (other, others) = run_ranks(left_out, 2, str(tmp_path))
+    assert first == other and (own, others) == (1, 3)
+    assert first[0].startswith("epoch 1: 3 record(s) left out by all ranks, 3 in all: ")
+    for number in BAD:
+        assert f"rows.jsonl, line {number + 1}: the image {tmp_path}/{number}.png" in first[0]
+    assert first[1].startswith("at the end: 1 record(s) left out by all ranks, 4 in all: ")
