@@ -93,7 +93,7 @@ def start(folder, layers, is_tiny):
     watcher.start()
     began = time.perf_counter()
     sections = Sections(model=ModelConfig(init_from_hf_path=str(folder)))
-    model = prepare(Run(options, fsdp, sections), task.CALLBACKS).model
+    model = prepare(Run(options, fsdp, sections), task.callbacks()).model
     seconds = time.perf_counter() - began
     done.set()
     watcher.join()

@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
 
     def train() -> None:
         from mindspeed_mm.training import script
-        from mindspeed_mm.training.transformers_task import CALLBACKS
+        from mindspeed_mm.training.transformers_task import callbacks
 
-        script.train(from_arguments(args), CALLBACKS)
+        script.train(from_arguments(args), callbacks())
 
     return run_rank(train)

@@ -1,4 +1,4 @@
-"""The five callbacks for models of transformers on data.json: nothing is left to write."""
+"""The callbacks for models of transformers on data.json: nothing is left to write."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,7 +9,7 @@ from torch import nn
 
 from mindspeed.compat.run_arguments import get_args
 from mindspeed.config import ConfigError
-from mindspeed_mm.training.callbacks import Callbacks
+from mindspeed_mm.training.callbacks import Callbacks, NumSamples
 from mindspeed_mm.training.device_batch import move_to_device
 
 Output = dict[str, torch.Tensor]
@@ -28,31 +28,46 @@ def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Mo
     return TransformersModel(args.mm.model.for_run(untied=untied, on_meta=on_meta))
 
 
-def train_valid_test_datasets_provider(
-    train_val_test_num_samples: tuple[int | None, int, int],
-) -> tuple[Any, Any, None]:
-    """Open the records that the data section names."""
-    from mindspeed_mm.data import build_mm_dataloader, build_mm_dataset
+class Task:
+    """The model and the data of one run; records are checked before weights take their time."""
 
+    def __init__(self) -> None:
+        self._made: Any = None
+
+    def model(self) -> nn.Module:
+        """Open the records, then build the model."""
+        from mindspeed_mm.data import build_mm_dataset
+
+        if get_args().mm.data is not None:
+            with torch.random.fork_rng(devices=[]):  # the model draws as it does without data
+                self._made = build_mm_dataset(_data_config().dataset_param)
+        return model_provider()
+
+    def loaders(self, train_val_test_num_samples: NumSamples) -> tuple[Any, Any, None]:
+        """Return the loaders of the records that the data section names."""
+        from mindspeed_mm.data import build_mm_dataloader
+
+        config = _data_config()
+        train, valid = self._made if isinstance(self._made, tuple) else (self._made, None)
+        open_loader = partial(build_mm_dataloader, dataset_param=config.dataset_param)
+        consumed = get_args().consumed_train_samples
+        loader = open_loader(train, config.dataloader_param, consumed_samples=consumed)
+        if valid is None:
+            return loader, None, None
+        whole = config.dataloader_param.model_copy(update={"drop_last": False, "shuffle": False})
+        return loader, open_loader(valid, whole), None
+
+
+def _data_config() -> Any:
     args = get_args()
     if args.mm.data is None:
         raise ConfigError("no data: give --mm-data, or a section `data` in the YAML file")
-    config = args.mm.data.for_run(
+    return args.mm.data.for_run(
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         num_workers=args.num_workers,
         seed=args.seed,
     )
-    made = build_mm_dataset(config.dataset_param)
-    train, valid = made if isinstance(made, tuple) else (made, None)
-    open_loader = partial(build_mm_dataloader, dataset_param=config.dataset_param)
-    loader = open_loader(
-        train, config.dataloader_param, consumed_samples=args.consumed_train_samples
-    )
-    if valid is None:
-        return loader, None, None
-    whole = config.dataloader_param.model_copy(update={"drop_last": False, "shuffle": False})
-    return loader, open_loader(valid, whole), None
 
 
 def get_batch(data_iterator: Iterator[Any]) -> dict[str, Any]:
@@ -77,4 +92,7 @@ def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Output
     return model(**get_batch(data_iterator)), loss_func
 
 
-CALLBACKS = Callbacks(model_provider, train_valid_test_datasets_provider, forward_step)
+def callbacks() -> Callbacks:
+    """Return the callbacks of one run."""
+    task = Task()
+    return Callbacks(task.model, task.loaders, forward_step)

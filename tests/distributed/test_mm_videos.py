@@ -16,7 +16,7 @@ PARTS = ["model.language_model.layers.{*}", "model.visual.blocks.{*}"]
 
 
 def train(folder: str, name: str) -> None:
-    from mindspeed_mm.training.transformers_task import CALLBACKS
+    from mindspeed_mm.training.transformers_task import callbacks
 
     model = str(Path(folder) / name)
     param = {
@@ -28,7 +28,7 @@ def train(folder: str, name: str) -> None:
     sharded = {"sharding_size": "auto", "sub_modules_to_wrap": PARTS}
     run = runs.make_run(flags, sharded, {"init_from_hf_path": model})
     run.mm.data = build(DataConfig, data)
-    runs.train_once(run, CALLBACKS)
+    runs.train_once(run, callbacks())
 
 
 @pytest.mark.parametrize("name", videos.QWEN)
