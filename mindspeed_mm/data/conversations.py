@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ SIGNS: dict[str, Kind] = {"\U0010fff2": "image", "\U0010fff3": "video"}
 """Stand for media while a template runs: private-use characters that no template touches."""
 SIGN = re.compile("([\U0010fff2\U0010fff3])")
 SIGN_OF = {kind: sign for sign, kind in SIGNS.items()}
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns that data holds media in: one that is filled and not read would be lost in silence."""
+AUDIO = ("audio", "audio_url", "input_audio")
 NEVER = "\0"
 """A tag that no message has."""
 
@@ -61,13 +64,19 @@ class RecordReader:
         self._kept = _Keep()
         handler, columns = _handler(attr)
         self._handler: Handler = handler(Context(columns, encoder, self._kept))
+        named = (column for _, column in self._columns())
+        self._read = {name for name in (*columns.names.values(), *named) if name}
 
     def read(self, record: Mapping[str, Any], folder: Path) -> Request:
         """Read a record whose file is in `folder`; say what is wrong with it, if something is."""
+        _check_read(record, self._read)
         lists = {kind: _as_list(record.get(column or "")) for kind, column in self._columns()}
         if self._attr.formatting == "openai":
             record = _with_marks(record, self._attr.messages or "messages", lists)
-        self._handler.render(record)
+        try:
+            self._handler.render(record)
+        except MalformedRecord as error:
+            raise MalformedRecord(str(error).replace("--map-keys tags", "attr")) from None
         conversation = _signed(self._kept.conversation)
         order = [SIGNS[sign] for sign in SIGN.findall(_said(conversation))]
         for kind in SIGN_OF:
@@ -102,6 +111,17 @@ def _as_list(value: Any) -> list[Any]:
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, list) else [value]
+
+
+def _check_read(record: Mapping[str, Any], read: Collection[str]) -> None:
+    """Refuse a record with media in a column that is not read."""
+    for column in MEDIA:
+        if column not in read and any(_as_list(record.get(column))):
+            known = ", ".join(sorted(set(MEDIA) & set(read))) or "none"
+            raise MalformedRecord(
+                f"has {column}, which is not read (columns of media that are: {known}): name it "
+                "in attr as images or videos, or remove it; there is no audio"
+            )
 
 
 def _with_marks(
@@ -139,6 +159,8 @@ def _with_mark(entry: Any, named: dict[Kind, list[Any]]) -> Any:
 
 def _kind(part: Any) -> Kind | None:
     name = part.get("type") if isinstance(part, dict) else None
+    if name in AUDIO:
+        raise MalformedRecord(f"a message holds {name}: only text, images and videos are read")
     return PARTS.get(name) if isinstance(name, str) else None
 
 

@@ -38,12 +38,12 @@ class Source:
 
     def outcome(self, index: int) -> Outcome:
         """Make the sample of a record, or say why it is left out."""
-        place = self.records.place(index)
         try:
             return self.encoder.encode(self.records[index], self.records.folder(index))
         except UnusableRecord as error:
-            return Skipped(place, str(error), is_bad=False)
+            return Skipped(self.records.place(index), str(error), is_bad=False)
         except MalformedRecord as error:
+            place = self.records.place(index)
             if self.stops:
                 raise BadRecord(
                     f"{place}: {error}; put it right, or say on_bad_record: skip"

@@ -142,13 +142,13 @@ class Encoder:
                 elif media[kind]:
                     part = media_sample(media[kind].pop(0), kind)
                 else:
-                    raise MalformedRecord(f"the chat template writes a {kind} that is not there")
+                    raise MalformedRecord(f"the chat template writes one {kind} too many")
                 if first_label is not None and len(part):
                     part.labels[0], first_label = first_label, None
                 parts.append(part)
         for kind, left in media.items():
             if left:
-                raise MalformedRecord(f"the chat template leaves out a {kind}")
+                raise MalformedRecord(f"the chat template leaves out {len(left)} {kind}(s)")
         return parts
 
 

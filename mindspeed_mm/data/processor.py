@@ -54,7 +54,9 @@ class MediaProcessor:
             return self._run(opened)
         except (ValueError, TypeError, IndexError) as error:
             reason = " ".join(str(error).split())
-            raise MalformedRecord(f"the processor refuses a {medium.kind}: {reason}") from None
+            raise MalformedRecord(
+                f"the processor refuses the {medium.kind} {medium}: {reason}"
+            ) from None
 
     def check(self, kind: Kind) -> None:
         """Refuse a kind of medium that the processor does not know."""
@@ -156,6 +158,11 @@ def _load_first(loaders: Sequence[Any], folder: Path, trust_remote_code: bool) -
             )
         except UNREADABLE as error:
             reasons.append(" ".join(str(error).split()))
+    if "video_processor" in reasons[0] and (problem := torchvision_problem()):
+        raise ConfigError(
+            f"model_name_or_path {folder}: its {_class_name(folder)} does not load without "
+            f"torchvision, for images neither, and {problem}: {how_to_install()}"
+        )
     raise ConfigError(f"model_name_or_path {folder} holds no processor: {reasons[0]}")
 
 

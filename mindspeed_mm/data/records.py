@@ -36,7 +36,7 @@ class Records:
         return dict(found)
 
     def place(self, index: int) -> str:
-        """Name a record by its file and line."""
+        """Name a record by its file and line, or its number in a JSON array."""
         return where(self._paths[self._files[index]], self._lines[index])
 
     def folder(self, index: int) -> Path:

@@ -1,5 +1,7 @@
 """Records to samples: the tokens and tensors of transformers' own processors, labels of our own."""
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -196,3 +198,37 @@ def test_damaged_images_are_named_or_skipped(data):
 def test_wrong_options(data, section, values, message):
     with pytest.raises(ConfigError, match=message):
         data.open([talk()], **{section: values})
+
+
+@pytest.mark.parametrize("column", ["audios", "audio", "image", "video"])
+def test_media_in_a_column_that_is_not_read_are_named(data, column):
+    said = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+    record = {"conversations": said, column: ["a.wav"]}
+    with pytest.raises(ConfigError, match=f"line 1: has {column}, which is not read .*images, vid"):
+        data.open([record])
+    data.open([record | {column: []}])
+    with pytest.raises(ConfigError, match="has images, which is not read"):
+        data.open([{"conversations": said, "images": ["a.png"]}], attr={"images": None})
+
+
+def test_audio_in_a_message_is_named(data):
+    content = [{"type": "input_audio", "input_audio": {"data": ""}}, {"type": "text", "text": "?"}]
+    said = [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}]
+    with pytest.raises(ConfigError, match="line 1: a message holds input_audio: only text"):
+        data.open([{"messages": said}], attr={"formatting": "openai"})
+
+
+@pytest.mark.parametrize("formatting, role", [("sharegpt", "from"), ("openai", "role")])
+def test_a_role_that_is_not_known_stops_the_run(data, formatting, role):
+    record = {"conversations": [{role: "cat", "value": "miau", "content": "miau"}]}
+    attr = {"formatting": formatting, "messages": "conversations"}
+    with pytest.raises(ConfigError, match=f"line 1: a message has the {role} 'cat'") as error:
+        data.open([record], attr=attr)
+    assert "--map-keys" not in str(error.value)
+
+
+def test_records_of_a_one_line_array_are_told_apart(data):
+    good = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]}
+    (data.root / "one.json").write_text(json.dumps([good, good, {"conversations": 3}]))
+    with pytest.raises(ConfigError, match="one.json, record 3: conversations holds a number"):
+        data.open([], basic={"dataset": str(data.root / "one.json")})

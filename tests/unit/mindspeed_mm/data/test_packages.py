@@ -1,6 +1,7 @@
 """Videos without the packages for them: one sentence that says what to type."""
 
 import importlib.metadata
+import json
 import sys
 
 import pytest
@@ -49,3 +50,21 @@ def test_a_torchvision_for_another_torch(data, monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as error:
         data.open([VIDEO], more={"model_name_or_path": str(tmp_path / "model")})
     assert str(error.value).startswith(problem) and how_to_install() in str(error.value)
+
+
+def test_a_processor_that_does_not_load_without_torchvision(data, monkeypatch, tmp_path):
+    """SmolVLM's wants its video processor, though there may be images only."""
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    processors.save("qwen2_5_vl", tmp_path)
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        values = {
+            "processor_class": "SmolVLMProcessor",
+            "image_processor_type": "SmolVLMImageProcessor",
+        }
+        (tmp_path / name).write_text(json.dumps(values | {"image_seq_len": 64}))
+    with pytest.raises(ConfigError) as error:
+        data.open([VIDEO], more={"model_name_or_path": str(tmp_path)})
+    assert str(error.value) == (
+        f"model_name_or_path {tmp_path}: its SmolVLMProcessor does not load without torchvision, "
+        f"for images neither, and torchvision is not installed: {how_to_install()}"
+    )
