@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import re
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,12 @@ from mindspeed.checkpoint.dcp_reader import weights_only
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.dcp_files import check_files
 from mindspeed_llm.checkpoint.dcp_metadata import tensors_of
-from mindspeed_llm.training.folders import CheckpointFolders, Progress, reason
+from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, reason
+
+_STATE = re.compile(r"^(?:.*\.)?optimizer\.state\.(\w+)\.", re.MULTILINE)
+"""The names of an optimizer's state, and in them its kinds: exp_avg, momentum_buffer, ..."""
+_MASTERS = {"param", "fp32_param"}
+"""Copies of the weights, which optimizers of other layouts or precisions keep in other ways."""
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -49,6 +56,8 @@ class Checkpoints:
         _check_backend(folder)
         wanted = self._state(with_optimizer, is_loading=True)
         _must_be_tensors(wanted, metadata, folder)
+        if with_optimizer:
+            _check_optimizer(wanted["optimizer"], metadata, folder)
         try:
             with weights_only(folder, metadata):
                 state = dist_checkpointing.load(
@@ -150,6 +159,31 @@ def _save_strategy() -> Any:
             return super()._get_save_and_finalize_callbacks(writer, planned, *more)
 
     return WithoutPlans("torch_dist", 1)
+
+
+def _check_optimizer(wanted: Any, metadata: Metadata, folder: Path) -> None:
+    """Refuse the state of another optimizer, of which Megatron only says what it did not find."""
+    ours = set(_STATE.findall("\n".join(_keys(wanted))))
+    theirs = set(_STATE.findall("\n".join(metadata.state_dict_metadata)))
+    is_other = bool(ours) != bool(theirs) or (ours ^ theirs) & _MASTERS
+    if is_other or not ours <= theirs:
+        held, kept = (", ".join(sorted(kinds)) or "nothing" for kinds in (theirs, ours))
+        raise Mismatch(
+            f"{folder}: holds the state of another optimizer ({held}) than this run has ({kept}): "
+            "resume with the --optimizer, --use-distributed-optimizer and precision of that run, "
+            "or give --no-load-optim"
+        )
+
+
+def _keys(state: Any) -> Iterator[str]:
+    """Yield the names that the tensors of a nested state are stored under."""
+    if isinstance(state, dict):
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _keys(value)
+    elif isinstance(key := getattr(state, "key", None), str):
+        yield key
 
 
 def _check_backend(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """The model of this rank, wrapped for training, and its optimizer."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,45 +24,48 @@ def make_config(options: TrainOptions, shape: ModelShape, layout: Layout) -> Any
     if options.transformer_impl == "local" and options.neat_pack:
         raise ConfigError("--neat-pack needs --transformer-impl transformer_engine")
     recompute = "selective" if options.recompute_activations else options.recompute_granularity
-    return _accepted(
-        shape,
-        noop_layers=options.noop_layers,
-        bf16=options.bf16,
-        fp16=options.fp16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        attention_dropout=options.attention_dropout,
-        hidden_dropout=options.hidden_dropout,
-        init_method_std=options.init_method_std,
-        attention_softmax_in_fp32=options.attention_softmax_in_fp32,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.virtual_stages,
-        expert_model_parallel_size=options.expert_model_parallel_size,
-        sequence_parallel=options.sequence_parallel and layout.tp > 1,
-        overlap_p2p_comm=layout.virtual_stages is not None,
-        batch_p2p_comm=layout.virtual_stages is None,
-        variable_seq_lengths=options.variable_seq_lengths and layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths
-        recompute_granularity=recompute,
-        recompute_method=options.recompute_method,
-        recompute_num_layers=options.recompute_num_layers,
-        calculate_per_token_loss=options.calculate_per_token_loss,
-        gradient_accumulation_fusion=_fuses_gradients(options),
-        # Megatron's scripts set these; TransformerConfig itself defaults to the unfused paths.
-        bias_activation_fusion=not options.no_bias_swiglu_fusion,
-        bias_dropout_fusion=not options.no_bias_dropout_fusion,
-    )
+    with accepted_by_megatron():
+        return transformer_config(
+            shape,
+            noop_layers=options.noop_layers,
+            bf16=options.bf16,
+            fp16=options.fp16,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            attention_dropout=options.attention_dropout,
+            hidden_dropout=options.hidden_dropout,
+            init_method_std=options.init_method_std,
+            attention_softmax_in_fp32=options.attention_softmax_in_fp32,
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.virtual_stages,
+            expert_model_parallel_size=options.expert_model_parallel_size,
+            sequence_parallel=options.sequence_parallel and layout.tp > 1,
+            overlap_p2p_comm=layout.virtual_stages is not None,
+            batch_p2p_comm=layout.virtual_stages is None,
+            variable_seq_lengths=options.variable_seq_lengths and layout.pp > 1,
+            moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths
+            recompute_granularity=recompute,
+            recompute_method=options.recompute_method,
+            recompute_num_layers=options.recompute_num_layers,
+            calculate_per_token_loss=options.calculate_per_token_loss,
+            gradient_accumulation_fusion=_fuses_gradients(options),
+            # Megatron's scripts set these; TransformerConfig itself defaults to the unfused paths.
+            bias_activation_fusion=not options.no_bias_swiglu_fusion,
+            bias_dropout_fusion=not options.no_bias_dropout_fusion,
+        )
 
 
-def _accepted(shape: ModelShape, **fields: Any) -> Any:
+@contextmanager
+def accepted_by_megatron() -> Iterator[None]:
+    """Turn what Megatron refuses while it is set up into one line."""
     try:
-        return transformer_config(shape, **fields)
+        yield
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
         reason = " ".join(str(error).split()) or "it does not say why"
-        raise ConfigError(f"Megatron refuses these options: {reason}") from None
+        raise ConfigError(f"Megatron refuses these options: {reason}") from error
 
 
 def provide(options: TrainOptions, shape: ModelShape, config: Any, vocab_size: int) -> Provider:
@@ -133,7 +137,17 @@ def make_optimizer(wrapped: list[Any], options: TrainOptions) -> Any:
     same = names & type(options).model_fields.keys()
     settings = {name: getattr(options, name) for name in same}
     config = OptimizerConfig(**settings | {"params_dtype": _dtype(options)})
-    return get_megatron_optimizer(config, wrapped)
+    optimizer = get_megatron_optimizer(config, wrapped)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.init_state_fn is None:  # Megatron can save the state of SGD, and not load it
+            part.init_state_fn = _begin_momentum
+    return optimizer
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def connect(config: Any, wrapped: list[Any], optimizer: Any, options: TrainOptions) -> None:

@@ -24,7 +24,13 @@ from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.reservation import Reservation, given_up_on_errors
-from mindspeed_llm.training.world import Layout, join, plan_layout, seed_everything
+from mindspeed_llm.training.world import (
+    Layout,
+    check_experts,
+    join,
+    plan_layout,
+    seed_everything,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +62,7 @@ class Training:
     progress: Progress
 
 
-def prepare(options: TrainOptions) -> Setup:
+def prepare(options: TrainOptions, *, trains: bool = True) -> Setup:
     """Check the options against the model and the ranks, and meet the other ranks."""
     is_first = os.environ.get("RANK", "0") == "0"
     reservation = Reservation(options.save) if options.save and is_first else None
@@ -67,6 +73,8 @@ def prepare(options: TrainOptions) -> Setup:
         if resumed is not None:
             check_same(lora, read_progress(resumed).lora)
         layout = plan_layout(options, shape)
+        if trains:
+            check_experts(options, shape)
         vocab_size = vocabulary(options, shape)
         join(options, layout)
         config = model.make_config(options, shape, layout)
@@ -77,7 +85,8 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
     """Build the model, and fill it from --load or from the checkpoint to go on from."""
     options = setup.options
     seed_everything(options.seed)
-    chunks = model.build_chunks(provider, setup.layout)
+    with model.accepted_by_megatron():
+        chunks = model.build_chunks(provider, setup.layout)
     resumed = agreed_to_resume(options)
     if resumed is None and not options.from_scratch:
         from mindspeed_llm.checkpoint.loading import load_weights
@@ -86,8 +95,9 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
         logger.info("weights from %s", options.load)
     if setup.lora is not None:
         add_adapters(chunks, setup.lora, setup.shape, options)
-    wrapped = model.wrap(chunks, setup.config, options)
-    optimizer = model.make_optimizer(wrapped, options)
+    with model.accepted_by_megatron():
+        wrapped = model.wrap(chunks, setup.config, options)
+        optimizer = model.make_optimizer(wrapped, options)
     model.connect(setup.config, wrapped, optimizer, options)
     checkpoints = Checkpoints(options.save, chunks, optimizer)
     progress = Progress() if resumed is None else go_on(checkpoints, resumed, options)

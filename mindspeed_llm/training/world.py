@@ -68,10 +68,21 @@ def plan_layout(options: TrainOptions, shape: ModelShape) -> Layout:
                 f"--tensor-model-parallel-size {tp}: the model's {size} {what} cannot be shared by "
                 f"{tp} ranks: use a divisor of {size}"
             )
+    _check_expert_ranks(options, shape, world)
     dp = world // (tp * pp)
     batch, micro_batches = share_batch(options.global_batch_size, options.micro_batch_size, dp)
     stages = _virtual_stages(options, layers, micro_batches)
     return Layout(world, rank, tp, pp, dp, stages, micro_batches, batch)
+
+
+def check_experts(options: TrainOptions, shape: ModelShape) -> None:
+    """Refuse to train a mixture of experts in a way that Megatron does not."""
+    tp, is_split = options.tensor_model_parallel_size, options.sequence_parallel
+    if shape.moe is not None and tp > 1 and not is_split:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
+            "parallelism only if ranks also share the sequence: add --sequence-parallel, or use 1"
+        )
 
 
 def share_batch(global_batch: int | None, micro_batch: int, dp: int) -> tuple[int, int]:
@@ -85,6 +96,24 @@ def share_batch(global_batch: int | None, micro_batch: int, dp: int) -> tuple[in
             f"{micro_batch} x {dp} data-parallel ranks): use {step} or a multiple"
         )
     return batch, micro_batches
+
+
+def _check_expert_ranks(options: TrainOptions, shape: ModelShape, world: int) -> None:
+    ep, pp = options.expert_model_parallel_size, options.pipeline_model_parallel_size
+    if ep == 1:
+        return
+    flag, experts = f"--expert-model-parallel-size {ep}", shape.moe.num_experts if shape.moe else 0
+    if not experts:
+        raise ConfigError(f"{flag}: the model has no experts: use 1")
+    if experts % ep:
+        raise ConfigError(f"{flag}: does not divide the model's {experts} experts")
+    tp = options.tensor_model_parallel_size
+    if world % (tp * pp * ep):
+        raise ConfigError(
+            f"{flag}: {world} rank(s) cannot share experts by {ep} and each of them by "
+            f"--tensor-model-parallel-size {tp}, in {pp} pipeline stage(s): start a multiple of "
+            f"{tp * pp * ep} ranks"
+        )
 
 
 def _virtual_stages(options: TrainOptions, layers: int, micro_batches: int) -> int | None:
