@@ -10,13 +10,12 @@ from torch.nn.functional import cross_entropy
 from mindspeed.config import build
 from mindspeed.fsdp import FsdpOptions, shard
 from mindspeed_mm.training.callbacks import Callbacks
-from mindspeed_mm.training.optimizer import ShardedAdamW
 from mindspeed_mm.training.step import FsdpStepper
 from mindspeed_mm.training.world import Layout
 from tests.mm import runs
 from tests.ranks import run_ranks
 
-IGNORED, MICRO_BATCHES = -100, 2
+IGNORED, MICRO_BATCHES, CLIP = -100, 2, 0.3
 KINDS = {"copies of the weights": 1, "parts of a sequence": 2}
 """How many ranks share a sequence."""
 
@@ -43,7 +42,9 @@ def take_steps() -> dict[str, list[float]]:
         model = runs.UserModel()
         size = 1 if cp == 1 else "auto"
         shard(model, build(FsdpOptions, {"sharding_size": size}))
-        optimizer = ShardedAdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        before = [p.full_tensor().detach().clone() for p in trained]
+        optimizer = torch.optim.SGD(trained, lr=1.0)
         parallel_state.initialize_model_parallel(context_parallel_size=cp)
 
         def loss_func(output: Any) -> Any:
@@ -57,11 +58,13 @@ def take_steps() -> dict[str, list[float]]:
         callbacks = Callbacks(lambda: None, lambda: None, forward_step)
         dp = world // cp
         layout = Layout(world, rank, cp, dp, rank // cp, MICRO_BATCHES, 1, MICRO_BATCHES * dp)
-        stepper = FsdpStepper(model, optimizer, callbacks, layout, clip=0.0, per_token=False)
+        stepper = FsdpStepper(model, optimizer, callbacks, layout, clip=CLIP, per_token=False)
         data = runs.UserData()
         mine = (data[dp * number + rank // cp] for number in range(MICRO_BATCHES))
         result = stepper.train(mine)
-        found[kind] = [result.losses["loss"], result.grad_norm]
+        steps = [p.full_tensor().detach() - old for p, old in zip(trained, before)]
+        length = torch.nn.utils.get_total_norm(steps).item()
+        found[kind] = [result.losses["loss"], result.grad_norm, length]
         parallel_state.destroy_model_parallel()
     return found
 
@@ -80,5 +83,6 @@ def test_loss_and_norm_are_those_of_one_process(found: Any, kind: str) -> None:
     loss = torch.stack([total / count for total, count in pairs]).mean()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert norm > CLIP, "nothing to clip"
     for rank in found:
-        assert rank[kind] == pytest.approx([loss.item(), norm.item()], abs=1e-5)
+        assert rank[kind] == pytest.approx([loss.item(), norm.item(), CLIP], abs=1e-5)

@@ -125,6 +125,18 @@ def test_remainders_lose_nothing():
         assert torch.equal(ours, theirs)
 
 
+def test_a_master_halfway_between_two_parameters_is_kept():
+    """bfloat16 rounds to even there; the remainder belongs to the other neighbour."""
+    bits = torch.tensor([0x3F808000, 0x3F818000, 0x42008000, 0x00008000], dtype=torch.int32)
+    halfway = torch.cat([bits.view(torch.float32), -bits.view(torch.float32)])
+    param = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    options = {"master_weights": True, "store_param_remainders": True}
+    optimizer = FusedAdam([param], **options, **HYPER)
+    optimizer.initialize_state(param)
+    optimizer.set_scaled_state(param, "master_param", halfway)
+    assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), halfway)
+
+
 @pytest.mark.parametrize("remainders", [True, False])
 def test_setting_the_master_sets_the_parameter(remainders):
     (param, *_) = params = make_params(torch.bfloat16)

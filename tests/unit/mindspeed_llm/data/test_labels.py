@@ -11,7 +11,7 @@ from mindspeed_llm.data.chat import TemplateFormat
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.samples import IGNORED, Assembler, build, learns_to_end
+from mindspeed_llm.data.samples import IGNORED, Assembler, EncodedPiece, build, learns_to_end
 from mindspeed_llm.data.shortening import shorten
 from mindspeed_llm.data.template import SHIPPED_PATH, Template, load_template
 from mindspeed_llm.data.tokenizer import facts_of
@@ -128,6 +128,16 @@ def test_how_a_turn_shares_its_room(asked, answered, room, expected):
     from mindspeed_llm.data.shortening import _share
 
     assert _share(asked, answered, room) == expected
+
+
+def test_the_end_of_the_longest_text_of_a_question_goes():
+    header, text, footer, answer = (
+        np.arange(n, n + k) for n, k in ((0, 2), (10, 6), (20, 1), (30, 4))
+    )
+    track = [EncodedPiece([header, text, footer], False, None), EncodedPiece([answer], True, None)]
+    asked, answered = shorten(track, 10)
+    assert [part.tolist() for part in asked.parts] == [[0, 1], [10, 11, 12], [20]]
+    assert [part.tolist() for part in answered.parts] == [[30, 31, 32, 33]]
 
 
 def test_efficient_eos_teaches_the_end_of_every_turn():

@@ -19,7 +19,7 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import IndexedTokens
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.preprocess import preprocess
-from tests.small_tokenizers import TEXT
+from tests.small_tokenizers import TEXT, byte_level
 
 ALPACA = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "qwen"}
 WORDS = TEXT.split()
@@ -116,16 +116,21 @@ def test_bad_lines_are_skipped_when_asked(tmp_path, facts, caplog):
     assert contents(tmp_path / "good") == contents(tmp_path / f"out{4 << 20}")
 
 
-def test_documents_that_are_skipped_do_not_count_as_written(run, write_lines):
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_documents_that_are_skipped_do_not_count_as_written(run, write_lines, facts, append_eod):
     records = [{"text": "one"}, {"txt": "two"}, {"text": 3}, {"text": ""}, {"text": "five"}]
-    summary, prefix = run(
-        write_lines(records), handler_name="GeneralPretrainHandler", on_bad_line="skip"
-    )
+    options = {"handler_name": "GeneralPretrainHandler", "append_eod": append_eod}
+    summary, prefix = run(write_lines(records), on_bad_line="skip", **options)
     assert (summary.records, summary.written, summary.skipped_records) == (5, 3, 2)
     assert summary.skipped["malformed"].first.endswith("line 2")
     data = IndexedTokens(f"{prefix}_text_document")
-    assert len(data.lengths) == 2, "an empty document has no sequence"
+    assert len(data) == 2, "an empty document has no sequence"
     assert len(data.documents) - 1 == summary.written
+    tokenizer = byte_level()
+    ending = [facts.eos_id] if append_eod else []
+    for found, text in zip(data, ("one", "five"), strict=True):
+        assert found.tolist() == [*tokenizer.encode(text, add_special_tokens=False), *ending]
+    assert data.tokens == summary.tokens
 
 
 def test_a_run_that_stopped_is_taken_up(tmp_path, facts, write_lines):

@@ -54,6 +54,16 @@ def test_the_order_is_well_shuffled():
     assert 0 < (found == np.arange(size)).sum() + 1 < 12  # a random permutation has about 1
 
 
+def test_data_sets_of_a_mixture_have_orders_of_their_own():
+    parts = [[{"input_ids": n} for n in range(50)] for _ in range(2)]
+    stream = SampleStream(parts, [1, 1], seed=3)
+    orders = [[], []]
+    for part, index in map(stream.locate, range(100)):
+        orders[part].append(index)
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(50))
+    assert orders[0] != orders[1]
+
+
 def test_without_shuffling_and_with_filled_up_epochs():
     order = SampleOrder(5, shuffle=False, multiple=4)
     assert [order[place] for place in range(10)] == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]

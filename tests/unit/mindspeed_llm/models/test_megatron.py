@@ -37,6 +37,24 @@ def test_the_rotary_base_is_found_in_both_places(changes, base):
     assert shape_of(**changes).rotary.base == base
 
 
+HEAD = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("said", "tensors", "is_tied"),
+    [
+        (None, (), False),
+        (None, HEAD, False),
+        (None, HEAD[:1], True),
+        (True, HEAD, True),
+        (False, HEAD[:1], False),
+    ],
+)
+def test_an_output_layer_is_tied_where_the_config_says_so_or_there_is_none(said, tensors, is_tied):
+    config = HfConfig(CONFIG | {"tie_word_embeddings": said}, "config.json")
+    assert family_named("llama").shape(config, tensors).tied is is_tied
+
+
 def test_a_window_counts_the_token_itself():
     assert transformer_config(shape_of(sliding_window=7)).window_size == (6, 0)
     assert transformer_config(shape_of(sliding_window=64)).window_size is None

@@ -14,7 +14,7 @@ from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.stop import StopRequest
-from mindspeed_llm.training.world import plan_layout
+from mindspeed_llm.training.world import plan_layout, share_batch
 
 SHAPE = ModelShape(
     family="llama",
@@ -116,3 +116,13 @@ def test_the_first_signal_is_noted(number: signal.Signals, usual: list[str]) -> 
             assert came == usual and request.number == number
     finally:
         signal.signal(number, before)
+
+
+def test_a_batch_is_shared_evenly_or_refused() -> None:
+    assert share_batch(None, 2, 3) == (6, 1)
+    assert share_batch(24, 2, 3) == (24, 4)
+    for batch in (3, 10, 25):
+        with pytest.raises(
+            ConfigError, match=f"--global-batch-size {batch} is not a multiple of 6"
+        ):
+            share_batch(batch, 2, 3)

@@ -1,12 +1,15 @@
-"""Which checkpoints of a folder stay when a new one is committed."""
+"""A folder of checkpoints: which stay, which is the newest, and who may write there."""
 
+import os
 import pickle
+import signal
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed_llm.training.folders import CheckpointFolders, Progress, newest, read_progress
+from mindspeed_llm.training.reservation import Reservation
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +60,30 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
     (tmp_path / ".iter_0000004.incomplete-abcd").mkdir()
     save(tmp_path, 4)
     assert names(tmp_path) == ["iter_0000002", "iter_0000004"]
+
+
+def test_the_tracker_follows_the_rename(tmp_path, monkeypatch):
+    """Killed in between, the tracker names the checkpoint before, which is whole."""
+    save(tmp_path, 2)
+
+    def fail(*paths):
+        raise OSError("killed")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="killed"):
+        save(tmp_path, 4)
+    assert newest(tmp_path) == tmp_path / "iter_0000002"
+
+
+def test_a_forked_writer_does_not_keep_the_folder(tmp_path):
+    lock = Reservation(str(tmp_path))
+    child = os.fork()
+    if not child:  # outlives the run, as a process that still writes a checkpoint does
+        signal.pause()
+        os._exit(0)
+    try:
+        lock.release()
+        Reservation(str(tmp_path)).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -1,0 +1,70 @@
+"""Parts of a template: who speaks, special tokens in texts, and conversations that are none."""
+
+from dataclasses import replace
+
+import pytest
+
+from mindspeed_llm.data.chat import TemplateFormat
+from mindspeed_llm.data.conversation import Conversation, Message, UnusableRecord
+from mindspeed_llm.data.template import (
+    Slots,
+    Template,
+    TemplateEntry,
+    special_matcher,
+    split_special,
+)
+
+CALL = '{"name": "clock", "arguments": {}}'
+
+
+def test_a_tool_speaks_in_its_own_form(facts):
+    forms = {
+        "format_user": Slots(slots=["<U>{{content}}"]),
+        "format_observation": Slots(slots=["<O>{{content}}"]),
+        "format_function": Slots(slots=["<F>{{name}}"]),
+    }
+    chat = TemplateFormat(Template(TemplateEntry(name="forms", **forms), facts))
+    messages = [Message("user", "time?"), Message("assistant", "", calls=CALL)]
+    messages += [Message("observation", "noon"), Message("assistant", "It is noon.")]
+    found = chat.render(Conversation(tuple(messages)))
+    texts = ["".join(part for part in p.parts if isinstance(part, str)) for p in found]
+    assert texts == ["<U>time?", "<F>clock", "<O>noon", "It is noon."]
+    assert [piece.is_answer for piece in found] == [False, True, False, True]
+
+
+def test_the_longest_special_token_is_found(facts):
+    special = {"<s": 1, "<s>": 2, "<s>>": 3}
+    some = replace(facts, special=special)
+    parts = split_special("a<s>>b<s>c<s d", special_matcher(some), some)
+    assert parts == ["a", 3, "b", 2, "c", 1, " d"]
+
+
+ASK, ANSWER, TOOL = Message("user", "q"), Message("assistant", "a"), Message("observation", "o")
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ((), "no messages"),
+        ((ASK, ASK), "take turns"),
+        ((ASK, ANSWER, ANSWER, ASK), "take turns"),
+        ((ANSWER, ASK), "take turns"),
+        ((ASK, ANSWER, ASK), "no answer"),
+        ((ASK, Message("assistant", "")), "empty"),
+    ],
+)
+def test_conversations_that_are_none(messages, reason):
+    with pytest.raises(UnusableRecord, match=reason):
+        Conversation(messages).check()
+
+
+def test_conversations(facts):
+    whole = Conversation((ASK, Message("assistant", "", calls=CALL), TOOL, ANSWER))
+    assert whole.check() is whole
+    question = Conversation((ASK, ANSWER, ASK))
+    assert question.check(answered=False) is question
+
+
+def test_what_pads_a_row(facts):
+    assert replace(facts, pad=None).pad_id == facts.eos_id not in (None, 0)
+    assert replace(facts, pad=None, eos=None).pad_id == 0
