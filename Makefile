@@ -11,8 +11,9 @@ OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 SUITES := mindspeed_llm|mindspeed_mm|tests.llm|tests.mm
 SUITE_TESTS := tests/unit/mindspeed_llm tests/unit/mindspeed_mm tests/security tests/fuzz
 SUITE_TESTS += $(shell grep -rlE "$(SUITES)" tests/distributed tests/e2e --include='test_*.py')
-# Operators that nothing of Megatron calls in their tests.
-OPERATOR_TESTS := $(shell grep -rL megatron tests/unit/ops --include='test_*.py')
+# Tests in which nothing of Megatron takes part.
+NEUTRAL := tests/unit/ops tests/unit/config tests/unit/device tests/unit/patching
+NEUTRAL_TESTS := $(shell grep -rL megatron $(NEUTRAL) --include='test_*.py')
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -43,7 +44,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # CHECKED=--ignore=tests/conventions where `make check` has run them.
 test: setup
 	$(PYTEST) $(CHECKED)
-	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(SUITE_TESTS) $(OPERATOR_TESTS) tests/conventions)
+	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(SUITE_TESTS) $(NEUTRAL_TESTS) tests/conventions)
 
 drill: setup  # about five minutes; LONG=1: about half an hour
 	$(BIN)/python -m tests.drill $(if $(LONG),--long)
