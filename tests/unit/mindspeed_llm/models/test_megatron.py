@@ -56,8 +56,8 @@ def test_an_output_layer_is_tied_where_the_config_says_so_or_there_is_none(said,
 
 
 def test_a_window_counts_the_token_itself():
-    assert transformer_config(shape_of(sliding_window=7)).window_size == (6, 0)
-    assert transformer_config(shape_of(sliding_window=64)).window_size is None
+    windowed = shape_of().model_copy(update={"sliding_window": 7})
+    assert transformer_config(windowed).window_size == (6, 0)
     assert transformer_config(shape_of()).window_size is None
 
 
