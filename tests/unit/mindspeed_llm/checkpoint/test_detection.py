@@ -57,3 +57,10 @@ def test_nothing_there(tmp_path, llama):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(ConfigError, match="iter_0000003: holds no weights"):
         detect(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["²", "١٢", "-3", "1.5", "latest", ""])
+def test_a_tracker_that_holds_no_number(tmp_path, text):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="it must be a number or release"):
+        detect(tmp_path)
