@@ -78,10 +78,11 @@ class Agreement:
         unit.wait()
 
     def post_forward(self, number: int, module: Any, inputs: Any, output: Any) -> Any:
-        """Note that a backward pass follows."""
-        if torch.is_grad_enabled() and not in_backward():
-            self._units[number].awaited += 1
-        return self._units[number].post_forward(module, inputs, output)
+        """Note that a backward pass follows; what is recomputed may be noted already."""
+        unit = self._units[number]
+        if torch.is_grad_enabled() and not (in_backward() and unit.awaited):
+            unit.awaited += 1
+        return unit.post_forward(module, inputs, output)
 
     def post_backward(self, number: int, *_: Any) -> None:
         """Reduce the gradients of a unit together with all ranks."""

@@ -42,9 +42,15 @@ class UnitGroup:
         return not self.is_gathered and (group.unshard_in_backward or not is_backward)
 
     @property
+    def is_known(self) -> bool:
+        """Whether the weights were whole here before, without which nothing can be reduced."""
+        return all(hasattr(p, "_unsharded_param") for p in self.group.fsdp_params)
+
+    @property
     def is_needed(self) -> bool:
-        """Whether the backward pass of this rank is in the group or will come to it."""
-        return self.awaited > 0 or self.group._training_state == TrainingState.PRE_BACKWARD
+        """Whether this rank is in the group, or its backward pass will come to it."""
+        inside = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+        return self.awaited > 0 or self.group._training_state in inside
 
     @property
     def trained(self) -> list[Any]:
@@ -139,7 +145,7 @@ class UnitGroup:
 
     def accumulate(self) -> None:
         """End a backward pass whose gradients are not reduced yet."""
-        if all(hasattr(p, "_unsharded_param") for p in self.group.fsdp_params):
+        if self.is_known:
             self.post_backward()
         else:  # never gathered, which torch does not expect
             self.group._training_state = TrainingState.POST_BACKWARD
@@ -154,7 +160,12 @@ class UnitGroup:
     def drop(self) -> None:
         """Free what was gathered ahead and not used, before an update makes it stale."""
         group = self.group
-        if (result := group._all_gather_result) is not None:
+        if (result := group._all_gather_result) is None:
+            return
+        if not self.is_known:
+            self.wait()
+            group._to_sharded()
+        else:
             if result.all_gather_event is not None:
                 group.device_handle.current_stream().wait_event(result.all_gather_event)
             if result.all_gather_work is not None:
