@@ -46,6 +46,8 @@ class Progress:
     """The adapters, as peft's configuration tells of them."""
     nan_streak: int = 0
     """Steps in a row, up to this one, whose loss was not a number."""
+    tied: dict[str, Any] = field(default_factory=dict)
+    """Other names of weights that the checkpoint holds once, each with the name it has there."""
 
 
 def newest(root: str | os.PathLike[str]) -> Path | None:

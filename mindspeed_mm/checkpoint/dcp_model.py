@@ -13,6 +13,7 @@ from mindspeed_llm.checkpoint.dcp_files import DcpFiles
 from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, read_metadata
 from mindspeed_llm.checkpoint.mapped_file import aligned
 from mindspeed_llm.checkpoint.source import check_names
+from mindspeed_llm.training.folders import STATE_FILE, read_progress
 from mindspeed_mm.models.shards import same_tensors
 from mindspeed_mm.models.weights import ADAPTER, BASE
 
@@ -46,6 +47,10 @@ class DcpModel:
             check_names(self.names, known, str(folder))
         elif not self.names:
             raise ConfigError(f"{folder}: has no weights")
+        else:  # a state dict holds a tied tensor under all of its names
+            for other, name in _tied(folder).items():
+                if name in self.names:
+                    self.names.setdefault(other, self.names[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -100,6 +105,11 @@ def _alpha(folder: Path, adapter: str, given: float | None) -> float:
             "the flag out"
         )
     return saved
+
+
+def _tied(folder: Path) -> dict[str, str]:
+    """Return the other names of tied tensors, if a training saved the checkpoint."""
+    return read_progress(folder).tied if (folder / STATE_FILE).is_file() else {}
 
 
 def _without_prefix(

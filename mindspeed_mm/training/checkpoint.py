@@ -7,7 +7,7 @@ step, which training.json tells.
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class FsdpCheckpoints:
         if self._folders is None:
             return
         self.finish()
+        progress = replace(progress, tied=_aliases(self._model))
         with self._folders.explained(progress.iteration):
             aside = self._folders.new(progress.iteration)
             _agree_on_buffers(self._model)

@@ -122,7 +122,7 @@ def test_an_older_checkpoint_is_named_only_where_it_would_help(tmp_path: Path) -
     state = {"model.scale": torch.ones(2), "model.embed.weight": torch.ones(4, 3)}
     for number in (1, 2):
         folder = save(tmp_path / f"iter_000000{number}", **state)
-        (folder / "training.json").write_text('{"iteration": 2, "has_optimizer": false}')
+        (folder / "training.json").write_text(f'{{"iteration": {number}, "has_optimizer": false}}')
     with pytest.raises(ConfigError, match=r"the model wants \(5, 3\)$"):
         go_on(checkpoints, folder, MmOptions())
     next(folder.glob("*.distcp")).unlink()
