@@ -57,6 +57,9 @@ class Fuzzer:
         for name, target in (("convert saved", "good-saved"), ("mm convert dcp", "good-mm")):
             end = subjects.run(name, "--save-dir", target)
             assert end.code == 0, end
+        end = subjects.run("export-lora merge")
+        assert end.code == 0, end
+        os.rename("out", "good-lora")
         for name in _compared():
             self._references[name] = self._reference(name)
 

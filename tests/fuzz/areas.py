@@ -206,7 +206,8 @@ def _lora(draw: Draw) -> Case:
         return Case("posttrain lora", (), {path: content}, "" if is_json else "numbers")
     path = draw.find("lora/iter_0000001/*")
     content = draw.edit(path) if path.endswith(".json") else draw.flip(path)
-    return Case(draw.one(["export-lora", "export-lora merge"]), (), {path: content})
+    command, good = draw.one([("export-lora", "peft"), ("export-lora merge", "good-lora")])
+    return Case(command, (), {path: content}, "" if path.endswith(".json") else f"weights {good}")
 
 
 def _gguf(draw: Draw) -> Case:
