@@ -21,8 +21,6 @@ from mindspeed_mm.packages import check_torchvision, how_to_install, torchvision
 
 CLASS_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 TOKENS = ("input_ids", "attention_mask")
-UNREADABLE = (OSError, ValueError, ImportError, TypeError, AttributeError, KeyError, RecursionError)
-"""What transformers raises for the files of a processor that it cannot read."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,8 @@ def _load_first(loaders: Sequence[Any], folder: Path, trust_remote_code: bool) -
             return loader.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except UNREADABLE as error:
-            reasons.append(" ".join(str(error).split()))
+        except Exception as error:  # for damaged files tokenizers raises an Exception of no class
+            reasons.append(" ".join(str(error).split()) or type(error).__name__)
     if "video_processor" in reasons[0] and (problem := torchvision_problem()):
         raise ConfigError(
             f"model_name_or_path {folder}: its {_class_name(folder)} does not load without "
