@@ -1,5 +1,6 @@
 """LoRA adapters: out of training checkpoints, in and out of peft's files, merged into weights."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -9,11 +10,12 @@ from typing import Any
 
 import torch
 
+from mindspeed.checkpoint.digests import verified, write_digests
 from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.checkpoint.assembly import Part, Whole
 from mindspeed_llm.checkpoint.boxes import slices, whole
 from mindspeed_llm.checkpoint.commit import written_aside
-from mindspeed_llm.checkpoint.dcp_source import ADAPTERS, read_adapters
+from mindspeed_llm.checkpoint.dcp_source import ADAPTERS, adapter_ranges, read_adapters
 from mindspeed_llm.checkpoint.detection import Found
 from mindspeed_llm.checkpoint.source import Source
 from mindspeed_llm.models.families import family_named
@@ -75,15 +77,17 @@ def merged(source: Source, folder: Path) -> Source:
         if total is not None:
             values = total.to(wholes[weight.name].dtype)
             wholes[weight.name] = Whole([Part(whole(weight.shape), values)])
-    return Source(source.shape, wholes, source.files)
+    return dataclasses.replace(source, wholes=wholes)
 
 
-def export(found: Found, shape: ModelShape, target: Path) -> int:
+def export(found: Found, shape: ModelShape, target: Path, *, verify: bool = True) -> int:
     """Write the adapters of a training checkpoint as peft does; return how many they are."""
     from safetensors.torch import save_file
 
     check_present(found)
-    adapters = saved_adapters(found.folder, shape)
+    ranges = adapter_ranges(found.folder) if verify else None
+    with verified(found.folder, enabled=verify, ranges=ranges):
+        adapters = saved_adapters(found.folder, shape)
     assert adapters is not None
     tensors = {}
     for name, factors in sorted(adapters.factors.items()):
@@ -93,6 +97,7 @@ def export(found: Found, shape: ModelShape, target: Path) -> int:
         save_file(tensors, aside / WEIGHTS, {"format": "pt"})
         text = json.dumps(adapters.config, indent=2, sort_keys=True)
         (aside / CONFIG).write_text(text + "\n", encoding="utf-8")
+        write_digests(aside, {}, {"kind": "adapters"})
     return len(adapters.factors)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint.digests import verify_small, write_digests
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.commit import flush_tree, write_file, written_aside
 from mindspeed_llm.checkpoint.detection import HF_FOLDER, TRACKER, Found, detect
@@ -14,9 +15,9 @@ from mindspeed_llm.checkpoint.hf_source import weight_files
 from mindspeed_llm.checkpoint.hf_target import copy_small_files, hf_outputs, write_index
 from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
 from mindspeed_llm.checkpoint.mcore_target import ITERATION, mcore_outputs, padded_vocabulary
-from mindspeed_llm.checkpoint.opening import config_folder, open_source
+from mindspeed_llm.checkpoint.opening import config_folder, open_source, verified_source
 from mindspeed_llm.checkpoint.options import ConvertOptions
-from mindspeed_llm.checkpoint.output import Output, Progress, write_outputs
+from mindspeed_llm.checkpoint.output import Output, Progress, write_folder_digests, write_outputs
 from mindspeed_llm.checkpoint.placement import Style
 from mindspeed_llm.checkpoint.safetensors_file import is_export
 from mindspeed_llm.checkpoint.source import Source
@@ -87,15 +88,22 @@ def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) 
     root = Path(options.save_dir)
     _check_target(options, root)
     configs = config_folder(found, options.hf_cfg_dir)
+    _verify_small(options, found.folder, configs)
     source = _open(options, found, configs)
     shape, tp = source.shape, options.target_tensor_parallel_size
     layout = _requested_layout(options, source)
     rows = padded_vocabulary(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
     final = root / f"iter_{ITERATION:07d}"
-    with written_aside(final, options.overwrite) as aside:
+    with (
+        written_aside(final, options.overwrite) as aside,
+        verified_source(found, source, enabled=not options.no_verify),
+    ):
         outputs = mcore_outputs(aside, source, layout, _style(options), rows, _dtype(options))
-        write_outputs(outputs, source, root, progress)
+        written = write_outputs(outputs, source, root, progress, check_finite=options.check_finite)
+        about = {"iteration": ITERATION, "layout": layout.as_plain()}
+        write_folder_digests(aside, written, outputs, **about)
     copy_small_files(configs, root / HF_FOLDER)
+    write_digests(root / HF_FOLDER, {}, {"kind": "config"})
     flush_tree(root / HF_FOLDER)
     write_file(root / TRACKER, str(ITERATION))
     return _converted(source, final, outputs, _dtype(options))
@@ -104,16 +112,28 @@ def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) 
 def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
     final = Path(options.save_dir)
     configs = config_folder(found, options.hf_cfg_dir, final)
+    _verify_small(options, found.folder, configs)
     if (final / "config.json").is_file() and not _is_ours(weight_files(final)):
         final = final / "mg2hf"
         logger.info("%s is an HF model from elsewhere: writing to %s", options.save_dir, final)
     source = _open(options, found, configs)
-    with written_aside(final, options.overwrite) as aside:
+    with (
+        written_aside(final, options.overwrite) as aside,
+        verified_source(found, source, enabled=not options.no_verify),
+    ):
         outputs = hf_outputs(aside, source, _dtype(options))
-        write_outputs(outputs, source, final.parent, progress)
+        written = write_outputs(
+            outputs, source, final.parent, progress, check_finite=options.check_finite
+        )
         write_index(aside, outputs)
         copy_small_files(configs, aside, outputs[0].tensors[0][1])
+        write_folder_digests(aside, written, outputs)
     return _converted(source, final, outputs, _dtype(options))
+
+
+def _verify_small(options: ConvertOptions, *folders: Path) -> None:
+    for folder in folders:
+        verify_small(folder, enabled=not options.no_verify)
 
 
 def _is_ours(files: Sequence[Path]) -> bool:

@@ -1,5 +1,6 @@
 """The tensors of a torch.distributed.checkpoint: where each part of them is."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mindspeed.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
+from mindspeed.checkpoint.digests import Ranges
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.boxes import Box
 
@@ -51,6 +53,17 @@ def tensors_of(metadata: Metadata, folder: Path) -> dict[str, DcpTensor]:
         }
     except ConfigError as error:
         raise ConfigError(f"{folder / METADATA}: refused: {error}") from None
+
+
+def ranges_of(stored: Mapping[str, DcpTensor], wanted: Iterable[DcpTensor]) -> Ranges:
+    """Return where the wanted tensors are in each file that holds tensors."""
+    found: dict[str, list[tuple[int, int]]] = {
+        chunk.file: [] for tensor in stored.values() for chunk in tensor.chunks
+    }
+    for tensor in wanted:
+        for chunk in tensor.chunks:
+            found[chunk.file].append((chunk.offset, chunk.length))
+    return found
 
 
 def _chunk(

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint.digests import Ranges
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.assembly import Part, Whole
 from mindspeed_llm.checkpoint.boxes import Box, intersection, moved, sizes, slices, whole
 from mindspeed_llm.checkpoint.dcp_files import DcpFiles
-from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, read_metadata
+from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, ranges_of, read_metadata
 from mindspeed_llm.checkpoint.mcore_source import seen_shape
 from mindspeed_llm.checkpoint.placement import FUSED_LATENT_NORMS, FUSED_NORMS
 from mindspeed_llm.checkpoint.source import Source, check_names
@@ -27,7 +28,8 @@ ADAPTERS = "_lora"
 
 def open_dcp(folder: Path, shape: ModelShape) -> Source:
     """Map the weights of an iteration, whatever layout it was saved in."""
-    tensors = _weights_only(read_metadata(folder))
+    stored = read_metadata(folder)
+    tensors = _weights_only(stored)
     if not tensors:
         raise ConfigError(f"{folder}: has no weights: no name begins with {', '.join(PARTS)}")
     shape = seen_shape(shape, "\n".join(tensors))
@@ -40,7 +42,7 @@ def open_dcp(folder: Path, shape: ModelShape) -> Source:
         found[weight.name] = Whole(list(_parts(tensors[name], leading, files)))
     tied_copies = {"output_layer.weight"} if shape.tied else set()
     check_names(set(tensors) - tied_copies, used - tied_copies, str(folder))
-    return Source(shape, found, files.opened())
+    return Source(shape, found, files.opened(), ranges_of(stored, _model_tensors(stored).values()))
 
 
 def read_adapters(folder: Path) -> dict[str, torch.Tensor]:
@@ -58,6 +60,12 @@ def read_adapters(folder: Path) -> dict[str, torch.Tensor]:
         else:  # all layers in one tensor
             found |= {f"{start}.layers.{i}.{rest}": one for i, one in enumerate(values)}
     return found
+
+
+def adapter_ranges(folder: Path) -> Ranges:
+    """Return where the adapters of an iteration are."""
+    stored = read_metadata(folder)
+    return ranges_of(stored, (t for n, t in _model_tensors(stored).items() if _is_adapter(n)))
 
 
 def _weights_only(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:

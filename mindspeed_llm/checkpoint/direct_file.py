@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from mindspeed.checkpoint.digests import SLICE, FileRecord, Hasher
+
 BLOCK = 8 << 20
 """Bytes written at a time, a multiple of what disks and pages are made of."""
 SECTOR = 4096
@@ -14,7 +16,7 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile:
-    """A new file that is on the disk when it is closed; going back to correct a few bytes is fine.
+    """A new file that is on the disk when it is closed, written from its first byte to its last.
 
     Where the file system has no direct writing, it is written as any other file.
     """
@@ -31,24 +33,18 @@ class DirectFile:
         self._memory = mmap.mmap(-1, BLOCK)  # begins with a page, as direct writing wants it
         self._start = 0  # where in the file the memory belongs
         self._used = 0
-        self._position = 0
-        self._corrections: list[tuple[int, bytes]] = []
+        self._hasher = Hasher()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write bytes; before the last block they are kept until the end."""
-        view = memoryview(data)
-        if self._position < self._start:
-            self._corrections.append((self._position, bytes(view)))
-            self._position += len(view)
-            return len(view)
-        done = 0
+        """Write bytes; each slice is hashed while the cache has it."""
+        view, done = memoryview(data), 0
         while done < len(view):
-            place = self._position - self._start
-            count = min(BLOCK - place, len(view) - done)
-            self._memory[place : place + count] = view[done : done + count]
+            count = min(BLOCK - self._used, SLICE, len(view) - done)
+            taken = view[done : done + count]
+            self._memory[self._used : self._used + count] = taken
+            self._hasher.update(taken)
             done += count
-            self._position += count
-            self._used = max(self._used, place + count)
+            self._used += count
             if self._used == BLOCK:
                 self._write_out(BLOCK)
                 self._start, self._used = self._start + BLOCK, 0
@@ -56,12 +52,11 @@ class DirectFile:
 
     def tell(self) -> int:
         """Return where the next bytes go."""
-        return self._position
+        return self._start + self._used
 
-    def seek(self, position: int) -> int:
-        """Go back to bytes that were written, or forth again to the end."""
-        self._position = position
-        return position
+    def record(self) -> FileRecord:
+        """Return the digests of what has been written."""
+        return self._hasher.record()
 
     def flush(self) -> None:
         """Do nothing: blocks are written when they are full."""
@@ -84,9 +79,6 @@ class DirectFile:
     def _finish(self) -> None:
         self._write_out(-(-self._used // SECTOR) * SECTOR)
         os.ftruncate(self._descriptor, self._start + self._used)
-        self._leave_direct()
-        for position, data in self._corrections:
-            os.pwrite(self._descriptor, data, position)
         os.fsync(self._descriptor)
 
     def _write_out(self, size: int) -> None:

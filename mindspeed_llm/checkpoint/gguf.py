@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed.checkpoint.digests import write_digests
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.commit import written_aside
 
@@ -21,6 +22,7 @@ def import_gguf(file: Path, folder: Path, dtype: str = "fp32", overwrite: bool =
     with written_aside(folder, overwrite) as aside:
         import_weights(file, aside, dtype)
         _read(transformers.AutoTokenizer, file).save_pretrained(aside)
+        write_digests(aside, {}, {"kind": "converted"})
 
 
 def import_weights(file: Path, folder: Path, dtype: str = "fp32") -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint import digests
 from mindspeed_llm.checkpoint.assembly import Stored, Tile
 from mindspeed_llm.checkpoint.output import SafetensorsOutput, typed
 from mindspeed_llm.checkpoint.source import Source
@@ -16,7 +17,7 @@ from mindspeed_llm.models.shape import ModelShape
 SHARD = 5 * 10**9
 """Bytes of a file, as transformers has it."""
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-NOT_COPIED = ("*.index.json", "adapter_config.json")
+NOT_COPIED = ("*.index.json", "adapter_config.json", digests.NAME)
 LARGEST_COPIED = 1 << 30
 
 

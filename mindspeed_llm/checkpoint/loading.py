@@ -9,7 +9,7 @@ import torch
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.detection import detect
 from mindspeed_llm.checkpoint.layout import Chunk, Rank
-from mindspeed_llm.checkpoint.opening import open_source
+from mindspeed_llm.checkpoint.opening import open_source, verified_source
 from mindspeed_llm.checkpoint.placement import EMBEDDING, OUTPUT, Placement, Style
 from mindspeed_llm.checkpoint.source import Source, check_names, check_shape, only_tensors
 from mindspeed_llm.models.families import family_named
@@ -22,15 +22,21 @@ def load_weights(
     *,
     shape: ModelShape | None = None,
     noop_layers: Sequence[int] = (),
+    verify: bool = True,
+    is_shared: bool = False,
 ) -> None:
     """Fill this rank's model from an HF directory or a Megatron checkpoint of any layout.
 
     `shape` is that of the model; without it the config.json beside the weights is read. Numbers
     are cast to the type of the parameters. A weight that is missing or has no place is an error.
+    So is a file that differs from its digest, unless `verify` is false; with `is_shared` all ranks
+    call this, and each verifies a share.
     """
-    opened = open_source(detect(source), shape=shape)
-    for chunk in model_chunks:
-        _fill(_unwrapped(chunk), opened, tuple(noop_layers))
+    found = detect(source)
+    opened = open_source(found, shape=shape)
+    with verified_source(found, opened, enabled=verify, is_shared=is_shared):
+        for chunk in model_chunks:
+            _fill(_unwrapped(chunk), opened, tuple(noop_layers))
 
 
 def _fill(model: torch.nn.Module, source: Source, noops: tuple[int, ...]) -> None:

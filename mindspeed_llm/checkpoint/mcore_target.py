@@ -47,5 +47,6 @@ def mcore_outputs(
                 for name, chunk in zip(names, chunks)
             }
             path = folder / layout.folder(rank, stage) / RANK_FILE
-            outputs.append(PtOutput(path, models, values))
+            ranks = {"tp": rank.tp, "pp": stage, "ep": rank.ep}
+            outputs.append(PtOutput(path, models, values, ranks))
     return outputs

@@ -1,7 +1,9 @@
 """Open any directory with weights."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from mindspeed.checkpoint.digests import verified
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.adapters import merged
 from mindspeed_llm.checkpoint.dcp_source import open_dcp
@@ -29,6 +31,19 @@ def open_source(
     if found.kind == "torch_dist":
         return merged(open_dcp(found.folder, shape), found.folder)
     return open_mcore(found.folder, shape, noop_layers)
+
+
+def verified_source(
+    found: Found, source: Source, *, enabled: bool, is_shared: bool = False
+) -> AbstractContextManager[None]:
+    """Verify what was opened while the block reads it; HF models from elsewhere have no digests."""
+    return verified(
+        found.folder,
+        enabled=enabled,
+        ranges=source.ranges,
+        is_shared=is_shared,
+        is_expected=found.kind != "hf",
+    )
 
 
 def config_folder(found: Found, given: str | None = None, other: Path | None = None) -> Path:

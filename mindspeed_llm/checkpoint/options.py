@@ -50,6 +50,10 @@ class ConvertOptions(Options):
     """Write all experts of a rank together, as layers with grouped GEMM have them."""
     join_mla_down_proj: bool = False
     """Write the down projections of latent attention as one linear_qkv, as MindSpeed-LLM does."""
+    no_verify: bool = False
+    """Do not compare what is read with the digests that were written beside it."""
+    check_finite: bool = False
+    """Refuse weights that hold NaN or infinity."""
     overwrite: bool = False
     """Replace an earlier conversion in --save-dir; anything else there is left alone."""
     use_mcore_models: bool = True

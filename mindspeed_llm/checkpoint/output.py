@@ -6,13 +6,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any, BinaryIO, Protocol, cast
 
 import torch
 
+from mindspeed.checkpoint.digests import FileRecord, write_digests
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.assembly import Stored, Wholes
 from mindspeed_llm.checkpoint.direct_file import DirectFile
@@ -64,6 +65,8 @@ class PtOutput:
     """For each model in the file its tensors."""
     values: dict[str, Any]
     """What stands beside the models."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Which rank's it is, by kind of parallelism."""
 
     @property
     def nbytes(self) -> int:
@@ -108,14 +111,21 @@ class SafetensorsOutput:
 class Writer:
     """Writes files from a source, several at a time; each is on the disk when it is done."""
 
-    def __init__(self, source: Weights, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        source: Weights,
+        progress: Callable[[int], None] | None = None,
+        *,
+        check_finite: bool = False,
+    ) -> None:
         self._source = source
         self._progress = progress
+        self._check_finite = check_finite
         self._stop = Event()
         self._lock = Lock()
         self._unreleased = 0
 
-    def write(self, outputs: Sequence[Output]) -> None:
+    def write(self, outputs: Sequence[Output]) -> dict[Path, FileRecord]:
         """Write all files or raise the first error; on an error the others stop soon."""
         workers = max(1, min(len(outputs), os.cpu_count() or 1))
         with ThreadPoolExecutor(workers) as pool:
@@ -126,21 +136,23 @@ class Writer:
                 self._stop.set()
                 for future in futures:
                     future.cancel()
-            for future in done:
-                future.result()
+            return dict(future.result() for future in done)
 
-    def _write(self, output: Output) -> None:
+    def _write(self, output: Output) -> tuple[Path, FileRecord]:
         output.path.parent.mkdir(parents=True, exist_ok=True)
         buffer = new_buffer()
 
         def stream(stored: Stored, dtype: torch.dtype) -> Iterator[memoryview]:
             pieces = stored.pieces(self._source.wholes)
             for block in blocks(stored.viewed, pieces, dtype, buffer):
+                if self._check_finite and len(block):
+                    must_be_finite(stored.name, torch.frombuffer(block, dtype=dtype))
                 yield block
                 self._count(len(block))
 
         with DirectFile(output.path) as file:
             output.write(cast(BinaryIO, file), stream)
+        return output.path, file.record()
 
     def _count(self, size: int) -> None:
         if self._stop.is_set():
@@ -155,20 +167,48 @@ class Writer:
 
 
 def write_outputs(
-    outputs: Sequence[Output], source: Weights, disk: Path, progress: Progress | None
-) -> None:
-    """Stream every file; a full disk is found before the first byte or told in one line."""
+    outputs: Sequence[Output],
+    source: Weights,
+    disk: Path,
+    progress: Progress | None,
+    *,
+    check_finite: bool = False,
+) -> dict[Path, FileRecord]:
+    """Stream every file and return their digests; a full disk is an error before the first byte."""
     needed = sum(output.nbytes for output in outputs)
     free = shutil.disk_usage(disk).free
     full = f"{disk}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
     if needed > free:
         raise ConfigError(f"{full}: free some space or choose another --save-dir")
     try:
-        Writer(source, progress and (lambda size: progress(size, needed))).write(outputs)
+        count = progress and (lambda size: progress(size, needed))
+        return Writer(source, count, check_finite=check_finite).write(outputs)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError(f"{full}: {error.strerror}; what was written is removed") from None
         raise ConfigError(f"{disk}: cannot be written ({error.strerror})") from None
+
+
+def must_be_finite(name: str, values: torch.Tensor) -> None:
+    """Raise if a tensor holds what no trained weight is."""
+    if not bool(torch.isfinite(values).all()):
+        raise ConfigError(
+            f"{name}: holds NaN or infinity: take weights from before that, or leave out "
+            "--check-finite"
+        )
+
+
+def write_folder_digests(
+    folder: Path, written: dict[Path, FileRecord], outputs: Sequence[Output], **about: Any
+) -> None:
+    """Write the digests of a converted folder, and which rank's each file is."""
+    names = {path: path.relative_to(folder).as_posix() for path in written}
+    write_digests(
+        folder,
+        {names[path]: record for path, record in written.items()},
+        {"kind": "converted", **about},
+        {names[output.path]: getattr(output, "ranks", {}) for output in outputs},
+    )
 
 
 def typed(

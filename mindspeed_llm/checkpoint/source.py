@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.checkpoint.digests import Ranges
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.assembly import Whole
 from mindspeed_llm.checkpoint.mapped_file import MappedFile
@@ -22,6 +23,8 @@ class Source:
     shape: ModelShape
     wholes: dict[str, Whole]
     files: list[MappedFile] = field(default_factory=list)
+    ranges: Ranges = field(default_factory=dict)
+    """What is read of files that hold other things as well."""
 
     def let_go(self) -> None:
         """Give back the memory of what has been read."""

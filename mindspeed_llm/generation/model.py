@@ -53,7 +53,14 @@ def load_model(options: TrainOptions) -> LoadedModel:
     setup.config.perform_initialization = False  # random weights would be overwritten at once
     (module,) = build_chunks(_provider(setup), setup.layout)
     module = module.to(setup.config.params_dtype).eval().requires_grad_(False)
-    load_weights([module], options.load, shape=shape, noop_layers=options.noop_layers)
+    load_weights(
+        [module],
+        options.load,
+        shape=shape,
+        noop_layers=options.noop_layers,
+        verify=not options.no_verify,
+        is_shared=True,
+    )
     slim(module)
     for layer in module.decoder.layers:
         if (attention := getattr(layer, "self_attention", None)) is not None:

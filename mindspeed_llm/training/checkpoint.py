@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mindspeed.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
 from mindspeed.checkpoint.dcp_reader import weights_only
+from mindspeed.checkpoint.dcp_writer import digest_writes
+from mindspeed.checkpoint.digests import FileRecord, verified
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.dcp_files import check_files
 from mindspeed_llm.checkpoint.dcp_metadata import tensors_of
@@ -44,7 +46,7 @@ class Checkpoints:
         self._saving: int | None = None
         """The iteration that is being saved in the background."""
 
-    def load(self, folder: Path, *, with_optimizer: bool) -> None:
+    def load(self, folder: Path, *, with_optimizer: bool, verify: bool = True) -> None:
         """Read this rank's part of a training checkpoint of any layout."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -59,7 +61,10 @@ class Checkpoints:
         if with_optimizer:
             _check_optimizer(wanted["optimizer"], metadata, folder)
         try:
-            with weights_only(folder, metadata):
+            with (
+                verified(folder, enabled=verify, is_shared=True),
+                weights_only(folder, metadata),
+            ):
                 state = dist_checkpointing.load(
                     wanted,
                     str(folder),
@@ -93,10 +98,11 @@ class Checkpoints:
         with self._explained(progress.iteration):
             aside = self._folders.new(progress.iteration)
             state = self._state(progress.has_optimizer, is_loading=False)
+            written: dict[str, FileRecord] = {}
             request = dist_checkpointing.save(
-                state, str(aside), _save_strategy(), async_sharded_save=in_background
+                state, str(aside), _save_strategy(written), async_sharded_save=in_background
             )
-            commit = partial(self._folders.commit, aside, progress, keep_last)
+            commit = partial(self._folders.commit, aside, progress, keep_last, written, **_layout())
             if request is None:
                 commit()
             else:
@@ -145,20 +151,34 @@ class Checkpoints:
         return state
 
 
-def _save_strategy() -> Any:
-    """Return Megatron's strategy, less what only a second save by the same process could use.
+def _layout() -> dict[str, int]:
+    """Return the degrees of parallelism of this run."""
+    from megatron.core import parallel_state
 
-    The plans of all ranks are larger than the rest of .metadata.
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def _save_strategy(written: dict[str, FileRecord]) -> Any:
+    """Return Megatron's strategy, which digests what it writes and leaves the plans out.
+
+    Only a second save by the same process could use the plans of all ranks, which are larger than
+    the rest of .metadata.
     """
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    class WithoutPlans(TorchDistSaveShardedStrategy):
+    class Strategy(TorchDistSaveShardedStrategy):
         def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *more: Any) -> Any:
+            digest_writes(writer, written)
             if planned[1] is not None:  # the first rank's
                 vars(planned[1]).pop("all_local_plans", None)
             return super()._get_save_and_finalize_callbacks(writer, planned, *more)
 
-    return WithoutPlans("torch_dist", 1)
+    return Strategy("torch_dist", 1)
 
 
 def _check_optimizer(wanted: Any, metadata: Metadata, folder: Path) -> None:

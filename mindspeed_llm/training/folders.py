@@ -6,9 +6,10 @@ Only then the tracker names the new one. So whatever happens, the tracker names 
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mindspeed.checkpoint.digests import FileRecord, verify_small, write_digests
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.adapters import CONFIG
 from mindspeed_llm.checkpoint.commit import flush_tree, write_file
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "training.json"
 ASIDE = ".incomplete-"
 KINDS = {int: "a number of 0 or more", bool: "true or false", str: "a text", dict: "an object"}
+SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+"""What a rank has written."""
 LONGEST_NUMBER = 18
 """Digits of an iteration in a tracker; int() refuses thousands of them."""
 
@@ -140,6 +144,14 @@ def _must_be_no_training(flag: str, root: str) -> None:
         )
 
 
+def verify_state(folder: Path, options: RunOptions) -> None:
+    """Verify what says where a run was, before anything follows from it."""
+    try:
+        verify_small(folder, enabled=not options.no_verify)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_advice(folder)}") from None
+
+
 def agreed_to_resume(options: RunOptions) -> Path | None:
     """Return what the first rank goes on from: only it holds --save, so it sees no other's work."""
     choice = [to_resume(options)]
@@ -154,7 +166,7 @@ class Mismatch(ConfigError):
 class Loads(Protocol):
     """What reads this rank's part of a training checkpoint."""
 
-    def load(self, folder: Path, *, with_optimizer: bool) -> None:
+    def load(self, folder: Path, *, with_optimizer: bool, verify: bool = True) -> None:
         """Fill the model and, if wanted, its optimizer."""
 
 
@@ -163,7 +175,7 @@ def go_on(checkpoints: Loads, folder: Path, options: RunOptions) -> Progress:
     progress = read_progress(folder)
     with_optimizer = progress.has_optimizer and not options.no_load_optim
     try:
-        checkpoints.load(folder, with_optimizer=with_optimizer)
+        checkpoints.load(folder, with_optimizer=with_optimizer, verify=not options.no_verify)
     except Mismatch:
         raise
     except ConfigError as error:
@@ -201,14 +213,25 @@ class CheckpointFolders:
         torch.distributed.broadcast_object_list(name)
         return self._root / name[0]
 
-    def commit(self, aside: Path, progress: Progress, keep_last: int | None) -> None:
-        """Give a checkpoint its name once all ranks have written; then name it the newest."""
+    def commit(
+        self,
+        aside: Path,
+        progress: Progress,
+        keep_last: int | None,
+        written: Mapping[str, FileRecord],
+        **layout: int,
+    ) -> None:
+        """Give a checkpoint its name once all ranks have written; then name it the newest.
+
+        `written` are the digests of what all ranks have written, which the first rank has.
+        """
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             final = self._root / f"iter_{progress.iteration:07d}"
             write_file(aside / STATE_FILE, json.dumps(asdict(progress)) + "\n")
             if progress.lora:
                 write_file(aside / CONFIG, json.dumps(progress.lora, indent=2) + "\n")
+            _write_digests(aside, progress.iteration, written, layout)
             flush_tree(aside)
             self._rename(aside, final)
             write_file(self._root / TRACKER, f"{progress.iteration}\n")
@@ -247,6 +270,15 @@ class CheckpointFolders:
             shutil.rmtree(gone, ignore_errors=True)
             os.rename(path, gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def _write_digests(
+    folder: Path, iteration: int, written: Mapping[str, FileRecord], layout: Mapping[str, int]
+) -> None:
+    ranks = {name: {"rank": int(found[1])} for name in written if (found := SHARD.match(name))}
+    world = torch.distributed.get_world_size()
+    about = {"kind": "training", "iteration": iteration, "layout": {"world": world, **layout}}
+    write_digests(folder, written, about, ranks)
 
 
 def reason(error: BaseException) -> str:

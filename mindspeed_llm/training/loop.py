@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mindspeed.checkpoint.digests import write_digests
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.data.stream import MicroBatches, SampleStream
@@ -129,3 +130,4 @@ class Loop(Course):
             from mindspeed_llm.checkpoint.hf_target import copy_small_files
 
             copy_small_files(setup.config_folder, target)
+            write_digests(target, {}, {"kind": "config"})

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling
 from mindspeed_llm.checkpoint import Found, detect
 from mindspeed_llm.models.families import read_shape
@@ -25,6 +26,8 @@ def find_shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
     """Return the shape and the folder of the config.json it was read from, if from one."""
     found = None if options.load is None or options.from_scratch else detect(options.load)
     folder = _config_folder(options, found)
+    for place in (found.folder if found else None, folder):
+        verify_small(place, enabled=not options.no_verify)
     if folder is None:
         shape = _from_flags(options)
     elif found is None:

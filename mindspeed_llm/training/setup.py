@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, build
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
@@ -18,6 +19,7 @@ from mindspeed_llm.training.folders import (
     go_on,
     read_progress,
     to_resume,
+    verify_state,
 )
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
@@ -68,6 +70,8 @@ def prepare(options: TrainOptions, *, trains: bool = True) -> Setup:
     reservation = Reservation(options.save) if options.save and is_first else None
     with given_up_on_errors(reservation):
         resumed = to_resume(options)
+        if resumed is not None:
+            verify_state(resumed, options)
         shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
         lora = plan_lora(options, shape)
         if resumed is not None:
@@ -91,7 +95,14 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
     if resumed is None and not options.from_scratch:
         from mindspeed_llm.checkpoint.loading import load_weights
 
-        load_weights(chunks, options.load, shape=setup.shape, noop_layers=options.noop_layers)
+        load_weights(
+            chunks,
+            options.load,
+            shape=setup.shape,
+            noop_layers=options.noop_layers,
+            verify=not options.no_verify,
+            is_shared=True,
+        )
         logger.info("weights from %s", options.load)
     if setup.lora is not None:
         add_adapters(chunks, setup.lora, setup.shape, options)
@@ -109,6 +120,7 @@ def _known_shape(options: TrainOptions, resumed: Path) -> tuple[ModelShape, Path
     shape = build(ModelShape, read_progress(resumed).shape, source=str(resumed))
     check_flags(options, shape)
     folder = resumed.parent / HF_FOLDER
+    verify_small(folder, enabled=not options.no_verify)
     return shape, folder if (folder / "config.json").is_file() else None
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from mindspeed.checkpoint.digests import verified, verify_small, write_digests
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.commit import flush_tree, write_file, written_aside
 from mindspeed_llm.checkpoint.conversion import DTYPES
 from mindspeed_llm.checkpoint.detection import HF_FOLDER, TRACKER, Found, detect
 from mindspeed_llm.checkpoint.hf_target import copy_small_files, write_index
-from mindspeed_llm.checkpoint.output import Progress, write_outputs
+from mindspeed_llm.checkpoint.output import Progress, write_folder_digests, write_outputs
 from mindspeed_mm.checkpoint.dcp_model import DcpModel
 from mindspeed_mm.checkpoint.dcp_writer import write_dcp
 from mindspeed_mm.checkpoint.hf_view import HfView
@@ -41,6 +42,8 @@ def convert(options: ConvertOptions, progress: Progress | None = None) -> Conver
         if not path:
             raise ConfigError(f"{flag} is missing: give a directory")
     found = detect(options.load_dir)
+    for place in (found.folder, found.config_folder):
+        verify_small(place, enabled=not options.no_verify)
     if found.kind == "mcore":
         raise ConfigError(
             f"{options.load_dir}: is a Megatron checkpoint: use mindspeed-llm convert"
@@ -64,10 +67,17 @@ def _to_dcp(options: ConvertOptions, folder: Path, progress: Progress | None) ->
     _must_match({name: tuple(t.shape) for name, t in source.shapes.items()}, known, folder)
     # In training, the model of transformers lies in the `model` of TransformersModel.
     prefix = "model." if model is None else "model.model."
-    with written_aside(root / RELEASE, options.overwrite) as aside:
+    with (
+        written_aside(root / RELEASE, options.overwrite) as aside,
+        verified(folder, enabled=not options.no_verify, is_expected=False),
+    ):
         _must_fit(source.nbytes, root)
-        write_dcp(aside, source, prefix, _dtype(options), progress)
+        written = write_dcp(
+            aside, source, prefix, _dtype(options), progress, check_finite=options.check_finite
+        )
+        write_digests(aside, written, {"kind": "converted"})
     copy_small_files(folder, root / HF_FOLDER)
+    write_digests(root / HF_FOLDER, {}, {"kind": "config"})
     flush_tree(root / HF_FOLDER)
     write_file(root / TRACKER, f"{RELEASE}\n")
     return Converted(root / RELEASE, len(source.shapes), source.nbytes)
@@ -86,12 +96,18 @@ def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> 
     _must_match({name: dcp.shape(name) for name in known}, known, found.folder)
     source = HfView(dcp, model, assets)
     final = Path(options.save_dir)
-    with written_aside(final, options.overwrite) as aside:
+    with (
+        written_aside(final, options.overwrite) as aside,
+        verified(found.folder, enabled=not options.no_verify, ranges=dcp.ranges),
+    ):
         outputs = source.outputs(aside, _dtype(options))
-        write_outputs(outputs, source, final.parent, progress)
+        written = write_outputs(
+            outputs, source, final.parent, progress, check_finite=options.check_finite
+        )
         write_index(aside, outputs)
         if assets is not None:
             copy_small_files(assets, aside, outputs[0].tensors[0][1])
+        write_folder_digests(aside, written, outputs)
     tensors = [tensor for output in outputs for tensor in output.tensors]
     return Converted(final, len(tensors), sum(output.nbytes for output in outputs))
 

@@ -10,7 +10,7 @@ from mindspeed_llm.checkpoint.adapters import CONFIG, read_config
 from mindspeed_llm.checkpoint.assembly import Part, Whole
 from mindspeed_llm.checkpoint.boxes import slices, whole
 from mindspeed_llm.checkpoint.dcp_files import DcpFiles
-from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, read_metadata
+from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, ranges_of, read_metadata
 from mindspeed_llm.checkpoint.mapped_file import aligned
 from mindspeed_llm.checkpoint.source import check_names
 from mindspeed_llm.training.folders import STATE_FILE, read_progress
@@ -31,7 +31,10 @@ class DcpModel:
     ) -> None:
         """Read the description of a checkpoint safely; with `known` ones, they have to be there."""
         self._files = DcpFiles(folder)
-        self._tensors = _without_prefix(read_metadata(folder), known)
+        stored = read_metadata(folder)
+        self._tensors = _without_prefix(stored, known)
+        self.ranges = ranges_of(stored, self._tensors.values())
+        """Where they are in the files, which may hold an optimizer as well."""
         adapters = [name for name in self._tensors if ADAPTER in name]
         self._alpha = _alpha(folder, adapters[0], lora_alpha) if adapters else None
         self.names = {n.replace(BASE, ""): n for n in self._tensors if ADAPTER not in n}

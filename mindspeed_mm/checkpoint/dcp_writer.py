@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 
+from mindspeed.checkpoint.dcp_writer import DigestWriter
+from mindspeed.checkpoint.digests import FileRecord
 from mindspeed_llm.checkpoint.mapped_file import aligned
-from mindspeed_llm.checkpoint.output import Progress
+from mindspeed_llm.checkpoint.output import Progress, must_be_finite
 from mindspeed_mm.models.hf_weights import HfWeights
 
 
@@ -19,13 +21,20 @@ def write_dcp(
     prefix: str,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Write every tensor under its name with a prefix; no process group is needed."""
+    *,
+    check_finite: bool = False,
+) -> dict[str, FileRecord]:
+    """Write every tensor under its name with a prefix, and return the digests of the files.
+
+    No process group is needed.
+    """
     state = {prefix + name: _typed(tensor, dtype) for name, tensor in source.shapes.items()}
-    planner = _Planner(source, prefix, dtype, progress)
+    planner = _Planner(source, prefix, dtype, progress, check_finite)
+    writer = DigestWriter(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # not there, as it is meant
-        dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    return writer.files
 
 
 class _Planner(DefaultSavePlanner):
@@ -37,8 +46,10 @@ class _Planner(DefaultSavePlanner):
         prefix: str,
         dtype: torch.dtype | None,
         progress: Progress | None,
+        check_finite: bool,
     ) -> None:
         super().__init__()
+        self._check_finite = check_finite
         self._source, self._prefix, self._dtype = source, prefix, dtype
         self._progress = progress
 
@@ -47,7 +58,10 @@ class _Planner(DefaultSavePlanner):
         values = self._source.read(write_item.index.fqn.removeprefix(self._prefix))
         if self._progress is not None:
             self._progress(values.nbytes, self._source.nbytes)
-        return _typed(aligned(values), self._dtype)
+        typed = _typed(aligned(values), self._dtype)
+        if self._check_finite:
+            must_be_finite(write_item.index.fqn, typed)
+        return typed
 
 
 def _typed(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

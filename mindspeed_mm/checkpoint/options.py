@@ -28,5 +28,9 @@ class ConvertOptions(Options):
     lora_alpha: int | None = None
     """alpha of the adapters in a DCP, which are added to the weights; without it as the checkpoint
     of the training says."""
+    no_verify: bool = False
+    """Do not compare what is read with the digests that were written beside it."""
+    check_finite: bool = False
+    """Refuse weights that hold NaN or infinity."""
     overwrite: bool = False
     """Replace what --save-dir already holds."""

@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from mindspeed import device
 from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
 from mindspeed.checkpoint.dcp_reader import VerifiedReader, WeightsOnlyPlanner
+from mindspeed.checkpoint.dcp_writer import DigestWriter
+from mindspeed.checkpoint.digests import verified
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.checkpoint.dcp_files import check_files
-from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, tensors_of
+from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, ranges_of, tensors_of
 from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, reason
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
@@ -36,6 +38,7 @@ class _Save:
     """A save that goes on in the background."""
 
     future: "Future[Any]"
+    writer: DigestWriter
     aside: Path
     progress: Progress
     keep_last: int | None
@@ -53,7 +56,7 @@ class FsdpCheckpoints:
         self._group: dist.ProcessGroup | None = None
         self._saving: _Save | None = None
 
-    def load(self, folder: Path, *, with_optimizer: bool) -> None:
+    def load(self, folder: Path, *, with_optimizer: bool, verify: bool = True) -> None:
         """Read this rank's shards of a checkpoint that any number of ranks has written."""
         metadata = read_dcp_metadata(folder)
         stored = tensors_of(metadata, folder)
@@ -65,8 +68,10 @@ class FsdpCheckpoints:
         if with_optimizer:
             state |= self._optimizer_matched(stored, folder)
         try:
+            ranges = ranges_of(stored, (stored[name] for name in state))
             reader, planner = VerifiedReader(folder, metadata), WeightsOnlyPlanner(folder)
-            dcp.load(state, storage_reader=reader, planner=planner)
+            with verified(folder, enabled=verify, ranges=ranges, is_shared=True):
+                dcp.load(state, storage_reader=reader, planner=planner)
         except dcp.CheckpointException as error:
             raise ConfigError(f"{folder}: cannot be loaded ({reason(error)})") from None
 
@@ -86,15 +91,15 @@ class FsdpCheckpoints:
             aside = self._folders.new(progress.iteration)
             _agree_on_buffers(self._model)
             state = self._state(progress.has_optimizer)
-            writer = dcp.FileSystemWriter(aside)
+            writer = DigestWriter(aside)
             if in_background:
                 future = dcp.async_save(
                     state, storage_writer=writer, process_group=self._host_group()
                 )
-                self._saving = _Save(future, aside, progress, keep_last)
+                self._saving = _Save(future, writer, aside, progress, keep_last)
             else:
                 dcp.save(state, storage_writer=writer)
-                self._folders.commit(aside, progress, keep_last)
+                self._folders.commit(aside, progress, keep_last, writer.files)
 
     def poll(self) -> None:
         """Complete a save in the background if all ranks have written."""
@@ -112,7 +117,8 @@ class FsdpCheckpoints:
             save, self._saving = self._saving, None
             with self._folders.explained(save.progress.iteration):
                 save.future.result()
-                self._folders.commit(save.aside, save.progress, save.keep_last)
+                files = save.writer.files
+                self._folders.commit(save.aside, save.progress, save.keep_last, files)
 
     def _host_group(self) -> dist.ProcessGroup:
         """Return a group of its own for the background: steps talk at the same time."""

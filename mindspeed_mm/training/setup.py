@@ -3,7 +3,7 @@
 import argparse
 import logging
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindspeed.checkpoint.digests import verified
 from mindspeed.compat.run_arguments import set_args
 from mindspeed.config import ConfigError
 from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
 from mindspeed_llm.checkpoint import detect
-from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on
+from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on, verify_state
 from mindspeed_llm.training.reservation import Reservation, given_up_on_errors
 from mindspeed_llm.training.world import limit_waits, seed_everything
 from mindspeed_mm.models import weights
@@ -70,6 +71,8 @@ def _begin_with(
     args = make_args(run, layout)
     set_args(args)
     resumed = agreed_to_resume(options)
+    if resumed is not None:
+        verify_state(resumed, options)
     model = _build(run, callbacks, layout)
     _fill(model, run, resumed)
     model.train()
@@ -122,7 +125,8 @@ def _build(run: Run, callbacks: Callbacks, layout: Layout) -> nn.Module:
     """Build the model alike on every rank, and shard it."""
     seed_everything(run.options.seed)
     is_meta = run.options.init_model_with_meta_device
-    with weights.meta_parameters() if is_meta else nullcontext():
+    source = None if is_meta else getattr(run.mm.model, "init_from_hf_path", None)
+    with weights.meta_parameters() if is_meta else nullcontext(), _verified_hf(source, run):
         model = callbacks.model()
     if layout.cp > 1:
         _share_sequences(model, layout.cp)
@@ -169,8 +173,17 @@ def _fill(model: nn.Module, run: Run, resumed: Path | None) -> None:
                 "init_from_hf_path of the model, or --from-scratch for random ones"
             )
     if source is not None:
-        weights.load_pretrained(model, source)
+        with _verified_hf(source, run):
+            weights.load_pretrained(model, source)
         logger.info("weights from %s", source)
+
+
+def _verified_hf(source: str | None, run: Run) -> AbstractContextManager[None]:
+    """Verify a Hugging Face folder while all ranks read it, if it came with digests."""
+    if source is None:
+        return nullcontext()
+    is_wanted = not run.options.no_verify
+    return verified(Path(source), enabled=is_wanted, is_shared=True, is_expected=False)
 
 
 def _begin(run: Run, checkpoints: FsdpCheckpoints, resumed: Path | None) -> Progress:
@@ -181,6 +194,6 @@ def _begin(run: Run, checkpoints: FsdpCheckpoints, resumed: Path | None) -> Prog
         _must_go_on_alike(adapters(run), progress.lora)
         return progress
     if options.load is not None and (found := detect(options.load)).kind != "hf":
-        checkpoints.load(found.folder, with_optimizer=False)
+        checkpoints.load(found.folder, with_optimizer=False, verify=not options.no_verify)
         logger.info("weights from %s", found.folder)
     return Progress()

@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from mindspeed.config import ConfigError
 from mindspeed_mm.training.callbacks import Callbacks
 from tests.distributed.test_fsdp_experts import EXPERTS, HIDDEN, Model
 from tests.drill import Drill, Subject
 from tests.mm import runs
 from tests.ranks import run_ranks
+from tests.unit.checkpoint.test_digests import flip
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
 
 SHARDED = {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}"]}
@@ -52,6 +55,34 @@ def test_other_ranks_and_other_shards_go_on(tmp_path: Path) -> None:
                 torch.testing.assert_close(found[key], tensor, atol=1e-5, rtol=1e-4, msg=key)
     kept = sorted(path.name for path in (tmp_path / "half").glob("*iter_*"))
     assert kept == ["iter_0000001", "iter_0000002"]
+
+
+def flip_and_go_on(folder: Path) -> list[str]:
+    """Flip one bit in each file of a checkpoint in turn, and return what a resume says."""
+    said = []
+    train_cases(str(folder), {"run": ({"train_iters": 1}, {})})
+    for path in sorted((folder / "run/iter_0000001").iterdir()):
+        keep = path.read_bytes()
+        if torch.distributed.get_rank() == 0:
+            flip(path)
+        torch.distributed.barrier()
+        with pytest.raises(ConfigError) as raised:
+            train_cases(str(folder), {"run": ({"train_iters": 2}, {})})
+        said.append(str(raised.value))
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            path.write_bytes(keep)
+        torch.distributed.barrier()
+    train_cases(str(folder), {"run": ({"train_iters": 2}, {})})
+    return said
+
+
+def test_one_bit_is_named_by_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(flip_and_go_on, 2, tmp_path)
+    assert first == second
+    names = [".metadata", "__0_0.distcp", "__1_0.distcp", "digests.json", "training.json"]
+    assert [text.partition(": ")[0].rpartition("/")[2] for text in first] == names
+    assert all("is damaged" in text for text in first)
 
 
 class ExpertData(torch.utils.data.Dataset[torch.Tensor]):

@@ -24,6 +24,8 @@ class CheckpointOptions(Options):
     """Keep only so many of the newest checkpoints (default: all)."""
     finetune: bool = False
     """Take only the weights of --load: begin with step 0 and a new optimizer."""
+    no_verify: bool = False
+    """Do not compare the files that are loaded with the digests written beside them."""
     no_load_optim: bool = False
     """Do not load the optimizer's state."""
     no_save_optim: bool = False

@@ -103,7 +103,7 @@ def test_a_training_without_training_json_is_not_restarted(tmp_path):
 def _fail_at_each_rename(root):
     """Stop a commit where a crash could, and return what the tracker says each time."""
     folders = CheckpointFolders(str(root))
-    folders.commit(folders.new(1), Progress(iteration=1), None)
+    folders.commit(folders.new(1), Progress(iteration=1), None, {})
     original, found = os.rename, []
 
     def fail(source, target):
@@ -113,12 +113,12 @@ def _fail_at_each_rename(root):
         aside = folders.new(iteration)
         os.rename = fail
         try:
-            folders.commit(aside, Progress(iteration=iteration), None)
+            folders.commit(aside, Progress(iteration=iteration), None, {})
         except OSError:
             found.append((newest(root), read_progress(newest(root)).iteration))
         finally:
             os.rename = original
-    folders.commit(folders.new(2), Progress(iteration=2), None)
+    folders.commit(folders.new(2), Progress(iteration=2), None, {})
     return [*found, (newest(root), read_progress(newest(root)).iteration)]
 
 

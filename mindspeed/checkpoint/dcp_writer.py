@@ -1,0 +1,98 @@
+"""Writers of distributed checkpoints that digest what they write, as they write it."""
+
+import io
+from collections.abc import Iterable
+from typing import IO, Any
+
+import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mindspeed.checkpoint.digests import SLICE, FileRecord
+
+
+class _DigestedStream(io.IOBase):
+    """Writes an entry to a file; when it is closed its digest is in `digests`."""
+
+    def __init__(self, raw: Any, digests: list[str]) -> None:
+        self._raw, self._digests, self._hash = raw, digests, xxhash.xxh3_128()
+
+    def writable(self) -> bool:
+        """Say that it can be written."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write through; slices are hashed while the cache has them."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), SLICE):
+            taken = view[start : start + SLICE]
+            self._hash.update(taken)
+            self._raw.write(taken)
+        return len(view)
+
+    def close(self) -> None:
+        """End the entry; the file stays open for the next."""
+        if not self._digests:
+            self._raw.flush()
+            self._digests.append(self._hash.hexdigest())
+
+
+class DigestTransforms(_StorageWriterTransforms):
+    """Gives torch streams that digest.
+
+    A digest comes back from whichever process wrote, in the place of the names of transformations
+    (`transform_descriptors`), of which there are none; `taken` takes it out again.
+    """
+
+    def transform_save_stream(
+        self, write_item: WriteItem, raw_stream: io.IOBase
+    ) -> tuple[IO[bytes], list[str]]:
+        """Return the stream for an entry and the list that will hold its digest."""
+        digests: list[str] = []
+        return _DigestedStream(raw_stream, digests), digests  # type: ignore[return-value]
+
+
+def taken(results: Iterable[Iterable[WriteResult]]) -> dict[str, FileRecord]:
+    """Take the digests out of the results of all ranks, and return the files they are of."""
+    parts: dict[str, list[tuple[int, int, str]]] = {}
+    for result in (each for rank in results for each in rank):
+        info = result.storage_data
+        if info.transform_descriptors:
+            (digest,) = info.transform_descriptors
+            parts.setdefault(info.relative_path, []).append((info.offset, info.length, digest))
+            info.transform_descriptors = None
+    return {
+        name: FileRecord(tuple((length, digest) for _, length, digest in sorted(found)))
+        for name, found in parts.items()
+    }
+
+
+class DigestWriter(FileSystemWriter):
+    """torch's writer; on the first rank `files` are what all ranks have written."""
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(path)
+        self.transforms = DigestTransforms()
+        self.files: dict[str, FileRecord] = {}
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, without the digests."""
+        self.files = taken(results)
+        super().finish(metadata, results)
+
+
+def digest_writes(writer: Any, files: dict[str, FileRecord]) -> None:
+    """Let a writer that Megatron made digest, too, and fill `files` on the first rank."""
+    if not hasattr(writer, "transforms"):
+        return  # of a torch without them; the files are read once more then
+    original = writer.finish
+    writer.transforms = DigestTransforms()
+
+    def finish(metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files.update(taken(results))
+        original(metadata, results)
+
+    writer.finish = finish
