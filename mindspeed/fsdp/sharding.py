@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 import mindspeed.device
 from mindspeed.config import ConfigError, build
 from mindspeed.fsdp.agreement import agree_on_collectives
+from mindspeed.fsdp.borders import cast_at_border
 from mindspeed.fsdp.experts import ExpertGroups
 from mindspeed.fsdp.options import FsdpOptions
 from mindspeed.fsdp.plan import DTYPES, ROOT, Plan, make_plan
@@ -49,6 +50,8 @@ class Sharding:
         ignored = [model.get_submodule(name) for name in self.plan.ignored]
         for module in ignored:
             _move(module, device.torch_device)
+            if options.param_dtype and options.cast_forward_inputs:
+                cast_at_border(module, DTYPES[options.param_dtype])
         self.kwargs: dict[str, Any] = {
             "mesh": make_mesh(self.plan, device),
             "mp_policy": mixed_precision(options),

@@ -54,6 +54,7 @@ def observe() -> dict[str, Any]:
     seen: dict[str, Any] = {
         "mixed": [train(model, dist.get_rank(), WORLD) for model in (ours, theirs)],
         "types": _types(),
+        "guide": _guide(),
         "refused": _refusals(),
     }
     ahead = {**SHARD, "num_to_forward_prefetch": 1, "num_to_backward_prefetch": 2}
@@ -128,6 +129,18 @@ def _types() -> dict[str, list[torch.dtype]]:
     return found
 
 
+def _guide() -> tuple[list[torch.dtype], list[float]]:
+    """Train as the guide's file says: a frozen encoder in fp32 within a model in bf16."""
+    model = new_model()
+    types = []
+    model.image_encoder[0].register_forward_hook(lambda *given: types.append(given[2].dtype))
+    values = {**SHARD, "ignored_modules": ["image_encoder"], "param_dtype": "bf16"}
+    shard(model, build(FsdpOptions, {**values, "reduce_dtype": "fp32"}))
+    model.image_encoder.register_forward_hook(lambda *given: types.append(given[2].dtype))
+    losses = train(model, dist.get_rank(), WORLD).losses
+    return types[:2], losses
+
+
 def _refusals() -> dict[str, str]:
     said = {}
     for key, values in {
@@ -164,6 +177,12 @@ def test_types_are_cast_where_the_file_says():
     assert types["cast"] == [bf16, bf16, fp16, fp32]
     assert types["not cast"] == [fp32, fp16, fp32, fp32]
     assert types["left alone"] == [fp32] * 4
+
+
+def test_an_ignored_module_keeps_its_type_within_another():
+    types, losses = seen()["guide"]
+    assert types == [torch.float32, torch.bfloat16]
+    assert losses == pytest.approx(train(new_model()).losses, rel=0.02)
 
 
 def gathers(name: str) -> tuple[int, int]:
