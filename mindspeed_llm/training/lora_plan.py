@@ -2,14 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_llm.checkpoint.adapters import CONFIG, read_config
 from mindspeed_llm.models.families import family_named
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.models.table import Weight
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.options.lora import LORA_TARGETS
+
+UNSUPPORTED = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "fan_in_fan_out")
+"""Keys of peft's config that change what adapters add."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ def plan_lora(options: TrainOptions, shape: ModelShape) -> LoraPlan | None:
             f"--lora-r {rank} --lora-alpha {options.lora_alpha:g} --lora-dropout "
             f"{options.lora_dropout:g}: give a rank and an alpha above 0, and a share below 1"
         )
+    if options.lora_load is not None:
+        _check_loaded(Path(options.lora_load), rank, options.lora_alpha)
     parts = {
         weight.name.split(".")[-2]: projection_names(weight) for weight in adaptable_weights(shape)
     }
@@ -65,6 +72,24 @@ def plan_lora(options: TrainOptions, shape: ModelShape) -> LoraPlan | None:
     return LoraPlan(
         rank, options.lora_alpha, options.lora_dropout, tuple(sorted(modules)), options.load
     )
+
+
+def _check_loaded(folder: Path, rank: int, alpha: float) -> None:
+    """Refuse adapters whose config says that they add something else than this run would."""
+    if not (folder / CONFIG).is_file():
+        return
+    config = read_config(folder)
+    for key, flag, given in (("r", "--lora-r", rank), ("lora_alpha", "--lora-alpha", alpha)):
+        if config[key] != given:
+            raise ConfigError(
+                f"{flag} {given:g}: the adapters in --lora-load {folder} have {config[key]}: give "
+                f"{flag} {config[key]}"
+            )
+    for key in UNSUPPORTED:
+        if config.get(key):
+            raise ConfigError(
+                f"--lora-load {folder}: {CONFIG} has {key} {config[key]}, which is not supported"
+            )
 
 
 def check_same(plan: LoraPlan | None, saved: Mapping[str, Any]) -> None:
