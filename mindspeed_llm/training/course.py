@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from mindspeed.config import ConfigError
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.commit import write_file
 from mindspeed_llm.training.bar import StepBar
@@ -183,8 +184,11 @@ class Course(ABC):
         if self._options.save is None or self.rank != 0:
             return
         root = Path(self._options.save)
-        root.mkdir(parents=True, exist_ok=True)
-        write_file(root / "config.yaml", yaml.safe_dump(self.config(), sort_keys=False))
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            write_file(root / "config.yaml", yaml.safe_dump(self.config(), sort_keys=False))
+        except OSError as error:
+            raise ConfigError(f"--save {root}: cannot be written ({error.strerror})") from None
 
     def _stopped(self, progress: Progress, number: int) -> Stopped:
         save = self._options.save

@@ -22,6 +22,7 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.adapters import CONFIG
 from mindspeed_llm.checkpoint.commit import flush_tree, write_file
 from mindspeed_llm.checkpoint.detection import TRACKER, detect
+from mindspeed_llm.training import disk
 from mindspeed_llm.training.options import RunOptions
 
 logger = logging.getLogger(__name__)
@@ -207,8 +208,7 @@ class CheckpointFolders:
         """Return an empty folder that no other process, even one left over, writes in."""
         name = [f".iter_{iteration:07d}{ASIDE}{secrets.token_hex(4)}"]
         if torch.distributed.get_rank() == 0:
-            for left_over in self._root.glob(f".iter_*{ASIDE}*"):
-                shutil.rmtree(left_over, ignore_errors=True)
+            self._remove_incomplete()
             (self._root / name[0]).mkdir(parents=True)
         torch.distributed.broadcast_object_list(name)
         return self._root / name[0]
@@ -242,17 +242,25 @@ class CheckpointFolders:
 
     @contextmanager
     def explained(self, iteration: int, *more: type[Exception]) -> Iterator[None]:
-        """Tell in one line why a checkpoint could not be written."""
+        """Say in one line why a checkpoint could not be written, and remove what there is of it."""
         from torch.distributed.checkpoint import CheckpointException
 
         try:
             yield
-        except (OSError, CheckpointException, *more) as error:
-            why = reason(error)
+        except (OSError, RuntimeError, CheckpointException, *more) as error:
+            if isinstance(error, RuntimeError) and not disk.is_hidden(error):
+                raise
+            why = disk.explain(reason(error), self._root, newest(self._root))
+            if torch.distributed.get_rank() == 0:
+                self._remove_incomplete()
             raise ConfigError(
                 f"--save {self._root}: iteration {iteration} could not be saved ({why}); what "
-                "was saved before is whole: put this right and give the same command again"
+                "was saved before is intact: put this right and give the same command again"
             ) from None
+
+    def _remove_incomplete(self) -> None:
+        for left_over in self._root.glob(f".iter_*{ASIDE}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
 
     def _rename(self, aside: Path, final: Path) -> None:
         old = final.with_name(f".{final.name}{ASIDE}replaced")
@@ -286,4 +294,6 @@ def reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None) or {}
     first = next((pair[0] for pair in failures.values()), error)
     text = getattr(first, "strerror", None) or str(first) or type(first).__name__
+    if hasattr(error, "failures") and not failures:
+        return "the first rank says why"
     return str(text).strip().splitlines()[-1]

@@ -124,8 +124,11 @@ class TrainingLog:
 
     def _record(self, numbers: dict[str, Any]) -> None:
         if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(numbers) + "\n")
+            try:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(numbers) + "\n")
+            except OSError as error:  # a full disk does not stop a run until it has to save
+                logger.warning("%s: no line is written (%s)", self._file, error.strerror)
         if self.board is not None:
             for name, value in numbers.items():
                 if name != "iteration":

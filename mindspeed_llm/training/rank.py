@@ -5,12 +5,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mindspeed.config import ConfigError, printable
+from mindspeed_llm.training import disk
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,13 @@ def run_rank(train: Callable[[], None]) -> int:
         return MISUSE
     except RunFailed as error:
         _report(error)
+        return FAILED
+    except OSError as error:
+        if error.errno not in disk.FULL:
+            raise
+        # Other ranks may have space: this one says what it lacks, whichever it is.
+        why = disk.explain(os.strerror(error.errno), Path(error.filename or tempfile.gettempdir()))
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {why}\n")
         return FAILED
     finally:
         _leave()
