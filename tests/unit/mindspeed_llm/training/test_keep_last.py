@@ -77,8 +77,12 @@ def test_the_tracker_follows_the_rename(tmp_path, monkeypatch):
     """Killed in between, the tracker names the checkpoint before, which is whole."""
     save(tmp_path, 2)
 
-    def fail(*paths):
-        raise OSError("killed")
+    rename = os.rename
+
+    def fail(source, target):
+        if os.path.basename(target) == "iter_0000004":
+            raise OSError("killed")
+        rename(source, target)
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(ConfigError, match="iteration 4 could not be saved"):
