@@ -47,7 +47,7 @@ def load_model(options: TrainOptions) -> LoadedModel:
     from mindspeed_llm.generation.slim import slim
 
     _check_ranks(options)
-    setup = prepare(options, trains=False)
+    setup = prepare(options, is_training=False)
     shape = setup.shape
     seed_everything(options.seed)  # some layers ask for random numbers even if they use none
     setup.config.perform_initialization = False  # random weights would be overwritten at once

@@ -80,6 +80,8 @@ class PlaceOptions(Options):
 
     load: str | None = None
     """A Hugging Face model, a converted checkpoint in any layout, or a training checkpoint."""
+    no_verify: bool = False
+    """Do not compare the weights with the digests written beside them."""
     tokenizer_name_or_path: str | None = None
     """Folder of the tokenizer, or a .gguf file (default: the one beside the weights)."""
     tensor_model_parallel_size: int = 1

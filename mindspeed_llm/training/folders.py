@@ -89,17 +89,20 @@ def read_progress(folder: Path) -> Progress:
 def newest_good(root: str | os.PathLike[str], iteration: int) -> Path | None:
     """Return the newest checkpoint up to an iteration that was not saved in a NaN streak."""
     for folder in sorted(Path(root).glob("iter_*"), reverse=True):
+        number = folder.name.removeprefix("iter_")
         try:
-            progress = read_progress(folder)
-        except ConfigError:  # damaged, or not of a training
+            if int(number) <= iteration and not read_progress(folder).nan_streak:
+                return folder
+        except (ConfigError, ValueError):  # damaged, or not of a training
             continue
-        if progress.iteration <= iteration and not progress.nan_streak:
-            return folder
     return None
 
 
-def to_resume(options: RunOptions) -> Path | None:
-    """Return the training checkpoint to go on from: that in --save, else --load if it is one."""
+def to_resume(options: RunOptions, *, is_training: bool = True) -> Path | None:
+    """Return the training checkpoint to go on from: that in --save, else --load if it is one.
+
+    What does not train can do with the weights of one that says nothing about its run.
+    """
     load, save = options.load, options.save
     if save is not None and not options.no_auto_resume:
         if (found := newest(save)) is not None:
@@ -112,7 +115,7 @@ def to_resume(options: RunOptions) -> Path | None:
         return None
     if (Path(load) / STATE_FILE).is_file():  # one iteration was given
         return Path(load)
-    if (found := newest(load)) is None:
+    if (found := newest(load)) is None and is_training:
         _must_be_no_training(f"--load {load}", load)
     return found
 

@@ -64,12 +64,12 @@ class Training:
     progress: Progress
 
 
-def prepare(options: TrainOptions, *, trains: bool = True) -> Setup:
+def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
     """Check the options against the model and the ranks, and meet the other ranks."""
     is_first = os.environ.get("RANK", "0") == "0"
     reservation = Reservation(options.save) if options.save and is_first else None
     with given_up_on_errors(reservation):
-        resumed = to_resume(options)
+        resumed = to_resume(options, is_training=is_training)
         if resumed is not None:
             verify_state(resumed, options)
         shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
@@ -77,7 +77,7 @@ def prepare(options: TrainOptions, *, trains: bool = True) -> Setup:
         if resumed is not None:
             check_same(lora, read_progress(resumed).lora)
         layout = plan_layout(options, shape)
-        if trains:
+        if is_training:
             check_experts(options, shape)
         vocab_size = vocabulary(options, shape)
         join(options, layout)

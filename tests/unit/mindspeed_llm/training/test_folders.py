@@ -93,6 +93,7 @@ def test_a_training_without_training_json_is_not_restarted(tmp_path):
         with pytest.raises(ConfigError, match=words):
             to_resume(**flags)
     assert to_resume(load=root, save=other, finetune=True) is None
+    assert find(TrainOptions(load=root), is_training=False) is None
     assert to_resume(load=root, save=root, no_auto_resume=True, finetune=True) is None
     # Converted weights belong to no training.
     shutil.move(folder, folder.with_name("release"))
