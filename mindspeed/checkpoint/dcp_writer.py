@@ -1,6 +1,7 @@
 """Writers of distributed checkpoints that digest what they write, as they write it."""
 
 import io
+import threading
 from collections.abc import Iterable
 from typing import IO, Any
 
@@ -25,12 +26,18 @@ class _DigestedStream(io.IOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write through; slices are hashed while the cache has them."""
+        """Write through; what takes long is hashed at the same time, on a thread."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), SLICE):
-            taken = view[start : start + SLICE]
-            self._hash.update(taken)
-            self._raw.write(taken)
+        if len(view) < SLICE:
+            self._hash.update(view)
+            self._raw.write(view)
+            return len(view)
+        hashing = threading.Thread(target=self._hash.update, args=(view,))
+        hashing.start()
+        try:
+            self._raw.write(view)
+        finally:
+            hashing.join()
         return len(view)
 
     def close(self) -> None:
