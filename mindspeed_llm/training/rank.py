@@ -1,6 +1,7 @@
 """One process as one rank of a run: who speaks, and how it ends."""
 
 import atexit
+import gc
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from mindspeed.config import ConfigError, printable
 from mindspeed_llm.training import disk
+from mindspeed_llm.training.stop import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -31,26 +33,29 @@ class RunFailed(RuntimeError):
 def run_rank(train: Callable[[], None]) -> int:
     """Train and return the exit code; what concerns all ranks is told once a machine."""
     speak()
+    code, misuse = 0, ""
     try:
         with stopping_with_launcher():
             train()
-    except ConfigError:
-        if _is_first_here():
-            raise
-        return MISUSE
+    except Stopped as stopped:
+        code = stopped.exit_code
+    except ConfigError as error:
+        code, misuse = MISUSE, str(error)
     except RunFailed as error:
+        code = FAILED
         _report(error)
-        return FAILED
     except OSError as error:
         if error.errno not in disk.FULL:
             raise
+        code = FAILED
         # Other ranks may have space: this one says what it lacks, whichever it is.
-        why = disk.explain(os.strerror(error.errno), Path(error.filename or tempfile.gettempdir()))
+        why = disk.explain(os.strerror(error.errno), Path(tempfile.gettempdir()))
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {why}\n")
-        return FAILED
     finally:
         _leave()
-    return 0
+    if misuse and _is_first_here():
+        raise ConfigError(misuse)
+    return code
 
 
 def speak() -> None:
@@ -122,7 +127,27 @@ def _is_first_here() -> bool:
 
 
 def _leave() -> None:
-    """Leave the other ranks in order."""
+    """Leave the other ranks in order, and end the threads of all groups.
+
+    A thread of a group that is there when the interpreter ends may abort the process. Groups end
+    with the last that holds them: Megatron, and models in cycles or in the frames of an error.
+    """
     torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if torch is None or not torch.distributed.is_initialized():
+        return
+    if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
+        megatron.destroy_model_parallel()
+        for name, value in list(vars(megatron).items()):
+            if isinstance(value, torch.distributed.ProcessGroup):  # which it forgets
+                setattr(megatron, name, None)
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    atexit.register(_forget_error)
+
+
+def _forget_error() -> None:
+    """Drop the frames of an error that ended the program, once it is printed."""
+    for name in ("last_exc", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+    gc.collect()

@@ -12,7 +12,8 @@ class Stopped(SystemExit):
     """A run that was asked to stop before its last step; its exit code is 128 + the signal."""
 
     def __init__(self, number: int, iteration: int) -> None:
-        super().__init__(128 + number)
+        self.exit_code = 128 + number
+        super().__init__(self.exit_code)
         self.iteration = iteration
         """The last iteration that was trained."""
 

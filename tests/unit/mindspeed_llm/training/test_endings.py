@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.training.course import Course, NotANumber
 from mindspeed_llm.training.folders import Progress, newest, newest_good, read_progress
 from mindspeed_llm.training.options import RunOptions
 from mindspeed_llm.training.rank import LAUNCHED, LOOK_EVERY, run_rank
 from mindspeed_llm.training.step import StepResult
 from mindspeed_llm.training.stop import Stopped
+from tests.ranks import run_ranks
 
 
 class Folders:
@@ -128,6 +130,50 @@ def test_nan_is_one_line_of_one_rank(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (local_rank == "0")
     assert all("error: the loss or its gradient was not a number" in line for line in lines)
+
+
+def _fail_with_groups(how: str) -> tuple[int | str, list[str]]:
+    """End as one of two ranks with Megatron's groups, in cycles and frames; return what is left."""
+    import torch
+    from megatron.core import parallel_state
+
+    class Model:
+        """Holds itself and a group, as modules with hooks do."""
+
+    def train() -> None:
+        parallel_state.initialize_model_parallel(2)
+        model: Any = Model()
+        model.itself, model.group = model, torch.distributed.new_group()
+        torch.distributed.all_reduce(torch.ones(1), group=model.group)
+        try:
+            raise OSError("damaged")
+        except OSError as error:
+            if how == "wrong":
+                raise ConfigError(f"cannot be loaded ({error})") from None
+            if how == "stopped":
+                raise Stopped(signal.SIGTERM, 3) from None
+
+    code: int | str
+    try:
+        code = run_rank(train)
+    except ConfigError as error:
+        code = str(error)
+    tasks = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), **ALONE)
+    return code, [name for name in tasks if "runloop" in name]
+
+
+ALONE = {"rank": 0, "world_size": 1}
+"""For the end of the test's rank, which leaves a group."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
+@pytest.mark.parametrize(("how", "code"), [("wrong", 2), ("stopped", 143), ("well", 0)])
+def test_no_thread_of_a_group_is_left(how: str, code: int) -> None:
+    """One that is there when the interpreter ends aborts it now and then."""
+    first, second = run_ranks(_fail_with_groups, 2, how)
+    assert first == ("cannot be loaded (damaged)" if how == "wrong" else code, [])
+    assert second == (code, [])
 
 
 # A rank that trains until it is asked to stop, and the launcher that started it.
