@@ -1,11 +1,12 @@
-"""The operations that Megatron-LM reports do not count layers that do nothing."""
+"""Layers that do nothing: what they hand on, and that Megatron-LM's reports do not count them."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import mindspeed.megatron_adaptor  # noqa: F401  # before Megatron, as in a user's script
-from mindspeed.parallel.pipeline.noop_layer import wrap_num_floating_point_operations
+from mindspeed.parallel.pipeline.noop_layer import NoopLayer, wrap_num_floating_point_operations
 
 
 def count(args, batch_size, extra=0):
@@ -33,3 +34,14 @@ def test_reported_operations(frequency, expected):
 def test_model_without_experts():
     args = SimpleNamespace(num_layers=4)
     assert wrap_num_floating_point_operations(lambda a, b: a.num_layers * b, (1,))(args, 10) == 30
+
+
+def test_the_output_is_a_copy_of_the_input():
+    """Pipeline schedules free the memory of a stage's output, and read its input again."""
+    layer = NoopLayer(SimpleNamespace(), layer_number=1, global_number=4)
+    x = torch.randn(3, 2, requires_grad=True)
+    out, context = layer(x, attention_mask=None)
+    assert torch.equal(out, x) and out.data_ptr() != x.data_ptr() and context is None
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 2)) and layer.layer_number == 4
+    assert not list(layer.parameters())

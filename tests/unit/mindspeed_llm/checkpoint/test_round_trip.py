@@ -165,3 +165,19 @@ def test_multi_token_prediction_has_its_embedding_on_the_last_stage(models, tmp_
     assert not any(embedding in chunk or output in chunk for chunk in middle)
     heads = {name.split(".")[0] for name in last}
     assert "mtp" in heads and not any(n.startswith("mtp") for c in (first, *middle) for n in c)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_the_ends_of_a_model_are_on_the_ends_of_the_pipeline(models, tmp_path, name):
+    """A tied output layer is a copy of the embedding on the last stage, and there only."""
+    expected = load_file(models[name] / "model.safetensors")
+    to_mcore(models[name], tmp_path / "mg", **{PP: 4})
+    folder = tmp_path / "mg/iter_0000001"
+    paths = [folder / f"mp_rank_00_{stage:03d}/model_optim_rng.pt" for stage in range(4)]
+    first, *middle, last = (torch.load(path, weights_only=True)["model"] for path in paths)
+    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
+    head = "model.embed_tokens.weight" if name == "llama_tied" else "lm_head.weight"
+    assert torch.equal(first[embedding], expected["model.embed_tokens.weight"])
+    assert torch.equal(last[output], expected[head])
+    assert output not in first and embedding not in last
+    assert not any({embedding, output} & chunk.keys() for chunk in middle)

@@ -47,6 +47,15 @@ SHAPE = ModelShape(
             {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
             "micro-batches of a step are not a multiple",
         ),
+        (
+            2,
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_per_virtual_pipeline_stage": 1,
+                "global_batch_size": 3,
+            },
+            "the 3 micro-batches of a step are not a multiple",
+        ),
         (2, {"global_batch_size": 3}, "--global-batch-size 3 is not a multiple of 2"),
     ],
 )
