@@ -119,8 +119,9 @@ class Tree:
             code, output = self.run(fault.tests, limit, "-x")
         finally:
             path.write_text(text, encoding="utf-8")
-        # Tests that hang or crash have noticed it as well.
-        is_caught = code is None or code < 0 or code in _PYTEST_FAILED
+        # Tests that crash have noticed it as well. Those that run past the limit may just be slow:
+        # ranks that hang have a shorter limit of their own.
+        is_caught = code is not None and (code < 0 or code in _PYTEST_FAILED)
         result = CAUGHT if is_caught else SURVIVED if code == 0 else BROKEN
         return result, output[-_KEPT_OUTPUT:]
 
@@ -237,6 +238,8 @@ def summary(faults: Sequence[Fault], outcomes: dict[str, Outcome], console: Cons
         outcome = outcomes.get(fault.title)
         if outcome is not None and outcome.result != CAUGHT:
             reason = fault.reason or "no reason given: add a test that notices it"
+            if outcome.result == BROKEN:
+                reason = " ".join(outcome.tail.split()[-12:])
             console.print(
                 f"{outcome.result}: {fault.title} in {fault.file}: {reason}", soft_wrap=True
             )
