@@ -132,6 +132,7 @@ def load_processor(options: ProcessorOptions) -> Any:
     if not folder.is_dir():
         raise ConfigError(f"model_name_or_path {folder} is no folder: give that of the model")
     check_torchvision()
+    _check_json(folder)
     known = getattr(transformers, _class_name(folder), None)
     has_videos = torchvision_problem() is None
     loaders = [transformers.AutoProcessor] if has_videos or known is None else []
@@ -144,6 +145,17 @@ def load_processor(options: ProcessorOptions) -> Any:
             f"{type(processor).__name__}"
         )
     return processor
+
+
+def _check_json(folder: Path) -> None:
+    """Name the file that is damaged: the errors of the loaders do not."""
+    for name in ("config.json", *CLASS_FILES):
+        path = folder / name
+        if path.is_file():
+            try:
+                parse_json(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{path}: cannot be read ({error})") from None
 
 
 def _load_first(loaders: Sequence[Any], folder: Path, trust_remote_code: bool) -> Any:
