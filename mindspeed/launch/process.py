@@ -6,9 +6,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,6 +44,20 @@ def ignore_requests_to_stop() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+def start_workers(loader: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator over a loader; SIGTERM is held back while it forks its workers.
+
+    Libraries start threads in a forked process before `start_worker` runs there: they inherit this.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        return iter(loader)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_worker(then: Callable[[int], None] | None, number: int) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from mindspeed.config import ConfigError, build
-from mindspeed.launch.process import start_worker
+from mindspeed.launch.process import start_worker, start_workers
 from mindspeed_llm.data.order import SampleOrder
 from mindspeed_mm.data.collate import Batch
 from mindspeed_mm.data.dataset import ConversationDataset, Outcome
@@ -85,7 +85,7 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._order.position // self.samples_per_epoch + 1
-        for batch, skipped in self._batches:
+        for batch, skipped in start_workers(self._batches):
             if isinstance(batch, ConfigError):
                 raise batch
             # Counted here and not where it is prepared: processes prepare ahead.

@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from mindspeed.config import ConfigError
-from mindspeed.launch.process import start_worker
+from mindspeed.launch.process import start_worker, start_workers
 from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems
 from mindspeed_mm.data.loader import MicroBatchLoader
 from mindspeed_mm.training.world import Layout
@@ -67,7 +67,7 @@ class Batches:
             return self._epochs(self._loader, 0)
         rounds = consumed // (self._layout.micro_batch * self._layout.dp)
         if self._is_plain:
-            return iter(self._own_part(rounds))
+            return start_workers(self._own_part(rounds))
         if isinstance(self._loader, Iterator):
             return islice(self._loader, rounds, None)
         return self._epochs(self._loader, rounds)
@@ -130,7 +130,7 @@ class Batches:
         for epoch in count():
             self._shufflers.begin(epoch)
             is_empty = True
-            for batch in loader:
+            for batch in start_workers(loader):
                 is_empty = False
                 if skipped:
                     skipped -= 1

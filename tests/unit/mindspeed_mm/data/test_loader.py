@@ -19,6 +19,7 @@ from mindspeed_mm.data.options import DataloaderOptions
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.world import Layout
 from tests.mm import processors
+from tests.ranks import run_ranks
 
 SIZE = 23
 
@@ -128,7 +129,12 @@ class _Waiting(Dataset):
 @pytest.mark.parametrize("whose", ["script", "ours"])
 def test_workers_outlive_signals_that_all_processes_get(tmp_path, whose):
     """So that the step which the run ends with has its batches."""
-    data = _Waiting(tmp_path)
+    assert run_ranks(_take_under_signals, 1, tmp_path, whose) == [[0, 1, 2, 3]]
+
+
+def _take_under_signals(folder, whose):
+    # In a rank, not in pytest: what other tests have imported may start threads in a forked worker.
+    data = _Waiting(folder)
     if whose == "ours":
         loader = build_mm_dataloader(data, options(batch_size=1, shuffle=False, num_workers=1))
         batches = iter(loader)
@@ -138,14 +144,14 @@ def test_workers_outlive_signals_that_all_processes_get(tmp_path, whose):
     got = []
     thread = threading.Thread(target=lambda: got.extend(next(batches) for _ in range(4)))
     thread.start()
-    while not (pids := list(tmp_path.glob("*.pid"))):
+    while not (pids := list(folder.glob("*.pid"))):
         time.sleep(0.01)
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not from us: a parent may end its workers.
         subprocess.run(["kill", f"-{int(number)}", pids[0].stem], check=True)
-    (tmp_path / "go").touch()
+    (folder / "go").touch()
     thread.join()
-    assert [int(batch) for batch in got] == [0, 1, 2, 3]
+    return [int(batch) for batch in got]
 
 
 @pytest.mark.parametrize("model", processors.MAKERS)
