@@ -8,9 +8,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,44 +162,31 @@ class _Piece:
         return state.hexdigest()
 
 
-@contextmanager
-def verified(
+def verify(
     folder: Path,
     *,
     enabled: bool = True,
     ranges: Ranges | None = None,
     is_shared: bool = False,
     is_expected: bool = True,
-) -> Iterator[None]:
-    """Verify the files of a folder while the block reads them; damage is an error at its end.
+) -> None:
+    """Compare the files of a folder with their digests; damage is an error that names the file.
 
-    With `ranges`, only what they name of these files is verified, and all other files. With
-    `is_shared`, every rank enters the block and verifies a share. A folder from before there were
-    digests is read with a warning, where digests are expected.
+    With `ranges`, only what they name of these files is read, and all other files. With
+    `is_shared`, every rank calls this and reads a share. A folder from before there were digests
+    is accepted with a warning, where digests are expected.
     """
     files = read_digests(folder) if enabled else None
     if files is None:
         if enabled and is_expected:
             logger.warning("%s: has no %s: damage to its files is not noticed", folder, NAME)
-        yield
         return
     _check_sizes(folder, files)
     rank, world = 0, 1
     if is_shared:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     pieces = list(_pieces(folder, files, ranges or {}))[rank::world]
-    pool = ThreadPoolExecutor(min(READERS, max(2, os.cpu_count() or 1)))
-    try:
-        looks = [(piece, pool.submit(piece.found).result) for piece in pieces]
-        try:
-            yield
-        except Exception:  # which damage may have caused
-            if damage := _damage(looks, folder, files):
-                raise ConfigError(damage) from None
-            raise
-        damage = _damage(looks, folder, files)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    damage = _damage(pieces, folder, files)
     if world > 1:
         everywhere: list[str] = [""] * world
         torch.distributed.all_gather_object(everywhere, damage)
@@ -215,8 +201,7 @@ def verify_small(folder: Path | None, *, enabled: bool = True) -> None:
         return
     _check_sizes(folder, files)
     small = {name: record for name, record in files.items() if record.size <= SMALL}
-    looks = [(piece, piece.found) for piece in _pieces(folder, small, {})]
-    if damage := _damage(looks, folder, files):
+    if damage := _damage(list(_pieces(folder, small, {})), folder, files):
         raise ConfigError(damage)
 
 
@@ -243,18 +228,22 @@ def _pieces(folder: Path, files: Mapping[str, FileRecord], ranges: Ranges) -> It
             start += length
 
 
-def _damage(
-    looks: list[tuple[_Piece, Callable[[], str]]], folder: Path, files: Mapping[str, FileRecord]
-) -> str:
+def _damage(pieces: list[_Piece], folder: Path, files: Mapping[str, FileRecord]) -> str:
     """Return what is wrong with the first damaged part."""
-    for piece, look in looks:
+    with ThreadPoolExecutor(min(READERS, max(2, os.cpu_count() or 1))) as pool:
         try:
-            found = look()
+            for piece, found in zip(pieces, pool.map(_Piece.found, pieces)):
+                if found != piece.digest:
+                    return _difference(piece, found, folder, files)
         except OSError as error:
-            return f"{piece.path}: cannot be read ({error.strerror})"
-        if found != piece.digest:
-            part = (piece.length, found)
-            others = [name for name, record in files.items() if part in record.parts]
-            what = f"holds what belongs to {folder / others[0]}" if others else "is damaged"
-            return f"{piece.path}: {what}: its bytes are not those that were written{_HELP}"
+            return f"{error.filename or folder}: cannot be read ({error.strerror})"
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     return ""
+
+
+def _difference(piece: _Piece, found: str, folder: Path, files: Mapping[str, FileRecord]) -> str:
+    part = (piece.length, found)
+    others = [name for name, record in files.items() if part in record.parts]
+    what = f"holds what belongs to {folder / others[0]}" if others else "is damaged"
+    return f"{piece.path}: {what}: its bytes are not those that were written{_HELP}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.checkpoint.digests import verified, write_digests
+from mindspeed.checkpoint import digests
 from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.checkpoint.assembly import Part, Whole
 from mindspeed_llm.checkpoint.boxes import slices, whole
@@ -86,8 +86,8 @@ def export(found: Found, shape: ModelShape, target: Path, *, verify: bool = True
 
     check_present(found)
     ranges = adapter_ranges(found.folder) if verify else None
-    with verified(found.folder, enabled=verify, ranges=ranges):
-        adapters = saved_adapters(found.folder, shape)
+    digests.verify(found.folder, enabled=verify, ranges=ranges)
+    adapters = saved_adapters(found.folder, shape)
     assert adapters is not None
     tensors = {}
     for name, factors in sorted(adapters.factors.items()):
@@ -97,7 +97,7 @@ def export(found: Found, shape: ModelShape, target: Path, *, verify: bool = True
         save_file(tensors, aside / WEIGHTS, {"format": "pt"})
         text = json.dumps(adapters.config, indent=2, sort_keys=True)
         (aside / CONFIG).write_text(text + "\n", encoding="utf-8")
-        write_digests(aside, {}, {"kind": "adapters"})
+        digests.write_digests(aside, {}, {"kind": "adapters"})
     return len(adapters.factors)
 
 

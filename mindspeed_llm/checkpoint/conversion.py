@@ -15,7 +15,7 @@ from mindspeed_llm.checkpoint.hf_source import weight_files
 from mindspeed_llm.checkpoint.hf_target import copy_small_files, hf_outputs, write_index
 from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
 from mindspeed_llm.checkpoint.mcore_target import ITERATION, mcore_outputs, padded_vocabulary
-from mindspeed_llm.checkpoint.opening import config_folder, open_source, verified_source
+from mindspeed_llm.checkpoint.opening import config_folder, open_source, verify_source
 from mindspeed_llm.checkpoint.options import ConvertOptions
 from mindspeed_llm.checkpoint.output import Output, Progress, write_folder_digests, write_outputs
 from mindspeed_llm.checkpoint.placement import Style
@@ -94,10 +94,8 @@ def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) 
     layout = _requested_layout(options, source)
     rows = padded_vocabulary(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
     final = root / f"iter_{ITERATION:07d}"
-    with (
-        written_aside(final, options.overwrite) as aside,
-        verified_source(found, source, enabled=not options.no_verify),
-    ):
+    verify_source(found, source, enabled=not options.no_verify)
+    with written_aside(final, options.overwrite) as aside:
         outputs = mcore_outputs(aside, source, layout, _style(options), rows, _dtype(options))
         written = write_outputs(outputs, source, root, progress, check_finite=options.check_finite)
         about = {"iteration": ITERATION, "layout": layout.as_plain()}
@@ -117,10 +115,8 @@ def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> 
         final = final / "mg2hf"
         logger.info("%s is an HF model from elsewhere: writing to %s", options.save_dir, final)
     source = _open(options, found, configs)
-    with (
-        written_aside(final, options.overwrite) as aside,
-        verified_source(found, source, enabled=not options.no_verify),
-    ):
+    verify_source(found, source, enabled=not options.no_verify)
+    with written_aside(final, options.overwrite) as aside:
         outputs = hf_outputs(aside, source, _dtype(options))
         written = write_outputs(
             outputs, source, final.parent, progress, check_finite=options.check_finite

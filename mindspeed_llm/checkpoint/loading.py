@@ -9,7 +9,7 @@ import torch
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.detection import detect
 from mindspeed_llm.checkpoint.layout import Chunk, Rank
-from mindspeed_llm.checkpoint.opening import open_source, verified_source
+from mindspeed_llm.checkpoint.opening import open_source, verify_source
 from mindspeed_llm.checkpoint.placement import EMBEDDING, OUTPUT, Placement, Style
 from mindspeed_llm.checkpoint.source import Source, check_names, check_shape, only_tensors
 from mindspeed_llm.models.families import family_named
@@ -34,9 +34,9 @@ def load_weights(
     """
     found = detect(source)
     opened = open_source(found, shape=shape)
-    with verified_source(found, opened, enabled=verify, is_shared=is_shared):
-        for chunk in model_chunks:
-            _fill(_unwrapped(chunk), opened, tuple(noop_layers))
+    verify_source(found, opened, enabled=verify, is_shared=is_shared)
+    for chunk in model_chunks:
+        _fill(_unwrapped(chunk), opened, tuple(noop_layers))
 
 
 def _fill(model: torch.nn.Module, source: Source, noops: tuple[int, ...]) -> None:

@@ -1,9 +1,8 @@
 """Open any directory with weights."""
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 
-from mindspeed.checkpoint.digests import verified
+from mindspeed.checkpoint.digests import verify
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.adapters import merged
 from mindspeed_llm.checkpoint.dcp_source import open_dcp
@@ -33,11 +32,9 @@ def open_source(
     return open_mcore(found.folder, shape, noop_layers)
 
 
-def verified_source(
-    found: Found, source: Source, *, enabled: bool, is_shared: bool = False
-) -> AbstractContextManager[None]:
-    """Verify what was opened while the block reads it; HF models from elsewhere have no digests."""
-    return verified(
+def verify_source(found: Found, source: Source, *, enabled: bool, is_shared: bool = False) -> None:
+    """Verify what will be read of an opened directory; HF models from elsewhere have no digests."""
+    verify(
         found.folder,
         enabled=enabled,
         ranges=source.ranges,

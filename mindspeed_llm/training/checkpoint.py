@@ -11,10 +11,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from mindspeed.checkpoint import digests
 from mindspeed.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
 from mindspeed.checkpoint.dcp_reader import weights_only
 from mindspeed.checkpoint.dcp_writer import digest_writes
-from mindspeed.checkpoint.digests import FileRecord, verified
+from mindspeed.checkpoint.digests import FileRecord
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.dcp_files import check_files
 from mindspeed_llm.checkpoint.dcp_metadata import tensors_of
@@ -53,6 +54,7 @@ class Checkpoints:
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
         from torch.distributed.checkpoint import CheckpointException
 
+        digests.verify(folder, enabled=verify, is_shared=True)
         metadata = read_dcp_metadata(folder)
         check_files(folder, tensors_of(metadata, folder).values())
         _check_backend(folder)
@@ -61,10 +63,7 @@ class Checkpoints:
         if with_optimizer:
             _check_optimizer(wanted["optimizer"], metadata, folder)
         try:
-            with (
-                verified(folder, enabled=verify, is_shared=True),
-                weights_only(folder, metadata),
-            ):
+            with weights_only(folder, metadata):
                 state = dist_checkpointing.load(
                     wanted,
                     str(folder),

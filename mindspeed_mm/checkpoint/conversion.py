@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.checkpoint.digests import verified, verify_small, write_digests
+from mindspeed.checkpoint.digests import verify, verify_small, write_digests
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.commit import flush_tree, write_file, written_aside
 from mindspeed_llm.checkpoint.conversion import DTYPES
@@ -67,10 +67,8 @@ def _to_dcp(options: ConvertOptions, folder: Path, progress: Progress | None) ->
     _must_match({name: tuple(t.shape) for name, t in source.shapes.items()}, known, folder)
     # In training, the model of transformers lies in the `model` of TransformersModel.
     prefix = "model." if model is None else "model.model."
-    with (
-        written_aside(root / RELEASE, options.overwrite) as aside,
-        verified(folder, enabled=not options.no_verify, is_expected=False),
-    ):
+    verify(folder, enabled=not options.no_verify, is_expected=False)
+    with written_aside(root / RELEASE, options.overwrite) as aside:
         _must_fit(source.nbytes, root)
         written = write_dcp(
             aside, source, prefix, _dtype(options), progress, check_finite=options.check_finite
@@ -96,10 +94,8 @@ def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> 
     _must_match({name: dcp.shape(name) for name in known}, known, found.folder)
     source = HfView(dcp, model, assets)
     final = Path(options.save_dir)
-    with (
-        written_aside(final, options.overwrite) as aside,
-        verified(found.folder, enabled=not options.no_verify, ranges=dcp.ranges),
-    ):
+    verify(found.folder, enabled=not options.no_verify, ranges=dcp.ranges)
+    with written_aside(final, options.overwrite) as aside:
         outputs = source.outputs(aside, _dtype(options))
         written = write_outputs(
             outputs, source, final.parent, progress, check_finite=options.check_finite

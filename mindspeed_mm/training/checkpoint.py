@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed import device
+from mindspeed.checkpoint import digests
 from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
 from mindspeed.checkpoint.dcp_reader import VerifiedReader, WeightsOnlyPlanner
 from mindspeed.checkpoint.dcp_writer import DigestWriter
-from mindspeed.checkpoint.digests import verified
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.checkpoint.dcp_files import check_files
 from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, ranges_of, tensors_of
@@ -67,11 +67,11 @@ class FsdpCheckpoints:
         state = _matched(wanted, aliases, stored, folder)
         if with_optimizer:
             state |= self._optimizer_matched(stored, folder)
+        ranges = ranges_of(stored, (stored[name] for name in state))
+        digests.verify(folder, enabled=verify, ranges=ranges, is_shared=True)
         try:
-            ranges = ranges_of(stored, (stored[name] for name in state))
             reader, planner = VerifiedReader(folder, metadata), WeightsOnlyPlanner(folder)
-            with verified(folder, enabled=verify, ranges=ranges, is_shared=True):
-                dcp.load(state, storage_reader=reader, planner=planner)
+            dcp.load(state, storage_reader=reader, planner=planner)
         except dcp.CheckpointException as error:
             raise ConfigError(f"{folder}: cannot be loaded ({reason(error)})") from None
 

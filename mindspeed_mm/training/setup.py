@@ -3,7 +3,7 @@
 import argparse
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindspeed.checkpoint.digests import verified
+from mindspeed.checkpoint.digests import verify
 from mindspeed.compat.run_arguments import set_args
 from mindspeed.config import ConfigError
 from mindspeed.fsdp import shard
@@ -126,7 +126,8 @@ def _build(run: Run, callbacks: Callbacks, layout: Layout) -> nn.Module:
     seed_everything(run.options.seed)
     is_meta = run.options.init_model_with_meta_device
     source = None if is_meta else getattr(run.mm.model, "init_from_hf_path", None)
-    with weights.meta_parameters() if is_meta else nullcontext(), _verified_hf(source, run):
+    _verify_hf(source, run)
+    with weights.meta_parameters() if is_meta else nullcontext():
         model = callbacks.model()
     if layout.cp > 1:
         _share_sequences(model, layout.cp)
@@ -173,17 +174,16 @@ def _fill(model: nn.Module, run: Run, resumed: Path | None) -> None:
                 "init_from_hf_path of the model, or --from-scratch for random ones"
             )
     if source is not None:
-        with _verified_hf(source, run):
-            weights.load_pretrained(model, source)
+        _verify_hf(source, run)
+        weights.load_pretrained(model, source)
         logger.info("weights from %s", source)
 
 
-def _verified_hf(source: str | None, run: Run) -> AbstractContextManager[None]:
-    """Verify a Hugging Face folder while all ranks read it, if it came with digests."""
-    if source is None:
-        return nullcontext()
-    is_wanted = not run.options.no_verify
-    return verified(Path(source), enabled=is_wanted, is_shared=True, is_expected=False)
+def _verify_hf(source: str | None, run: Run) -> None:
+    """Verify a Hugging Face folder before all ranks read it, if it came with digests."""
+    if source is not None:
+        is_wanted = not run.options.no_verify
+        verify(Path(source), enabled=is_wanted, is_shared=True, is_expected=False)
 
 
 def _begin(run: Run, checkpoints: FsdpCheckpoints, resumed: Path | None) -> Progress:
