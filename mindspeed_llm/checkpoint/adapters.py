@@ -132,7 +132,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
         float(config["lora_alpha"]) / int(config["r"])
-    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise ConfigError(f"{folder / CONFIG}: cannot be read ({error})") from None
     return dict(config)
 

@@ -172,6 +172,12 @@ def _check_path(path: str | None) -> str:
             "--tokenizer-name-or-path is missing: give the folder of a Hugging Face model"
         )
     place = Path(path)
+    try:
+        place.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # a name that is too long, or no name
+        raise ConfigError(f"--tokenizer-name-or-path {path[:200]}: {error.args[-1]}") from None
     if place.is_file() and place.suffix == ".gguf":
         return path
     if not place.is_dir():

@@ -59,3 +59,11 @@ def test_a_file_is_no_folder(tmp_path):
         load_facts(str(tmp_path / "x"))
     with pytest.raises(ConfigError, match="is missing"):
         load_facts("")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("x" * 5000, "File name too long"), ("a\0b", "null byte")]
+)
+def test_what_cannot_be_a_path_is_one_line(path, message):
+    with pytest.raises(ConfigError, match=message):
+        load_facts(path)

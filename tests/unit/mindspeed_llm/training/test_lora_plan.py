@@ -17,6 +17,7 @@ from tests.unit.mindspeed_llm.training.test_before_work import SHAPE
         ({"r": 4}, "--lora-r 8: the adapters in .* have 4: give --lora-r 4"),
         ({"use_rslora": True}, "adapter_config.json has use_rslora True, which is not supported"),
         ({"alpha_pattern": {"q_proj": 4}}, "has alpha_pattern {'q_proj': 4}"),
+        ({"r": float("inf")}, "adapter_config.json: cannot be read"),
     ],
 )
 def test_the_config_of_loaded_adapters_must_be_that_of_the_run(tmp_path, saved, message):
