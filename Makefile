@@ -12,7 +12,8 @@ SUITES := mindspeed_llm|mindspeed_mm|tests.llm|tests.mm
 SUITE_TESTS := tests/unit/mindspeed_llm tests/unit/mindspeed_mm tests/security tests/fuzz
 SUITE_TESTS += $(shell grep -rlE "$(SUITES)" tests/distributed tests/e2e --include='test_*.py')
 # Tests in which nothing of Megatron takes part.
-NEUTRAL := tests/unit/ops tests/unit/config tests/unit/device tests/unit/patching
+NEUTRAL := $(addprefix tests/unit/,ops config device patching fsdp launch)
+NEUTRAL += tests/e2e/test_run.py $(wildcard tests/distributed/test_fsdp*.py)
 NEUTRAL_TESTS := $(shell grep -rL megatron $(NEUTRAL) --include='test_*.py')
 
 export OMP_NUM_THREADS ?= 1
