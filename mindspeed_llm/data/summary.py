@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mindspeed_llm.data.options import PreprocessOptions
-from mindspeed_llm.data.readers import unit
 
 SHOWN_PLACES = 10
 """How many malformed records are named one by one."""
@@ -68,6 +67,8 @@ class Summary:
     def add(self, counts: BlockCounts, path: str, line: int) -> list[str]:
         """Add a block whose first line stands behind `line`; return its malformed records."""
 
+        from mindspeed_llm.data.readers import unit  # not before it is needed: it imports numpy
+
         kind = unit(path)
 
         def place(local: int) -> str:
@@ -124,6 +125,8 @@ def too_long_reason(limit: int | None) -> str:
 
 def where(path: str, number: int) -> str:
     """Name a record by its file and line, its row in parquet or its number in a JSON array."""
+    from mindspeed_llm.data.readers import unit
+
     return f"{path}, {unit(path)} {number}"
 
 
