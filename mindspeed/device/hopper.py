@@ -6,7 +6,12 @@ import functools
 import importlib
 import importlib.metadata
 import logging
-from dataclasses import dataclass
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
@@ -15,20 +20,24 @@ from mindspeed import device
 logger = logging.getLogger(__name__)
 
 CAPABILITY = (9, 0)
+NOTICEABLE = 1.0
+"""Seconds of compilation that are worth a line."""
 
 
 @dataclass(frozen=True)
 class Package:
     """A distribution, the versions that will do, the module to call, and what it is for.
 
-    `trial` is a function of it (module:name) that fails where its kernels would.
+    `cached` are the environment variables that make it keep compiled kernels in "{folder}",
+    `uncached` those that make it keep none.
     """
 
     name: str
     versions: str
     module: str
     purpose: str
-    trial: str = ""
+    cached: Mapping[str, str] = field(default_factory=dict, hash=False)
+    uncached: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def requirement(self) -> str:
@@ -43,6 +52,27 @@ class Package:
         """Say whether it can be called on the device at hand."""
         return _is_usable(self)
 
+    def passes(self, trial: Callable[[], bool], what: str) -> bool:
+        """Run kernels on a small problem, which compiles them, before a model relies on them.
+
+        A package that fails here, or computes something else, is not used; one line says why.
+        """
+        folder = kernel_cache()
+        kept = f"kept in {folder}" if folder else "compiled in every run: no folder to keep them in"
+        logger.info("%s: kernels for %s (%s)", self.name, what, kept)
+        began = time.perf_counter()
+        try:
+            is_right = trial()
+        except Exception as error:  # compilers raise anything
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.warning("%s is not used for %s: %s", self.name, what, reason)
+            return False
+        if not is_right:
+            logger.warning("%s is not used for %s: its results are wrong", self.name, what)
+        elif (seconds := time.perf_counter() - began) > NOTICEABLE:
+            logger.info("%s: kernels for %s ready after %.1f s", self.name, what, seconds)
+        return is_right
+
 
 @functools.cache
 def _is_usable(package: Package) -> bool:
@@ -56,24 +86,48 @@ def _is_usable(package: Package) -> bool:
     try:
         if not package.takes(found):
             raise ImportError(f"{found} is not {package.versions}")
+        folder = kernel_cache()
+        for name, value in (package.cached if folder else package.uncached).items():
+            os.environ.setdefault(name, value.format(folder=folder))
+        # What its compiler deprecates is for its authors, not for who trains.
+        for module in ("cutlass", package.module.partition(".")[0]):
+            warnings.filterwarnings("ignore", module=rf"{module}\b")
         importlib.import_module(package.module)
-        if package.trial:
-            module, _, name = package.trial.partition(":")
-            getattr(importlib.import_module(module), name)()
     except Exception as error:  # its compiler, in another version than it wants, raises anything
         logger.warning("%s is installed and cannot be used: %s", package.name, error)
         return False
     return True
 
 
+@functools.cache
+def kernel_cache() -> Path | None:
+    """Return the folder for compiled kernels: this user's alone, since what is in it is run."""
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(root) / "mindspeed" / "kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_ours = folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK)
+        return folder if is_ours and not folder.stat().st_mode & 0o022 else None
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return None
+
+
 # What is called of them is not all public: a later version has to be tried first.
 FLASH_ATTENTION = Package(
-    "flash-attn-4", ">=4.0.0b36,<4.1", "flash_attn.cute.interface", "long attention"
+    "flash-attn-4",
+    ">=4.0.0b36,<4.1",
+    "flash_attn.cute.interface",
+    "long attention",
+    cached={
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "{folder}/flash_attn",
+    },
 )
 QUACK = Package(
     "quack-kernels",
     ">=0.6.5,<0.7",
     "quack.gemm_interface",
     "SwiGLU inside a product",
-    trial="quack.cache:get_cache_path",  # a folder for its kernels, named after the user
+    cached={"QUACK_CACHE_DIR": "{folder}/quack"},
+    uncached={"QUACK_CACHE_ENABLED": "0"},
 )

@@ -7,6 +7,7 @@ write where they are told, and Megatron's layout needs no copy.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.backends.cuda import flash_sdp_enabled
 
+from mindspeed import device
 from mindspeed.device.hopper import FLASH_ATTENTION
 from mindspeed.ops.dispatch import is_watched
 
@@ -62,6 +64,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -> 
         _is_usable(q, k, v, dropout)
         and q.shape[-2] >= TOKENS
         and (not is_causal or q.shape[-2] == k.shape[-2])
+        and _is_proven(q.dtype, q.shape[1], k.shape[1], q.shape[-1], is_causal, False)
     )
 
 
@@ -74,6 +77,46 @@ def serves_packed(
         and window in (WHOLE, CAUSAL)
         and len(q) >= TOKENS
         and documents.longest_q >= LONGEST
+        and _is_proven(q.dtype, q.shape[1], k.shape[1], q.shape[-1], window == CAUSAL, True)
+    )
+
+
+@functools.cache
+def _is_proven(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, is_causal: bool, is_packed: bool
+) -> bool:
+    """Say whether the kernels for such heads work here; this compiles them."""
+    what = f"{heads} heads ({kv_heads} of keys) of {size}, {dtype}" + ", packed" * is_packed
+    sizes = heads, kv_heads, size
+    return FLASH_ATTENTION.passes(
+        functools.partial(_trial, dtype, sizes, is_causal, is_packed), what
+    )
+
+
+def _trial(
+    dtype: torch.dtype, sizes: tuple[int, int, int], is_causal: bool, is_packed: bool
+) -> bool:
+    """Attend forth and back with equal scores: outputs are means of values."""
+    heads, kv_heads, size = sizes
+    shape, here = (1, 256), device.current().torch_device
+    documents = None
+    if is_packed:
+        shape, bounds = (256,), torch.tensor([0, 256], dtype=torch.int32, device=here)
+        documents = Documents(bounds, bounds, 256, 256)
+    q = torch.zeros(*shape, heads, size, dtype=dtype, device=here, requires_grad=True)
+    k, v = (
+        torch.ones(*shape, kv_heads, size, dtype=dtype, device=here, requires_grad=True)
+        for _ in range(2)
+    )
+    with torch.enable_grad():
+        out, _ = _Flash4.apply(q, k, v, 1.0, is_causal, documents)
+        grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    # Every query hands one gradient on to the values it sees; queries and keys get none.
+    total, each = heads * 256.0, grads[2].float().sum((-3, -2)).flatten()
+    return (
+        bool(((out - 1.0).abs() < 0.01).all())
+        and all(bool((one.abs() < 0.01).all()) for one in grads[:2])
+        and bool(((each - total).abs() < 0.02 * total).all())
     )
 
 

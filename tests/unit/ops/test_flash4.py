@@ -36,10 +36,13 @@ def install(monkeypatch, version="4.0.0b36"):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(device, "current", lambda: SimpleNamespace(capability=lambda: (9, 0)))
-    hopper._is_usable.cache_clear()
+    seeming = SimpleNamespace(capability=lambda: (9, 0), torch_device=torch.device("cpu"))
+    monkeypatch.setattr(device, "current", lambda: seeming)
+    for answer in (hopper._is_usable, flash4._is_proven):
+        answer.cache_clear()
     yield
-    hopper._is_usable.cache_clear()
+    for answer in (hopper._is_usable, flash4._is_proven):
+        answer.cache_clear()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -207,3 +210,29 @@ def test_one_that_is_too_old_is_told_of(package, monkeypatch, on_hopper, caplog)
     with caplog.at_level(logging.WARNING):
         assert not hopper.FLASH_ATTENTION.is_here()
     assert "4.0.0b4 is not >=4.0.0b36,<4.1" in caplog.text
+
+
+def fails(*args, **kwargs):
+    raise TypeError("no fail-closed semantic key\nfor this source")
+
+
+def wrong(*args, **kwargs):
+    return tuple(grad + 1 for grad in backward(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("failing", "reason"),
+    [(fails, "no fail-closed semantic key"), (wrong, "its results are wrong")],
+)
+def test_one_whose_kernels_fail_is_left_alone(
+    package, on_hopper, monkeypatch, caplog, failing, reason
+):
+    q = torch.zeros(1, 2, 2048, 64)
+    module = sys.modules["flash_attn.cute.interface"]
+    monkeypatch.setattr(module, "_flash_attn_bwd", failing)
+    with caplog.at_level(logging.WARNING):
+        assert not flash4.serves(q, q, q, True, 0.0) and not flash4.serves(q, q, q, True, 0.0)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert (
+        line == f"flash-attn-4 is not used for 2 heads (2 of keys) of 64, torch.float32: {reason}"
+    )
