@@ -1,15 +1,20 @@
 """The loop of a language model on Megatron: its samples, its steps, what its checkpoints tell."""
 
 import logging
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice, tee
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from mindspeed import device
 from mindspeed.checkpoint.digests import write_digests
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
-from mindspeed_llm.data.stream import MicroBatches, SampleStream
+from mindspeed_llm.data.prefetch import Prefetcher
+from mindspeed_llm.data.stream import MicroBatches, Sample, SampleStream
 from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.setup import Setup, Training, check_data
@@ -17,6 +22,8 @@ from mindspeed_llm.training.step import ForwardStep, Stepper, StepResult
 from mindspeed_llm.training.world import seed_everything
 
 logger = logging.getLogger(__name__)
+
+Collate = Callable[[Sequence[Sample]], dict[str, torch.Tensor]]
 
 
 class Loop(Course):
@@ -27,13 +34,14 @@ class Loop(Course):
         setup: Setup,
         training: Training,
         forward_step: ForwardStep,
+        collate: Collate,
         *,
         train: SampleStream,
         valid: SampleStream | None,
         sizes: tuple[int, int],
     ) -> None:
         self._setup, self._training, self._sizes = setup, training, sizes
-        self._train, self._valid = train, valid
+        self._train, self._valid, self._collate = train, valid, collate
         options, layout = setup.options, setup.layout
         check_data(training.progress, train.fingerprint, options)
         mean = "over all tokens" if options.calculate_per_token_loss else "over micro-batches"
@@ -58,13 +66,16 @@ class Loop(Course):
     def run(self) -> Progress:
         """Train to the last step and return where the run is."""
         self._keep_config()
-        return super().run()
+        self._batches = self._prefetch(self._train, self._training.progress.consumed_samples)
+        try:
+            return super().run()
+        finally:
+            self._batches.close()
 
     def learn(self, progress: Progress, stop: bool) -> StepResult:
-        """Learn from the next global batch."""
+        """Train on the next global batch."""
         seed_everything(self._setup.options.seed, progress.iteration + 1)
-        batches = self._batches(self._train, progress.consumed_samples)
-        return self._stepper.train(batches, self._sizes, stop)
+        return self._stepper.train(self._next_step(self._batches), self._sizes, stop)
 
     def evaluate(self) -> dict[str, float] | None:
         """Return the mean losses of the first global batches of the validation data."""
@@ -72,10 +83,11 @@ class Loop(Course):
             return None
         count = self._setup.options.eval_iters
         sums: dict[str, float] = {}
-        for number in range(count):
-            consumed = number * self._setup.layout.global_batch
-            losses = self._stepper.evaluate(self._batches(self._valid, consumed), self._sizes)
+        batches = self._prefetch(self._valid, 0)
+        for _ in range(count):
+            losses = self._stepper.evaluate(self._next_step(batches), self._sizes)
             sums = {name: sums.get(name, 0.0) + value for name, value in losses.items()}
+        batches.close()
         return {name: total / count for name, total in sums.items()}
 
     def note(self, iteration: int, consumed: int) -> Progress:
@@ -93,21 +105,28 @@ class Loop(Course):
                 chunk.start_param_sync(force_sync=True)
         super().save(progress)
 
-    def _batches(self, stream: SampleStream, consumed: int) -> Callable[[], Iterator[Any]]:
-        """Return what gives this rank's micro-batches of a step, each time from the first."""
+    def _prefetch(self, stream: SampleStream, consumed: int) -> Prefetcher[dict[str, torch.Tensor]]:
+        """Prepare this rank's micro-batches, from a number of consumed samples on."""
         from megatron.core import parallel_state
 
-        layout = self._setup.layout
-        rank = parallel_state.get_data_parallel_rank()
-        size = self._setup.options.micro_batch_size
+        samples = MicroBatches(
+            stream,
+            size=self._setup.options.micro_batch_size,
+            rank=parallel_state.get_data_parallel_rank(),
+            world=self._setup.layout.dp,
+            consumed=consumed,
+        )
+        here = device.current()
+        # A thread begins on the first device of the machine, where its pinned memory would be.
+        return Prefetcher(
+            (_pinned(self._collate(few)) for few in samples),
+            begin=partial(here.set_index, here.index()),
+        )
 
-        def begin() -> Iterator[Any]:
-            all_batches = MicroBatches(
-                stream, size=size, rank=rank, world=layout.dp, consumed=consumed
-            )
-            return islice(all_batches, layout.micro_batches)
-
-        return begin
+    def _next_step(self, batches: Iterator[Any]) -> list[Iterator[Any]]:
+        """Return the micro-batches of a step, once for every chunk of the model."""
+        chunks = len(self._training.wrapped)
+        return list(tee(islice(batches, self._setup.layout.micro_batches), chunks))
 
     def _flops(self) -> float:
         """Estimate the operations of a step: 6 a weight and token, and those of attention."""
@@ -131,3 +150,8 @@ class Loop(Course):
 
             copy_small_files(setup.config_folder, target)
             write_digests(target, {}, {"kind": "config"})
+
+
+def _pinned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy what goes to the device into memory that it can fetch by itself."""
+    return {name: values.pin_memory() if values.dim() else values for name, values in batch.items()}

@@ -43,9 +43,9 @@ class Stepper:
         self._options, self._layout = options, layout
 
     def train(
-        self, batches: Callable[[], Iterator[Any]], sizes: tuple[int, int], stop: bool = False
+        self, batches: list[Iterator[Any]], sizes: tuple[int, int], stop: bool = False
     ) -> StepResult:
-        """Learn from one global batch; `batches` gives this rank's micro-batches from the start.
+        """Train on one global batch; `batches` are this rank's micro-batches, for every chunk.
 
         `sizes` are the length and the number of samples of a micro-batch; `stop` is this rank's
         wish to end, which becomes every rank's.
@@ -55,8 +55,8 @@ class Stepper:
         self._optimizer.zero_grad()
         reports = self._run(batches, sizes, forward_only=False)
         # With --fp16 overflows are usual, and the loss scaler deals with them.
-        is_bad = not self._options.fp16 and not self._gradients_are_finite()
-        losses, tokens, bad, stops = self._share(reports, is_bad, stop)
+        gradients = None if self._options.fp16 else self._gradient_sum()
+        losses, tokens, bad, stops = self._share(reports, gradients, stop)
         is_finite = not bad and all(map(math.isfinite, losses.values()))
         updated, norm = False, math.nan
         if is_finite or self._options.fp16:
@@ -72,9 +72,7 @@ class Stepper:
             is_asked_to_stop=stops,
         )
 
-    def evaluate(
-        self, batches: Callable[[], Iterator[Any]], sizes: tuple[int, int]
-    ) -> dict[str, float]:
+    def evaluate(self, batches: list[Iterator[Any]], sizes: tuple[int, int]) -> dict[str, float]:
         """Return the losses of one global batch without learning from it."""
         for chunk in self._wrapped:
             chunk.eval()
@@ -82,17 +80,16 @@ class Stepper:
             reports = self._run(batches, sizes, forward_only=True)
         for chunk in self._wrapped:
             chunk.train()
-        return self._share(reports, False, False)[0]
+        return self._share(reports, None, False)[0]
 
     def _run(
-        self, batches: Callable[[], Iterator[Any]], sizes: tuple[int, int], *, forward_only: bool
+        self, batches: list[Iterator[Any]], sizes: tuple[int, int], *, forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        iterators = [batches() for _ in self._wrapped]
         reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            data_iterator=batches if len(batches) > 1 else batches[0],
             model=self._wrapped,
             num_microbatches=self._layout.micro_batches,
             seq_length=sizes[0],
@@ -101,34 +98,38 @@ class Stepper:
         )
         return reports
 
-    def _gradients_are_finite(self) -> bool:
+    def _gradient_sum(self) -> torch.Tensor:
+        """Return the sum of all gradients, on the device: not a number if one of them is none."""
         buffers = [
             buffer
             for chunk in self._wrapped
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
-        return all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)
+        return torch.stack([buffer.grad_data.sum().float() for buffer in buffers]).sum()
 
     def _share(
-        self, reports: list[dict[str, torch.Tensor]], is_bad: bool, stop: bool
+        self, reports: list[dict[str, torch.Tensor]], gradients: torch.Tensor | None, stop: bool
     ) -> tuple[dict[str, float], int, bool, bool]:
-        """Tell every rank the losses of all, and whether one of them has trouble or must end.
+        """Give every rank the losses of all, and whether one of them has trouble or must end.
 
         A report holds the sum of losses and how many they are, and the tokens of its micro-batch.
-        Only one rank of each model copy reports: the last stage's first.
+        Only one rank of each model copy reports: the last stage's first. The host waits for the
+        device once, when it reads what all ranks together have.
         """
         from megatron.core import parallel_state
 
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
         counted = reports if is_first else []
-        row = torch.zeros(7, dtype=torch.float32)
-        for report in counted:
-            total, count = report["lm loss"].float().tolist()
-            row[:3] += torch.tensor([total, count, total / max(count, 1.0)])
-            row[3] += 1
-            row[4] += report["tokens"].item()
-        row[5:] = torch.tensor([float(is_bad), float(stop)])
-        row = row.to(device.current().torch_device)
+        tokens = float(sum(int(report["tokens"]) for report in counted))
+        here = device.current().torch_device
+        row = torch.tensor([0.0] * 3 + [len(counted), tokens, 0.0, float(stop)])
+        row = row.to(here, non_blocking=True)
+        if counted:
+            losses = torch.stack([report["lm loss"].float() for report in counted])
+            row[:2] = losses.sum(0)
+            row[2] = (losses[:, 0] / losses[:, 1].clamp(min=1.0)).sum()
+        if gradients is not None:
+            row[5] = ~torch.isfinite(gradients)
         torch.distributed.all_reduce(row)
         total, count, means, batches, tokens, bad, stops = row.tolist()
         per_token = self._options.calculate_per_token_loss

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from mindspeed import device
 from mindspeed_llm.data.instruction import InstructionData, open_stream, split_parts, split_weights
-from mindspeed_llm.data.stream import SampleStream
+from mindspeed_llm.data.stream import Sample, SampleStream
 from mindspeed_llm.data.token_range import TokenFile
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.loop import Loop
@@ -22,7 +23,7 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class BaseTrainer(ABC):
-    """Trains a language model; a task gives get_batch, loss_func and forward_step."""
+    """Trains a language model; a task gives collate, loss_func and forward_step."""
 
     handler = "AlpacaStyleInstructionHandler"
     """How records of data files are read where --handler-name does not say."""
@@ -74,8 +75,19 @@ class BaseTrainer(ABC):
         """The length and the number of samples of a micro-batch, as Megatron's schedule sees it."""
 
     @abstractmethod
+    def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        """Make the tensors of a micro-batch, in memory of the host; runs on a thread.
+
+        Tensors without dimensions are numbers for the host and stay there.
+        """
+
     def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
         """Take the next micro-batch, as tensors on the device."""
+        here, batch = device.current().torch_device, next(data_iterator)
+        return {
+            name: values.to(here, non_blocking=True) if values.dim() else values
+            for name, values in batch.items()
+        }
 
     @abstractmethod
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
@@ -91,6 +103,7 @@ class BaseTrainer(ABC):
             self.setup,
             self.training,
             self.forward_step,
+            self.collate,
             train=self.train_data,
             valid=self.valid_data,
             sizes=self.sizes,

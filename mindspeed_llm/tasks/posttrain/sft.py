@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.collate import collate_fixed, collate_packed, collate_variable
 from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.data.stream import Sample
 from mindspeed_llm.losses.token_loss import token_loss
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
 
@@ -63,18 +63,15 @@ class SFTTrainer(BaseTrainer):
         size = self.options.micro_batch_size
         return (self.length * size, 1) if self.is_packed else (self.length, size)
 
-    def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
-        """Take the next samples and make tensors of them."""
-        samples = next(data_iterator)
+    def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        """Pad or join the samples, and count their tokens."""
         if self.is_packed:
             batch = collate_packed(samples)
             real = sum(int((sample["attention_mask"] != 0).sum()) for sample in samples)
         else:
             batch = self._padded(samples)
             real = sum(len(sample["input_ids"]) for sample in samples)
-        batch["real_tokens"] = torch.tensor(real)
-        here = device.current().torch_device
-        return {name: values.to(here, non_blocking=True) for name, values in batch.items()}
+        return batch | {"real_tokens": torch.tensor(real)}
 
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
         """Sum the losses of what is to be learnt; Megatron divides by the number of tokens."""
