@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.commit import write_file
@@ -124,6 +125,9 @@ class Course(ABC):
         finally:
             gc.unfreeze()
             self._bar.end()
+        if self.rank == 0:
+            peak = device.current().max_memory_allocated() / 2**30
+            logger.info("peak memory of rank 0: %.2f GiB", peak)
         return progress
 
     def _steps(self, progress: Progress, request: StopRequest) -> Progress:

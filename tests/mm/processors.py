@@ -71,14 +71,19 @@ def tokenizer(bos=None, **special):
 
 def qwen2_5_vl():
     """Return a processor whose images have a token for every 8 x 8 pixels."""
-    from transformers import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     images = Qwen2VLImageProcessorPil(
         patch_size=PATCH, temporal_patch_size=1, merge_size=2, min_pixels=64, max_pixels=1024
     )
-    made = _without_video(Qwen2_5_VLProcessor)
-    return made(images, tokenizer(**VISION), chat_template=QWEN_TEMPLATE)
+    return qwen2_5_vl_class()(images, tokenizer(**VISION), chat_template=QWEN_TEMPLATE)
+
+
+def qwen2_5_vl_class():
+    """Return the class of Qwen2.5-VL's processors, for images and text."""
+    from transformers import Qwen2_5_VLProcessor
+
+    return _without_video(Qwen2_5_VLProcessor)
 
 
 def internvl(images=None, *videos):

@@ -1,0 +1,268 @@
+"""How fast are whole training commands, as a user types them?
+
+    python benchmarks/bench_commands.py --list
+    python benchmarks/bench_commands.py --only pretrain:2,pretrain:4,torchtitan:2
+    python benchmarks/bench_commands.py --site torchtitan=/path/one:/path/two --site peers=/path
+    python benchmarks/bench_commands.py --shape 8B --only pretrain:1
+
+Every row is a command that runs by itself on generated data: ours, Megatron-LM's script with and
+without the one import, torchtitan's trainer, scripts on transformers and TRL, llamafactory-cli. Its
+speed and its peak of memory are those of its own log, without the first steps. Tokens are real
+ones: padding is not counted. A row that fails says why, and the others go on. The 8B shape has as
+many of its 32 layers as fit the device with AdamW (--layers).
+"""
+
+import argparse
+import importlib.metadata
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from commands import data, logs, ours, peers  # noqa: E402
+from commands.job import Job  # noqa: E402
+from record import record  # noqa: E402
+from train_step.shapes import SHAPES  # noqa: E402
+
+CASES = ours.CASES | peers.CASES
+SHAPE_NAMES = {"1.5B": "qwen2.5-1.5b", "8B": "llama3-8b", "tiny": "tiny"}
+LAYERS = {"8B": 20}
+"""18 bytes a weight: 20 layers need 91 GiB beside their activations, 32 would need 135."""
+RATIOS = (
+    ("pretrain:2", "torchtitan:2"),
+    ("pretrain:4", "torchtitan:4"),
+    ("pretrain-deterministic:2", "pretrain:2"),
+    ("sft-packed:2", "pretrain:2"),
+    ("sft-packed:4", "pretrain:4"),
+    ("sft-variable:1", "pretrain:2"),
+    ("sft-variable:2", "pretrain:2"),
+    ("sft-packed:2", "hf-packed:2"),
+    ("sft-packed:2", "trl-packed:2"),
+    ("sft-packed:2", "llamafactory:2"),
+    ("lora-packed:2", "sft-packed:2"),
+    ("lora-packed:4", "sft-packed:4"),
+    ("lora-packed:2", "hf-lora:2"),
+    ("lora-packed:2", "trl-lora:2"),
+    ("lora-packed:2", "llamafactory-lora:2"),
+    ("megatron-lm-mindspeed:2", "megatron-lm:2"),
+)
+TAIL = 15
+
+
+class Failed(Exception):
+    """A row has no result."""
+
+
+def run(command, job, row, limit):
+    """Run a command to its end; return its lines with the seconds at which they came."""
+    path = job.folder / "logs" / f"{row.replace(':', '_')}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    began, lines = time.perf_counter(), []
+    with path.open("w") as file:
+        process = subprocess.Popen(
+            command.argv,
+            cwd=job.folder,
+            env=_environment(command, job),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            for line in process.stdout:
+                lines.append((time.perf_counter() - began, line.rstrip("\n")))
+                file.write(line)
+                file.flush()
+                if lines[-1][0] > limit:
+                    raise Failed(f"not done after {limit} s")
+        finally:
+            if process.poll() is None and (not lines or lines[-1][0] > limit):
+                process.kill()
+            code = process.wait()
+    if code:
+        last = "\n".join(f"    {line}" for _, line in deque(lines, TAIL))
+        raise Failed(f"exit code {code}; {path} ends with\n{last}")
+    return lines
+
+
+def _environment(command, job):
+    """Return the environment of one rank, with the packages that this command needs in front."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    paths = [job.sites.get(command.site, ""), str(ROOT), str(ROOT / "benchmarks")]
+    paths.append(os.environ.get("PYTHONPATH", ""))
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    return {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "MASTER_PORT": str(port),
+        **{name: str(value) for name, value in rank.items()},
+        **command.env,
+    }
+
+
+def measure(row, job, options):
+    """Run one row; return its columns."""
+    name, _, batch = row.partition(":")
+    is_start = name.endswith("-start")
+    job = replace(job, steps=3) if is_start else job
+    command = CASES[name].build(job, int(batch))
+    log = logs.FORMS[command.log](run(command, job, row, options.limit), command.tokens_per_step)
+    warm_up = 1 if is_start else min(options.warm_up, job.steps - 1)
+    if len(log.steps) <= warm_up:
+        raise Failed(f"its log has {len(log.steps)} steps, of which {warm_up} do not count")
+    columns = logs.summarise(log, warm_up)
+    flops = float(columns["tokens_per_s"]) * job.shape.flops_per_token
+    return {
+        "shape": options.shape,
+        "layers": str(job.shape.layers),
+        "row": name,
+        "micro_batch": batch,
+        "global_batch": str(command.global_batch),
+        **columns,
+        "model_tflops": "" if name == "vlm" else f"{flops / 1e12:.1f}",
+        "packages": _versions(command, job),
+    }
+
+
+def _versions(command, job):
+    """Return the versions of the packages that a command imports."""
+    paths = [*job.sites.get(command.site, "").split(os.pathsep), *sys.path]
+    found = {}
+    for one in importlib.metadata.distributions(path=[path for path in paths if path]):
+        found.setdefault(one.name.lower(), one.version)
+    return " ".join(f"{name}={found[name]}" for name in command.packages if name in found)
+
+
+def race(rows, job, options):
+    """Run row after row; return the columns of those that have a result."""
+    results = {}
+    for number, row in enumerate(rows, 1):
+        print(f"[{number}/{len(rows)}] {row} ...", flush=True)
+        try:
+            results[row] = measure(row, job, options)
+        except Failed as error:
+            print(f"[{number}/{len(rows)}] {row} failed: {error}", flush=True)
+            continue
+        shown = results[row]
+        print(
+            f"[{number}/{len(rows)}] {row}: {shown['tokens_per_s']} tokens/s, "
+            f"{shown['peak_gib'] or '?'} GiB, first step {shown['first_step_s']} s",
+            flush=True,
+        )
+        record("commands", [shown], options.results)
+    return results
+
+
+def show(results):
+    """Print the table, and how rows compare that belong together."""
+    columns = ("row", "micro_batch", "tokens_per_s", "mean_tokens_per_s", "slowest", "fastest")
+    columns += ("model_tflops", "peak_gib", "first_step_s", "until_step_1_s", "loss")
+    print("  ".join(f"{name:>17}" for name in columns))
+    for line in results.values():
+        print("  ".join(f"{line[name]:>17}" for name in columns))
+    for one, other in RATIOS:
+        if one in results and other in results:
+            ours_, theirs = (float(results[row]["mean_tokens_per_s"]) for row in (one, other))
+            print(f"{one} / {other}: {ours_ / theirs:.3f}")
+
+
+def rows_of(options):
+    """Return the rows to run, each with its micro-batch."""
+    possible = {
+        f"{name}:{batch}"
+        for name, case in CASES.items()
+        for batch in case.micro_batches
+        if options.shape in case.shapes
+    }
+    every = [
+        f"{name}:{batch}"
+        for name, case in CASES.items()
+        if options.shape in case.shapes
+        for batch in ((1,) if options.shape == "8B" else case.micro_batches)
+    ]
+    if not options.only:
+        return every
+    chosen = []
+    for asked in options.only.split(","):
+        name, _, batch = asked.partition(":")
+        if name not in CASES or (batch and not batch.isdecimal()):
+            sys.exit(f"--only {asked}: use NAME or NAME:BATCH, of {', '.join(CASES)}")
+        if batch:
+            chosen.append(asked)
+        else:
+            found = [row for row in every if row.partition(":")[0] == name]
+            chosen += found or sorted(row for row in possible if row.startswith(f"{name}:"))
+    return chosen
+
+
+def _list(options):
+    for name, case in CASES.items():
+        batches = ", ".join(map(str, case.micro_batches))
+        print(f"{name:28} {case.about} (micro-batch {batches}; {', '.join(case.shapes)})")
+
+
+def _options():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="say which rows there are")
+    parser.add_argument("--only", default="", metavar="ROW,...", help="NAME or NAME:MICRO-BATCH")
+    parser.add_argument("--shape", choices=SHAPE_NAMES, default="1.5B")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--warm-up", type=int, default=4, help="first steps that do not count")
+    parser.add_argument("--limit", type=float, default=500, help="seconds that one row may take")
+    parser.add_argument(
+        "--site",
+        action="append",
+        default=[],
+        metavar="NAME=PATH[:PATH]",
+        help="packages of a peer: torchtitan, peers (transformers' and TRL's), llamafactory, "
+        "megatron_lm (a checkout)",
+    )
+    parser.add_argument(
+        "--attention", default="auto", help="of transformers' models: sdpa, flash_attention_4, ..."
+    )
+    default = Path(tempfile.gettempdir()) / "bench_commands"
+    parser.add_argument("--folder", type=Path, default=default, help="for inputs and logs")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    return parser.parse_args()
+
+
+def main():
+    """Prepare the inputs, run the rows, print the table."""
+    options = _options()
+    if options.list:
+        return _list(options)
+    rows = rows_of(options)
+    shape = SHAPES[SHAPE_NAMES[options.shape]]
+    layers = options.layers or LAYERS.get(options.shape, shape.layers)
+    if layers != shape.layers:
+        print(f"{layers} of the {shape.layers} layers of {SHAPE_NAMES[options.shape]}", flush=True)
+    sites = dict(one.split("=", 1) for one in options.site)
+    job = Job(
+        replace(shape, layers=layers),
+        options.shape,
+        options.steps,
+        options.folder.resolve() / f"{options.shape}_{layers}",
+        sites,
+        options.attention,
+    )
+    data.prepare(job)
+    results = race(rows, job, options)
+    show(results)
+    return None if results else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

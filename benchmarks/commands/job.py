@@ -1,0 +1,69 @@
+"""What all rows of a race share, and what a row is: a command whose log can be read."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from train_step.shapes import Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+GLOBAL_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """A race: the model, how long it is trained, and where its inputs are."""
+
+    shape: Shape
+    shape_name: str
+    steps: int
+    folder: Path
+    """Generated models, tokenizers and data."""
+    sites: dict[str, str] = field(default_factory=dict)
+    """What to put in front of PYTHONPATH, by the name of a peer."""
+    attention: str = "auto"
+    """The attention of transformers' models."""
+
+    @property
+    def tokens_per_step(self):
+        """Count the tokens of a step of full rows."""
+        return GLOBAL_BATCH * self.shape.sequence
+
+    @property
+    def samples_per_step(self):
+        """Count the conversations that hold about as many tokens as a step of full rows."""
+        return 2 * GLOBAL_BATCH if self.shape_name == "tiny" else 88
+
+    def site(self, name):
+        """Return the folder given by --site for a peer that is a checkout."""
+        if name not in self.sites:
+            sys.exit(f"--site {name}=FOLDER is missing: the checkout that this row runs")
+        return Path(self.sites[name])
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start one training and how to read what it prints."""
+
+    argv: list[str]
+    log: str
+    """The form of its lines, one of logs.FORMS."""
+    env: dict[str, str] = field(default_factory=dict)
+    tokens_per_step: int | None = None
+    """For logs that do not count tokens."""
+    global_batch: int = GLOBAL_BATCH
+    site: str = ""
+    """The name under which --site gives its packages."""
+    packages: tuple[str, ...] = ()
+    """Whose versions are recorded."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row, for some sizes of the micro-batch."""
+
+    build: Callable[[Job, int], Command]
+    about: str
+    micro_batches: tuple[int, ...] = (2,)
+    shapes: tuple[str, ...] = ("1.5B", "tiny")

@@ -1,0 +1,211 @@
+"""Commands of others: Megatron-LM's own script, torchtitan's trainer, scripts on transformers."""
+
+import json
+import sys
+from pathlib import Path
+
+import yaml
+
+from commands.job import GLOBAL_BATCH, Case, Command
+from commands.ours import ALL
+
+HERE = Path(__file__).resolve().parent
+LINE = "import mindspeed.megatron_adaptor"
+
+
+def megatron(job, batch, *flags):
+    """Build Megatron-LM's pretrain_gpt.py as it is; without Transformer Engine it is local."""
+    local = ["--transformer-impl", "local", "--no-gradient-accumulation-fusion"]
+    script = job.site("megatron_lm") / "pretrain_gpt.py"
+    return _megatron(job, batch, script, [*local, "--no-persist-layer-norm", *flags])
+
+
+def megatron_with_us(job, batch, *flags):
+    """Build the same script with the one import and nothing else."""
+    lines = (job.site("megatron_lm") / "pretrain_gpt.py").read_text().splitlines(keepends=True)
+    place = lines.index("import torch\n") + 1
+    script = job.folder / "pretrain_gpt_mindspeed.py"
+    script.write_text("".join([*lines[:place], f"{LINE}\n", *lines[place:]]))
+    return _megatron(job, batch, script, list(flags))
+
+
+def megatron_local_with_us(job, batch):
+    """Build it with the import and the flags that the plain script needs."""
+    return megatron_with_us(job, batch, "--transformer-impl", "local")
+
+
+def _megatron(job, batch, script, flags):
+    shape = job.shape
+    sizes = {
+        "num-layers": shape.layers,
+        "hidden-size": shape.hidden,
+        "ffn-hidden-size": shape.ffn,
+        "num-attention-heads": shape.heads,
+        "num-query-groups": shape.kv_heads,
+        "seq-length": shape.sequence,
+        "max-position-embeddings": shape.sequence,
+        "vocab-size": shape.vocabulary - 1,  # its NullTokenizer adds one
+        "micro-batch-size": batch,
+        "global-batch-size": GLOBAL_BATCH,
+        "train-iters": job.steps,
+        "log-memory-interval": job.steps,
+    }
+    argv = [sys.executable, str(script)]
+    for name, value in sizes.items():
+        argv += [f"--{name}", str(value)]
+    argv += ["--group-query-attention", "--swiglu", "--normalization", "RMSNorm", "--bf16"]
+    argv += ["--disable-bias-linear", "--position-embedding-type", "rope", "--log-throughput"]
+    argv += ["--rotary-base", "1000000", "--attention-dropout", "0", "--hidden-dropout", "0"]
+    argv += ["--lr", "1e-5", "--lr-decay-style", "constant", "--eval-iters", "0"]
+    argv += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--log-interval", "1"]
+    argv += ["--add-qkv-bias"] if shape.has_qkv_bias else []
+    argv += [] if shape.is_tied else ["--untie-embeddings-and-output-weights"]
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return Command(
+        [*argv, *flags], "megatron", env, tokens_per_step=job.tokens_per_step, site="megatron_lm"
+    )
+
+
+def titan(job, batch, *flags):
+    """Build torchtitan's trainer, compiled: float32 weights, bf16 by autocast, fused AdamW."""
+    options = {
+        "model.name": "llama3",
+        "model.flavor": "raced",
+        "model.hf_assets_path": job.folder / "tokenizer",
+        "experimental.custom_import": "commands.titan_shape",
+        "training.dataset": "c4_test",
+        "training.dataset_path": job.folder / "documents",
+        "training.dataloader.num_workers": 2,
+        "training.local_batch_size": batch,
+        "training.global_batch_size": GLOBAL_BATCH,
+        "training.seq_len": job.shape.sequence,
+        "training.steps": job.steps,
+        "optimizer.lr": 1e-5,
+        "lr_scheduler.warmup_steps": 0,
+        "activation_checkpoint.mode": "none",
+        "metrics.log_freq": 1,
+        "job.dump_folder": job.folder / "titan",
+    }
+    argv = [sys.executable, "-m", "torchtitan.train", "--compile.enable", *flags]
+    for name, value in options.items():
+        argv += [f"--{name}", str(value)]
+    env = {"RACED_SHAPE": json.dumps(vars(job.shape))}
+    return Command(
+        argv,
+        "titan",
+        env,
+        tokens_per_step=job.tokens_per_step,
+        site="torchtitan",
+        packages=("torchtitan",),
+    )
+
+
+def hf_packed(job, batch, *flags):
+    """Build a script with transformers' Trainer and Liger on packed rows."""
+    return _script(job, batch, "hf_train.py", *flags)
+
+
+def hf_lora(job, batch):
+    """Build it with peft's adapters."""
+    return hf_packed(job, batch, "--lora")
+
+
+def trl_packed(job, batch, *flags):
+    """Build a script with TRL's SFTTrainer and Liger on packed rows."""
+    return _script(job, batch, "trl_train.py", *flags)
+
+
+def trl_padded(job, batch):
+    """Build it with micro-batches padded to their longest conversation."""
+    return trl_packed(job, batch, "--padded")
+
+
+def trl_lora(job, batch):
+    """Build it with peft's adapters on packed rows."""
+    return trl_packed(job, batch, "--lora")
+
+
+def _script(job, batch, name, *flags):
+    is_padded = "--padded" in flags
+    global_batch = job.samples_per_step if is_padded else GLOBAL_BATCH
+    argv = [
+        *(sys.executable, str(HERE / name), "--model", str(job.folder / "model")),
+        *("--data", str(job.folder / "conversations.jsonl"), "--steps", str(job.steps)),
+        *("--length", str(job.shape.sequence), "--micro-batch", str(batch)),
+        *("--global-batch", str(global_batch), "--attention", job.attention),
+        *("--output", str(job.folder / "hf_output"), *flags),
+    ]
+    packages = ("transformers", "liger-kernel", "trl", "peft", "accelerate")
+    return Command(argv, "json", global_batch=global_batch, site="peers", packages=packages)
+
+
+def llamafactory(job, batch, **more):
+    """Build `llamafactory-cli train` on packed rows with Liger."""
+    folder = job.folder / "llamafactory"
+    folder.mkdir(exist_ok=True)
+    data = {"conversations": {"file_name": str(job.folder / "conversations.jsonl")}}
+    (folder / "dataset_info.json").write_text(json.dumps(data))
+    options = {
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "model_name_or_path": str(job.folder / "model"),
+        "train_from_scratch": True,
+        "dataset_dir": str(folder),
+        "dataset": "conversations",
+        "template": "chatml",
+        "cutoff_len": job.shape.sequence,
+        "packing": True,
+        "neat_packing": True,
+        "enable_liger_kernel": True,
+        "flash_attn": "auto" if job.attention == "auto" else job.attention,
+        "disable_gradient_checkpointing": True,
+        "output_dir": str(folder / "output"),
+        "overwrite_output_dir": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_steps": 1,
+        "include_num_input_tokens_seen": True,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": GLOBAL_BATCH // batch,
+        "max_steps": job.steps,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "bf16": True,
+        "disable_tqdm": True,
+    } | more
+    path = folder / f"train_{options['finetuning_type']}_{batch}.yaml"
+    path.write_text(yaml.safe_dump(options))
+    program = "from llamafactory.cli import main; main()"  # what llamafactory-cli runs
+    return Command(
+        [sys.executable, "-u", "-c", program, "train", str(path)],
+        "arrivals",
+        {"DISABLE_VERSION_CHECK": "1"},
+        tokens_per_step=job.tokens_per_step,
+        site="llamafactory",
+        packages=("llamafactory", "transformers", "liger-kernel", "peft"),
+    )
+
+
+def llamafactory_lora(job, batch):
+    """Build it with adapters."""
+    return llamafactory(
+        job, batch, finetuning_type="lora", lora_rank=16, lora_alpha=32, lora_target="all"
+    )
+
+
+CASES = {
+    "megatron-lm": Case(megatron, "Megatron-LM's pretrain_gpt.py, local implementation", (2,)),
+    "megatron-lm-mindspeed": Case(megatron_with_us, f"the same script and `{LINE}`", (2,)),
+    "megatron-lm-mindspeed-local": Case(
+        megatron_local_with_us, "the same with --transformer-impl local", (2,)
+    ),
+    "torchtitan": Case(titan, "python -m torchtitan.train --compile.enable", (2, 4), ALL),
+    "hf-packed": Case(hf_packed, "transformers Trainer + Liger, rows packed", (2, 4)),
+    "hf-lora": Case(hf_lora, "transformers Trainer + Liger + peft, rows packed", (2, 4)),
+    "trl-packed": Case(trl_packed, "TRL SFTTrainer + Liger, rows packed", (2, 4)),
+    "trl-padded": Case(trl_padded, "TRL SFTTrainer + Liger, padded to the longest", (4,)),
+    "trl-lora": Case(trl_lora, "TRL SFTTrainer + Liger + peft, rows packed", (2, 4)),
+    "llamafactory": Case(llamafactory, "llamafactory-cli train + Liger, rows packed", (2,)),
+    "llamafactory-lora": Case(llamafactory_lora, "the same with LoRA", (2,)),
+}
