@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -76,17 +77,16 @@ def run(command, job, row, limit):
             text=True,
             errors="replace",
         )
-        try:
-            for line in process.stdout:
-                lines.append((time.perf_counter() - began, line.rstrip("\n")))
-                file.write(line)
-                file.flush()
-                if lines[-1][0] > limit:
-                    raise Failed(f"not done after {limit} s")
-        finally:
-            if process.poll() is None and (not lines or lines[-1][0] > limit):
-                process.kill()
-            code = process.wait()
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        for line in process.stdout:
+            lines.append((time.perf_counter() - began, line.rstrip("\n")))
+            file.write(line)
+            file.flush()
+        code = process.wait()
+        timer.cancel()
+    if time.perf_counter() - began > limit:
+        raise Failed(f"not done after {limit:g} s; its lines are in {path}")
     if code:
         last = "\n".join(f"    {line}" for _, line in deque(lines, TAIL))
         raise Failed(f"exit code {code}; {path} ends with\n{last}")
@@ -180,12 +180,6 @@ def show(results):
 
 def rows_of(options):
     """Return the rows to run, each with its micro-batch."""
-    possible = {
-        f"{name}:{batch}"
-        for name, case in CASES.items()
-        for batch in case.micro_batches
-        if options.shape in case.shapes
-    }
     every = [
         f"{name}:{batch}"
         for name, case in CASES.items()
@@ -202,8 +196,9 @@ def rows_of(options):
         if batch:
             chosen.append(asked)
         else:
-            found = [row for row in every if row.partition(":")[0] == name]
-            chosen += found or sorted(row for row in possible if row.startswith(f"{name}:"))
+            if not (found := [row for row in every if row.partition(":")[0] == name]):
+                sys.exit(f"--only {name}: no row at --shape {options.shape}; name a micro-batch")
+            chosen += found
     return chosen
 
 

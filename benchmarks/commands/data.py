@@ -34,6 +34,8 @@ CHAT = (
 MEAN_LENGTH, SPREAD = 0.18, 0.9
 """Conversations: their mean length in parts of the longest, the sigma of its logarithm."""
 DOCUMENT = 3000
+TEMPLATE = 24
+"""At most so many tokens are added to a conversation by the chat template."""
 
 
 def prepare(job):
@@ -131,7 +133,7 @@ def conversation_lengths(generator, count, longest):
     """Draw lengths as those of instruction data: many short ones, few long ones."""
     mean = MEAN_LENGTH * longest
     drawn = generator.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, count)
-    return np.clip(drawn, 12, longest - 12).astype(int)
+    return np.clip(drawn, 12, longest - TEMPLATE).astype(int)
 
 
 def _write_documents(job, text):

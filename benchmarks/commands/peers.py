@@ -57,6 +57,7 @@ def _megatron(job, batch, script, flags):
     argv += ["--disable-bias-linear", "--position-embedding-type", "rope", "--log-throughput"]
     argv += ["--rotary-base", "1000000", "--attention-dropout", "0", "--hidden-dropout", "0"]
     argv += ["--lr", "1e-5", "--lr-decay-style", "constant", "--eval-iters", "0"]
+    argv += ["--eval-interval", str(job.steps)]
     argv += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--log-interval", "1"]
     argv += ["--add-qkv-bias"] if shape.has_qkv_bias else []
     argv += [] if shape.is_tied else ["--untie-embeddings-and-output-weights"]
