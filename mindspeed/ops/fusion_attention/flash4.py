@@ -68,6 +68,11 @@ def serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -> 
     )
 
 
+def is_allowed(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> bool:
+    """Say whether the package takes packed documents of any length, with this window."""
+    return _is_usable(q, k, v, 0.0) and window in (WHOLE, CAUSAL)
+
+
 def serves_packed(
     q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], documents: Documents, dropout: float
 ) -> bool:

@@ -9,10 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed.ops.rotary_position_embedding import rotate_qk
+from mindspeed.ops.rotary_position_embedding.packed import rotate_packed
 
 
 def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Turn by the operator; packed, latent and rescaled (YaRN) embeddings stay with Megatron."""
+    """Turn by the operator; latent and rescaled (YaRN) embeddings stay with Megatron.
+
+    So do packed ones of a sequence that is split over ranks. Megatron's own way with packed ones
+    takes documents one by one, and waits for their lengths in every layer.
+    """
 
     @functools.wraps(original)
     def apply_rotary_pos_emb(
@@ -24,12 +29,19 @@ def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., 
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        is_plain = cu_seqlens is None and mscale == 1.0 and not config.multi_latent_attention
-        if not is_plain or not _is_one_angle_a_token(t, freqs):
+        is_plain = mscale == 1.0 and not config.multi_latent_attention
+        if is_plain and cu_seqlens is not None and _is_packed(t, freqs, config):
+            return rotate_packed(t, freqs, cu_seqlens, config.rotary_interleaved)
+        if not is_plain or cu_seqlens is not None or not _is_one_angle_a_token(t, freqs):
             return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
         return rotate_qk(t, None, freqs, None, config.rotary_interleaved)[0]
 
     return apply_rotary_pos_emb
+
+
+def _is_packed(t: Tensor, freqs: Tensor, config: Any) -> bool:
+    is_whole = config.context_parallel_size == 1
+    return is_whole and t.dim() == 3 and freqs.dim() == 4 and freqs.shape[1:3] == (1, 1)
 
 
 def _is_one_angle_a_token(t: Tensor, freqs: Tensor) -> bool:

@@ -73,6 +73,16 @@ class SFTTrainer(BaseTrainer):
             real = sum(len(sample["input_ids"]) for sample in samples)
         return batch | {"real_tokens": torch.tensor(real)}
 
+    def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
+        """Take the next micro-batch; where its samples begin is known without the device."""
+        from mindspeed.te.pytorch.attention.core import remember
+
+        on_host = next(data_iterator)
+        batch = super().get_batch(iter([on_host]))
+        if "cu_seqlens" in batch:
+            remember(batch["cu_seqlens"], on_host["cu_seqlens"].tolist())
+        return batch
+
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
         """Sum the losses of what is to be learnt; Megatron divides by the number of tokens."""
         total, count = token_loss(output_tensor, batch["loss_mask"])

@@ -1,11 +1,15 @@
 """The operators in Megatron's places, against Megatron's own functions."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.models.common.embeddings.rope_utils import (
+    _apply_rotary_pos_emb_bshd,
+    _apply_rotary_pos_emb_thd,
+)
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -91,11 +95,10 @@ def test_rms_norm(zero_centered):
         ({"rotary_interleaved": True}, {}),
         ({"rotary_interleaved": True}, {"mscale": 0.7}),
         ({"multi_latent_attention": True}, {}),
-        ({}, {"cu_seqlens": torch.tensor([0, 3, 5])}),
     ],
 )
 def test_rotary_in_the_wrapped_call(options, call):
-    """YaRN's scale, the order of channels in latent attention and documents are not ignored."""
+    """YaRN's scale and the order of channels in latent attention are not ignored."""
     given = config(**options)
     calls = []
 
@@ -112,3 +115,20 @@ def test_rotary_in_the_wrapped_call(options, call):
     )
     is_ours = not call and not given.multi_latent_attention
     assert calls[1:] == ([] if is_ours else [call.get("cu_seqlens")])
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary_interleaved": True}])
+def test_rotary_of_packed_documents_is_megatrons(options):
+    given, alone = config(**options), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    wrapped = wrap_apply_rotary_pos_emb(lambda *_: pytest.fail("Megatron's own was called"))
+    torch.manual_seed(0)
+    t, freqs, bounds = torch.randn(9, 3, 8), torch.randn(5, 1, 1, 8), torch.tensor([0, 3, 8, 9])
+    for borders in (bounds, bounds.int(), torch.tensor([0, 5, 9])):
+        kinds = {"rotary_interleaved": given.rotary_interleaved, "cp_group": alone}
+        expected = _apply_rotary_pos_emb_thd(t, borders, freqs, **kinds)
+        for _ in range(2):  # the second time positions are known
+            torch.testing.assert_close(wrapped(t, freqs, given, cu_seqlens=borders), expected)
+    bounds[1] = 4  # bounds that changed are not taken for the old ones
+    wrapped(t, freqs, given, cu_seqlens=bounds)
+    expected = _apply_rotary_pos_emb_thd(t, bounds, freqs, **kinds)
+    torch.testing.assert_close(wrapped(t, freqs, given, cu_seqlens=bounds), expected)

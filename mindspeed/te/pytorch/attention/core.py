@@ -55,13 +55,18 @@ class Documents:
         return [slice(start, start + n) for start, n in zip(self.starts, self.lengths)]
 
 
+def remember(bounds: Tensor, values: list[int]) -> None:
+    """Note what cumulative lengths on the device are, so that the host need not wait for them."""
+    _read[bounds] = bounds._version, values
+
+
 def _on_host(bounds: Tensor) -> list[int]:
     if bounds.is_inference():  # which does not tell whether it was changed
         return bounds.tolist()
     version, values = _read.get(bounds, (None, []))
     if version != bounds._version:
         values = bounds.tolist()
-        _read[bounds] = bounds._version, values
+        remember(bounds, values)
     return values
 
 
@@ -155,11 +160,13 @@ def attend_documents(
 def _is_one_launch(
     q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, *, of_q: Documents, of_k: Documents
 ) -> bool:
-    # cuDNN takes whole documents and is the faster one where they are long.
-    is_short = sum(of_q.lengths) < len(of_q.lengths) * LONG
-    is_dense = of_q.fill(len(q)) and of_k.fill(len(k))
+    is_dense = of_q.fill(len(q)) and of_k.fill(len(k)) and min(of_k.lengths) > 0
     same = of_q.lengths == of_k.lengths or "bottom_right" in rule.kind or rule.window == (-1, -1)
-    return is_dense and same and min(of_k.lengths) > 0 and is_short and sdpa.serves_flash(q, k, v)
+    if not is_dense or not same or not sdpa.serves_flash(q, k, v):
+        return False
+    # Of torch's own, cuDNN takes whole documents and is the faster one where they are long.
+    is_short = sum(of_q.lengths) < len(of_q.lengths) * LONG
+    return is_short or sdpa.flash4.is_allowed(q, k, v, rule.window)
 
 
 def _attend_packed(

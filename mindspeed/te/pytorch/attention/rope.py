@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops.rotary_position_embedding import rotate_qk, rotate_qkv
+from mindspeed.ops.rotary_position_embedding.packed import packed_positions, rotate_packed
 
 
 def apply_rotary_pos_emb(
@@ -36,7 +37,9 @@ def apply_rotary_pos_emb(
     if tensor_format == "thd":
         if cu_seqlens is None:
             raise ValueError("tensor_format=thd needs cu_seqlens")
-        positions = _packed_positions(t, cu_seqlens, cp_size, cp_rank, start_positions)
+        if cp_size == 1 and start_positions is None:
+            return rotate_packed(t, freqs, cu_seqlens, interleaved)
+        positions = packed_positions(t, cu_seqlens, cp_size, cp_rank, start_positions)
         return rotate_qk(t.unsqueeze(1), None, freqs, positions, interleaved)[0].squeeze(1)
     if tensor_format not in ("sbhd", "bshd"):
         raise ValueError(f"tensor_format={tensor_format} is not known: use sbhd, bshd or thd")
@@ -64,21 +67,3 @@ def apply_fused_qkv_rotary_pos_emb(
     query = query.reshape(*query.shape[:2], -1, key.shape[-1])
     query = apply_rotary_pos_emb(query, q_freqs, interleaved=interleaved)
     return query, apply_rotary_pos_emb(key, k_freqs, interleaved=interleaved), value
-
-
-def _packed_positions(
-    t: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, start_positions: Tensor | None
-) -> Tensor:
-    bounds = cu_seqlens.to(t.device, torch.int64) // cp_size
-    token = torch.arange(t.shape[0], device=t.device)
-    document = torch.searchsorted(bounds, token, right=True) - 1
-    # Tokens behind the last document are padding: they stay at position zero.
-    local = torch.where(token < bounds[-1], token - bounds[document], 0)
-    if cp_size > 1:
-        lengths = torch.diff(bounds, append=bounds[-1:])[document]
-        piece = lengths // 2
-        mirrored = lengths * cp_size - (cp_rank + 2) * piece + local
-        local = torch.where(local < piece, cp_rank * piece + local, mirrored)
-    if start_positions is not None:
-        local = local + torch.cat([start_positions, start_positions.new_zeros(1)])[document]
-    return local

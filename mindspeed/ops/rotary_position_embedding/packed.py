@@ -1,0 +1,56 @@
+"""Rotary embedding of documents that share one sequence: each counts from its own start."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mindspeed.ops.rotary_position_embedding import rotate_qk
+
+# Every layer of a step is given the same bounds.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def rotate_packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, interleaved: bool) -> Tensor:
+    """Rotate (T, N, H) by the angles freqs (positions, 1, 1, D)."""
+    positions = _shared_positions(t, cu_seqlens)
+    return rotate_qk(t.unsqueeze(1), None, freqs, positions, interleaved)[0].squeeze(1)
+
+
+def _shared_positions(t: Tensor, cu_seqlens: Tensor) -> Tensor:
+    if cu_seqlens.is_inference():  # which does not tell whether it was changed
+        return packed_positions(t, cu_seqlens)
+    key = (len(t), cu_seqlens._version)
+    known, positions = _known.get(cu_seqlens, (None, cu_seqlens))
+    if known != key:
+        positions = packed_positions(t, cu_seqlens)
+        _known[cu_seqlens] = key, positions
+    return positions
+
+
+def packed_positions(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    start_positions: Tensor | None = None,
+) -> Tensor:
+    """Return the position of each token of (T, ...) in its document.
+
+    `cu_seqlens` are the bounds before documents are split over context-parallel ranks, which hold
+    two pieces of each; `start_positions` (B,) shifts every document.
+    """
+    bounds = cu_seqlens.to(t.device, torch.int64) // cp_size
+    token = torch.arange(t.shape[0], device=t.device)
+    document = torch.searchsorted(bounds, token, right=True) - 1
+    # Tokens behind the last document are padding: they stay at position zero.
+    local = torch.where(token < bounds[-1], token - bounds[document], 0)
+    if cp_size > 1:
+        lengths = torch.diff(bounds, append=bounds[-1:])[document]
+        piece = lengths // 2
+        mirrored = lengths * cp_size - (cp_rank + 2) * piece + local
+        local = torch.where(local < piece, cp_rank * piece + local, mirrored)
+    if start_positions is not None:
+        local = local + torch.cat([start_positions, start_positions.new_zeros(1)])[document]
+    return local
