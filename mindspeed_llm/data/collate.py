@@ -39,19 +39,24 @@ def collate_variable(
     return _padded(samples, min(length, limit) if limit else length, pad_id, shift)
 
 
-def collate_packed(samples: Samples, *, eos_id: int | None = None) -> Batch:
-    """Join packed rows; `cu_seqlens` are the borders of samples, `max_seqlen` the longest.
+def collate_packed(
+    samples: Samples, *, eos_id: int | None = None, multiple: int = 1, pad_id: int = 0
+) -> Batch:
+    """Join rows of any length; `cu_seqlens` are the borders of samples, `max_seqlen` the longest.
 
     Samples are told apart by the attention mask of neat rows, which counts them; with `eos_id` by
-    the end-of-text tokens instead (rows of plain packing). Padding is a sample of its own.
+    the end-of-text tokens instead (rows of plain packing). Padding, also that to a multiple of so
+    many tokens, is a sample of its own.
     """
-    ids = np.concatenate([sample["input_ids"] for sample in samples]).astype(np.int64)
-    labels = np.concatenate([sample["labels"] for sample in samples]).astype(np.int64)
+    padding = -sum(len(sample["input_ids"]) for sample in samples) % multiple
+    tail, ignored = np.full(padding, pad_id), np.full(padding, IGNORED)
+    ids = np.concatenate([*(sample["input_ids"] for sample in samples), tail]).astype(np.int64)
+    labels = np.concatenate([*(sample["labels"] for sample in samples), ignored]).astype(np.int64)
     starts, offset = [], 0
     for sample in samples:
         starts.append(_starts(sample, eos_id) + offset)
         offset += len(sample["input_ids"])
-    begins = np.concatenate(starts)
+    begins = np.concatenate([*starts, [offset]] if padding else starts)
     borders = np.append(begins, len(ids))
     positions = np.arange(len(ids)) - np.repeat(begins, np.diff(borders))
     targets = np.append(labels[1:], IGNORED)

@@ -16,7 +16,10 @@ from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
 
 
 class SFTTrainer(BaseTrainer):
-    """Trains on samples whose labels say which tokens are to be learnt."""
+    """Trains on samples whose labels say which tokens are trained."""
+
+    is_joined = False
+    """Whether the samples of a micro-batch follow each other instead of being padded."""
 
     def look_at(self, data: Sequence[InstructionData]) -> None:
         """Find the length of rows, how they are padded, and whether they hold several samples."""
@@ -35,6 +38,9 @@ class SFTTrainer(BaseTrainer):
             raise ConfigError("packed samples need --transformer-impl transformer_engine")
         if self.is_packed and options.variable_seq_lengths:
             raise ConfigError("packed rows all have one length: drop --variable-seq-lengths")
+        # Multi-token prediction and Megatron's local layers know rows of one sample only.
+        is_one_sample = self.setup.shape.mtp_num_layers or options.transformer_impl == "local"
+        self.is_joined = options.variable_seq_lengths and not is_one_sample
         # With sequence parallelism every rank takes an equal share of the positions.
         self.multiple = math.lcm(options.pad_to_multiple_of, self.setup.layout.tp)
         longest = max(one.longest for one in data)
@@ -69,7 +75,7 @@ class SFTTrainer(BaseTrainer):
             batch = collate_packed(samples)
             real = sum(int((sample["attention_mask"] != 0).sum()) for sample in samples)
         else:
-            batch = self._padded(samples)
+            batch = self._joined(samples) if self.is_joined else self._padded(samples)
             real = sum(len(sample["input_ids"]) for sample in samples)
         return batch | {"real_tokens": torch.tensor(real)}
 
@@ -105,6 +111,9 @@ class SFTTrainer(BaseTrainer):
             packed_seq_params=_packed(batch),
         )
         return output, partial(self.loss_func, batch)
+
+    def _joined(self, samples: Any) -> dict[str, torch.Tensor]:
+        return collate_packed(samples, multiple=self.multiple, pad_id=self.pad_id)
 
     def _padded(self, samples: Any) -> dict[str, torch.Tensor]:
         if not self.options.variable_seq_lengths:

@@ -24,9 +24,10 @@ class DataOptions(Options):
     global_batch_size: int | None = None
     """Samples in one step over all ranks (default: one micro-batch a rank)."""
     variable_seq_lengths: bool = False
-    """Pad each micro-batch to its longest sample only (also --no-pad-to-seq-lengths)."""
-    pad_to_multiple_of: int = 8
-    """With --variable-seq-lengths: pad to a multiple of this."""
+    """Samples of a micro-batch follow each other without padding, and do not see each other; with
+    --transformer-impl local they are padded to the longest (also --no-pad-to-seq-lengths)."""
+    pad_to_multiple_of: int = 16
+    """With --variable-seq-lengths: pad the tokens of a micro-batch to a multiple of this."""
     neat_pack: bool = False
     """Rows hold several samples that must not see each other; found from the data as well. Data
     files are packed so with --pack."""

@@ -46,6 +46,22 @@ def test_fixed_and_variable():
         collate_fixed(samples, seq_length=4, pad_id=3)
 
 
+@pytest.mark.parametrize("multiple", [1, 4, 5, 8])
+def test_joined_samples_are_the_padded_ones(multiple):
+    samples = [sample([5, 6, 7], 2), sample([8, 9, 10, 11, 12], 1), sample([13, 14], 1)]
+    joined = collate_packed(samples, multiple=multiple, pad_id=3)
+    padded = collate_variable(samples, multiple=1, pad_id=3)
+    assert learnt_pairs(joined) == learnt_pairs(padded)
+    length = -(-10 // multiple) * multiple
+    assert joined["tokens"].shape == (1, length)
+    assert joined["tokens"][0, 10:].tolist() == [3] * (length - 10)
+    tail = [length] if length > 10 else []
+    assert joined["cu_seqlens"].tolist() == [0, 3, 8, 10, *tail]
+    assert joined["max_seqlen"] == max(5, length - 10)
+    positions = [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, *range(length - 10)]
+    assert joined["position_ids"].tolist() == [positions]
+
+
 def pack(samples, length):
     """One neat row, as preprocessing writes it."""
     ids = np.concatenate([s["input_ids"] for s in samples])
