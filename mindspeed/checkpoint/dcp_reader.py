@@ -15,52 +15,44 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+from mindspeed.checkpoint.dcp_entries import EntryVerifier
 from mindspeed.config import ConfigError
 
 EXTRA_STATE = "_extra_state"
 """In the name of what a layer saves beside its tensors: FP8 scales of Transformer Engine."""
 
 
-class VerifiedReader(FileSystemReader):
-    """Reads the files that verified metadata names; .metadata is not opened again."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the verified metadata."""
-        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return self._metadata
-
-
-class WeightsOnlyPlanner(DefaultLoadPlanner):
-    """Loads what is not a tensor with `weights_only=True`."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an entry, or refuse it."""
-        _load_entry(self._folder, self, read_item, value)
-
-
 @contextmanager
-def weights_only(folder: Path, metadata: Metadata) -> Iterator[None]:
-    """Make every load in this block as safe: Megatron creates its reader and planner itself.
+def weights_only(
+    folder: Path, metadata: Metadata, entries: EntryVerifier | None = None
+) -> Iterator[None]:
+    """Make every load in this block safe: Megatron creates its reader and planner itself.
 
     Its classes differ between versions, but all inherit these methods of torch. `torch.load` is
-    covered because Megatron opens common.pt itself, with `weights_only=False` in 0.12.
+    covered because Megatron opens common.pt itself, with `weights_only=False` in 0.12. With
+    `entries`, what is loaded has to have their digests.
     """
     original_load = torch.load
+    original_slice, original_read = FileSystemReader._slice_file, FileSystemReader.read_data
 
     def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         if Path(self.path) != folder:
             raise ConfigError(f"{self.path}: is read while {folder} is loaded")
-        return VerifiedReader(folder, metadata).read_metadata()
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def slice_file(self: FileSystemReader, file: Any, sinfo: Any) -> Any:
+        entry = entries and entries.open(sinfo.relative_path, sinfo.offset, sinfo.length)
+        return entry or original_slice(self, file, sinfo)
+
+    def read_data(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        try:
+            return original_read(self, plan, planner)
+        finally:
+            if entries is not None:
+                entries.finish()  # its error replaces one that the same damage has caused
 
     def load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
         _load_entry(folder, self, read_item, value)
@@ -75,6 +67,8 @@ def weights_only(folder: Path, metadata: Metadata) -> Iterator[None]:
 
     with (
         _replaced(FileSystemReader, "read_metadata", read_metadata),
+        _replaced(FileSystemReader, "_slice_file", slice_file),
+        _replaced(FileSystemReader, "read_data", read_data),
         _replaced(DefaultLoadPlanner, "load_bytes", load_bytes),
         _replaced(torch, "load", load),
     ):

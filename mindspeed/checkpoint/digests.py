@@ -142,7 +142,7 @@ _HELP = "; take the folder from a copy, or give --no-verify to use it as it is"
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A part of a file that will be read."""
 
     path: Path
@@ -167,25 +167,27 @@ def verify(
     *,
     enabled: bool = True,
     ranges: Ranges | None = None,
+    but: str | None = None,
     is_shared: bool = False,
     is_expected: bool = True,
-) -> None:
+) -> dict[str, FileRecord] | None:
     """Compare the files of a folder with their digests; damage is an error that names the file.
 
-    With `ranges`, only what they name of these files is read, and all other files. With
-    `is_shared`, every rank calls this and reads a share. A folder from before there were digests
-    is accepted with a warning, where digests are expected.
+    With `ranges`, only what they name of these files is read, and all other files; of files whose
+    names end with `but`, only the size. With `is_shared`, every rank calls this and reads a share.
+    A folder from before there were digests is accepted with a warning, where digests are expected.
     """
     files = read_digests(folder) if enabled else None
     if files is None:
         if enabled and is_expected:
             logger.warning("%s: has no %s: damage to its files is not noticed", folder, NAME)
-        return
+        return None
     _check_sizes(folder, files)
+    read = {name: each for name, each in files.items() if but is None or not name.endswith(but)}
     rank, world = 0, 1
     if is_shared:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    pieces = list(_pieces(folder, files, ranges or {}))[rank::world]
+    pieces = list(pieces_of(folder, read, ranges or {}))[rank::world]
     damage = _damage(pieces, folder, files)
     if world > 1:
         everywhere: list[str] = [""] * world
@@ -193,6 +195,7 @@ def verify(
         damage = next(filter(None, everywhere), "")
     if damage:
         raise ConfigError(damage)
+    return files
 
 
 def verify_small(folder: Path | None, *, enabled: bool = True) -> None:
@@ -201,7 +204,7 @@ def verify_small(folder: Path | None, *, enabled: bool = True) -> None:
         return
     _check_sizes(folder, files)
     small = {name: record for name, record in files.items() if record.size <= SMALL}
-    if damage := _damage(list(_pieces(folder, small, {})), folder, files):
+    if damage := _damage(list(pieces_of(folder, small, {})), folder, files):
         raise ConfigError(damage)
 
 
@@ -215,7 +218,7 @@ def _check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
             raise ConfigError(f"{path}: {what}: {size} bytes, not {record.size}{_HELP}")
 
 
-def _pieces(folder: Path, files: Mapping[str, FileRecord], ranges: Ranges) -> Iterator[_Piece]:
+def pieces_of(folder: Path, files: Mapping[str, FileRecord], ranges: Ranges) -> Iterator[Piece]:
     """Yield the parts that will be read: of a file in `ranges`, those which these touch."""
     for name, record in files.items():
         wanted = sorted(ranges[name]) if name in ranges else [(0, record.size)]
@@ -224,17 +227,17 @@ def _pieces(folder: Path, files: Mapping[str, FileRecord], ranges: Ranges) -> It
             while number < len(wanted) and sum(wanted[number]) <= start:
                 number += 1
             if number < len(wanted) and wanted[number][0] < start + length:
-                yield _Piece(folder / name, start, length, digest)
+                yield Piece(folder / name, start, length, digest)
             start += length
 
 
-def _damage(pieces: list[_Piece], folder: Path, files: Mapping[str, FileRecord]) -> str:
+def _damage(pieces: list[Piece], folder: Path, files: Mapping[str, FileRecord]) -> str:
     """Return what is wrong with the first damaged part."""
     with ThreadPoolExecutor(min(READERS, max(2, os.cpu_count() or 1))) as pool:
         try:
-            for piece, found in zip(pieces, pool.map(_Piece.found, pieces)):
+            for piece, found in zip(pieces, pool.map(Piece.found, pieces)):
                 if found != piece.digest:
-                    return _difference(piece, found, folder, files)
+                    return difference(piece, found, folder, files)
         except OSError as error:
             return f"{error.filename or folder}: cannot be read ({error.strerror})"
         finally:
@@ -242,7 +245,8 @@ def _damage(pieces: list[_Piece], folder: Path, files: Mapping[str, FileRecord])
     return ""
 
 
-def _difference(piece: _Piece, found: str, folder: Path, files: Mapping[str, FileRecord]) -> str:
+def difference(piece: Piece, found: str, folder: Path, files: Mapping[str, FileRecord]) -> str:
+    """Return what is wrong with a part that has another digest than its own."""
     part = (piece.length, found)
     others = [name for name, record in files.items() if part in record.parts]
     what = f"holds what belongs to {folder / others[0]}" if others else "is damaged"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from mindspeed.checkpoint import digests
+from mindspeed.checkpoint.dcp_entries import verify_but_entries
 from mindspeed.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
 from mindspeed.checkpoint.dcp_reader import weights_only
 from mindspeed.checkpoint.dcp_writer import digest_writes
@@ -19,7 +19,13 @@ from mindspeed.checkpoint.digests import FileRecord
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.dcp_files import check_files
 from mindspeed_llm.checkpoint.dcp_metadata import tensors_of
-from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, reason
+from mindspeed_llm.training.folders import (
+    CheckpointFolders,
+    Mismatch,
+    Progress,
+    reason,
+    unloadable,
+)
 
 _STATE = re.compile(r"^(?:.*\.)?optimizer\.state\.(\w+)\.", re.MULTILINE)
 """The names of an optimizer's state, and in them its kinds: exp_avg, momentum_buffer, ..."""
@@ -54,7 +60,7 @@ class Checkpoints:
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
         from torch.distributed.checkpoint import CheckpointException
 
-        digests.verify(folder, enabled=verify, is_shared=True)
+        entries = verify_but_entries(folder, enabled=verify)
         metadata = read_dcp_metadata(folder)
         check_files(folder, tensors_of(metadata, folder).values())
         _check_backend(folder)
@@ -63,7 +69,7 @@ class Checkpoints:
         if with_optimizer:
             _check_optimizer(wanted["optimizer"], metadata, folder)
         try:
-            with weights_only(folder, metadata):
+            with weights_only(folder, metadata, entries):
                 state = dist_checkpointing.load(
                     wanted,
                     str(folder),
@@ -71,9 +77,7 @@ class Checkpoints:
                     validate_access_integrity=False,
                 )
         except (CheckpointException, CheckpointingException) as error:
-            why = reason(error)
-            is_named = why.startswith(str(folder))
-            raise ConfigError(why if is_named else f"{folder}: cannot be loaded ({why})") from None
+            raise unloadable(folder, error) from None
         for name, chunk in self._named():
             chunk.load_state_dict(state[name])
         if with_optimizer:

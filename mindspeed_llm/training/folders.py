@@ -292,6 +292,13 @@ def _write_digests(
     write_digests(folder, written, about, ranks)
 
 
+def unloadable(folder: Path, error: BaseException) -> ConfigError:
+    """Return the error of a checkpoint that cannot be loaded, with the file where it is known."""
+    why = reason(error)
+    is_named = why.startswith(str(folder))
+    return ConfigError(why if is_named else f"{folder}: cannot be loaded ({why})")
+
+
 def reason(error: BaseException) -> str:
     """Find the error of the disk in what wraps it."""
     failures = getattr(error, "failures", None) or {}

@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed import device
-from mindspeed.checkpoint import digests
+from mindspeed.checkpoint.dcp_entries import verify_but_entries
 from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
-from mindspeed.checkpoint.dcp_reader import VerifiedReader, WeightsOnlyPlanner
+from mindspeed.checkpoint.dcp_reader import weights_only
 from mindspeed.checkpoint.dcp_writer import DigestWriter
-from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.config import did_you_mean
 from mindspeed_llm.checkpoint.dcp_files import check_files
-from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, ranges_of, tensors_of
-from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, reason
+from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, tensors_of
+from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, unloadable
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
 from mindspeed_mm.training.stored import StoredForm
@@ -58,6 +58,7 @@ class FsdpCheckpoints:
 
     def load(self, folder: Path, *, with_optimizer: bool, verify: bool = True) -> None:
         """Read this rank's shards of a checkpoint that any number of ranks has written."""
+        entries = verify_but_entries(folder, enabled=verify)
         metadata = read_dcp_metadata(folder)
         stored = tensors_of(metadata, folder)
         check_files(folder, stored.values())
@@ -67,13 +68,11 @@ class FsdpCheckpoints:
         state = _matched(wanted, aliases, stored, folder)
         if with_optimizer:
             state |= self._optimizer_matched(stored, folder)
-        ranges = ranges_of(stored, (stored[name] for name in state))
-        digests.verify(folder, enabled=verify, ranges=ranges, is_shared=True)
         try:
-            reader, planner = VerifiedReader(folder, metadata), WeightsOnlyPlanner(folder)
-            dcp.load(state, storage_reader=reader, planner=planner)
+            with weights_only(folder, metadata, entries):
+                dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
         except dcp.CheckpointException as error:
-            raise ConfigError(f"{folder}: cannot be loaded ({reason(error)})") from None
+            raise unloadable(folder, error) from None
 
     def save(
         self, progress: Progress, *, keep_last: int | None = None, in_background: bool = False

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
-from mindspeed.checkpoint.dcp_reader import VerifiedReader, WeightsOnlyPlanner, weights_only
+from mindspeed.checkpoint.dcp_reader import weights_only
 from mindspeed.config import ConfigError
 
 TORCH = "torch.distributed.checkpoint"
@@ -207,7 +207,6 @@ def test_entries_of_bytes_do_not_run(tmp_path, entry):
         assert f"__0_0.distcp: the entry {entry} cannot be loaded safely" in str(raised.value)
         assert not marker.exists()
 
-    load(storage_reader=VerifiedReader(folder, metadata), planner=WeightsOnlyPlanner(folder))
     with weights_only(folder, metadata):
         load(storage_reader=dcp.FileSystemReader(folder))
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)

@@ -1,0 +1,172 @@
+"""What is loaded from .distcp files has the digests it was written with, or one line names it."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mindspeed.checkpoint import dcp_entries, digests
+from mindspeed.checkpoint.dcp_entries import EntryVerifier
+from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
+from mindspeed.checkpoint.dcp_reader import weights_only
+from mindspeed.checkpoint.dcp_writer import DigestWriter
+from mindspeed.checkpoint.digests import read_digests, write_digests
+from mindspeed.config import ConfigError
+from mindspeed_llm.training.folders import unloadable
+from tests.ranks import run_ranks
+from tests.unit.checkpoint.test_digests import flip
+
+FILE = "__0_0.distcp"
+DAMAGED = "is damaged: its bytes are not those that were written; take the folder from a copy"
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def state_of(seed):
+    """Return a tensor of several steps and one shorter than a step, a small one, and no tensor."""
+    draw = torch.Generator().manual_seed(seed)
+    large = torch.randn(5 * dcp_entries.STEP // 8 + 7, generator=draw)
+    return {
+        "large": large,
+        "small": large[:70].reshape(10, 7).clone(),
+        "step": seed,
+        "w": large[:5],
+    }
+
+
+def save(folder, seed=1, has_entries=True):
+    writer = DigestWriter(folder)
+    dcp.save(state_of(seed), storage_writer=writer, no_dist=True)
+    write_digests(folder, writer.files if has_entries else {}, {})
+
+
+def places(folder):
+    """Return (offset, length) of each entry."""
+    found = read_dcp_metadata(folder).storage_data.items()
+    return {index.fqn: (info.offset, info.length) for index, info in found}
+
+
+def load(folder, names=("large", "small", "step", "w"), verifier=None):
+    """Load what is named, as the suites do; return it, or the error they raise."""
+    wanted = {name: value for name, value in state_of(0).items() if name in names}
+    try:
+        with weights_only(
+            folder,
+            read_dcp_metadata(folder),
+            verifier or EntryVerifier(folder, read_digests(folder)),
+        ):
+            dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    except dcp.CheckpointException as error:
+        return str(unloadable(folder, error))
+    return wanted
+
+
+def test_what_was_written_is_loaded(tmp_path):
+    save(tmp_path)
+    loaded = load(tmp_path)
+    for name, value in state_of(1).items():
+        assert loaded[name] == value if name == "step" else torch.equal(loaded[name], value)
+
+
+def test_one_bit_anywhere_in_an_entry_that_is_loaded(tmp_path):
+    """Also where the archive, its pickle or the numbers behind the first step cannot be read."""
+    save(tmp_path)
+    file, found = tmp_path / FILE, places(tmp_path)
+    keep = file.read_bytes()
+    for name, (offset, length) in found.items():
+        others = [each for each in found if each != name]
+        step = max(1, length // 12)
+        for position in {0, 1, 30, length - 1, length - 20, *range(40, length, step)}:
+            if position >= length:
+                continue
+            flip(file, offset + position, position % 8)
+            assert load(tmp_path, [name]).startswith(f"{file}: {DAMAGED}"), (name, position)
+            file.write_bytes(keep)
+        flip(file, offset + length // 2)
+        assert not isinstance(load(tmp_path, others), str), "what is not loaded is not compared"
+        file.write_bytes(keep)
+
+
+def test_entries_of_another_checkpoint_or_place(tmp_path):
+    first, second = tmp_path / "1", tmp_path / "2"
+    save(first, 1), save(second, 2)
+    shutil.copy(second / FILE, first / FILE)
+    assert load(first).startswith(f"{first / FILE}: {DAMAGED}")
+    shutil.rmtree(first)
+    save(first, 1)
+    twin = first / "__1_0.distcp"
+    shutil.copy(first / FILE, twin)
+    (first / "digests.json").unlink()
+    flip(twin, places(first)["large"][0])
+    write_digests(first, {name: record_of(first, name) for name in (FILE, twin.name)}, {})
+    swapped = twin.rename(first / "x")
+    (first / FILE).rename(twin)
+    swapped.rename(first / FILE)
+    assert load(first).startswith(f"{first / FILE}: holds what belongs to {twin}")
+
+
+def record_of(folder, name):
+    """Return the digests of a file by entries."""
+    content = (folder / name).read_bytes()
+    parts = sorted(places(folder).values())
+    hashed = [(n, digests.xxhash.xxh3_128_hexdigest(content[at : at + n])) for at, n in parts]
+    return digests.FileRecord(tuple(hashed))
+
+
+def test_digests_that_know_no_entries(tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "PART", 1 << 20)
+    save(tmp_path, has_entries=False)
+    file, found = tmp_path / FILE, places(tmp_path)
+    assert not isinstance(load(tmp_path), str)
+    flip(file, found["large"][0] + 3_000_000)
+    assert load(tmp_path, ["large"]).startswith(f"{file}: {DAMAGED}")
+
+
+def test_numbers_are_read_once_and_entries_hashed_once(tmp_path, monkeypatch):
+    save(tmp_path)
+    reads = []
+    original = os.pread
+    monkeypatch.setattr(os, "pread", lambda *how: reads.append(how[1]) or original(*how))
+    verifier = EntryVerifier(tmp_path, read_digests(tmp_path))
+    load(tmp_path, ["large"], verifier)
+    assert 0 < sum(reads) < 4000
+    offset, length = places(tmp_path)["large"]
+    assert verifier.open(FILE, offset, length) is None
+    entry = verifier.open(FILE, *places(tmp_path)["small"])
+    assert entry.seek(-3, os.SEEK_END) == entry.tell() == entry.piece.length - 3
+    assert len(entry.read()) == 3 and entry.read(5) == b""
+    verifier.finish()
+
+
+def _load_own(folder):
+    """Load another entry on each rank."""
+    name = ("large", "small")[torch.distributed.get_rank()]
+    wanted = {name: state_of(0)[name]}
+    verifier = EntryVerifier(folder, read_digests(folder))
+    try:
+        with weights_only(folder, read_dcp_metadata(folder), verifier):
+            dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder))
+    except dcp.CheckpointException as error:
+        return str(unloadable(folder, error))
+    return ""
+
+
+def test_damage_that_one_rank_reads_ends_all(tmp_path: Path) -> None:
+    save(tmp_path)
+    flip(tmp_path / FILE, sum(places(tmp_path)["small"]) - 100)
+    first, second = run_ranks(_load_own, 2, tmp_path)
+    assert first == second and first.startswith(f"{tmp_path / FILE}: {DAMAGED}")
+
+
+def test_damage_is_raised_in_place_of_what_it_caused(tmp_path):
+    """A verifier that finds nothing leaves the error of torch as it is."""
+    save(tmp_path)
+    flip(tmp_path / FILE, places(tmp_path)["small"][0])
+    (tmp_path / "digests.json").unlink()
+    write_digests(tmp_path, {FILE: record_of(tmp_path, FILE)}, {})
+    said = load(tmp_path, ["small"])
+    assert said.startswith(f"{tmp_path}: cannot be loaded (") and "damaged" not in said
+    with pytest.raises(ConfigError, match="is read while"), weights_only(tmp_path, None):
+        dcp.FileSystemReader(tmp_path.parent).read_metadata()
