@@ -1,10 +1,11 @@
 """What do digests cost when a checkpoint is saved and loaded?
 
-    python benchmarks/bench_checkpoint.py [--folder DIR] [--rounds 7] [--gigabytes 1.0]
+    python benchmarks/bench_checkpoint.py [--folder DIR] [--rounds 7] [--gigabytes 1.0] [--cold]
 
-One rank saves and loads with Megatron's writer (the LLM suite) and with torch's (the multimodal
-suite), with digests and without, by turns on the same disk; saves are durable, loads read from the
-page cache. Records medians and the ratio of the sums of the fastest halves.
+One rank saves with Megatron's writer (the LLM suite) and with torch's (the multimodal suite), with
+digests and without, and loads by the suites' own classes, verified and with --no-verify, by turns
+on the same disk. Saves are durable; loads read from the page cache and, with --cold, from the disk.
+Records medians and the ratio of the means of the fastest halves.
 """
 
 import argparse
@@ -21,13 +22,14 @@ import torch.distributed.checkpoint as dcp
 from record import record
 
 import mindspeed.megatron_adaptor  # noqa: F401
-from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
-from mindspeed.checkpoint.dcp_reader import VerifiedReader, WeightsOnlyPlanner, weights_only
 from mindspeed.checkpoint.dcp_writer import DigestWriter
-from mindspeed.checkpoint.digests import verify, write_digests
+from mindspeed.checkpoint.digests import write_digests
 
 TENSOR = 16 << 20
 """Bytes of each tensor."""
+LOADS = 3
+"""Loads of each kind for one save."""
+CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 def tensors(gigabytes):
@@ -38,27 +40,57 @@ def tensors(gigabytes):
     return {f"w{number}": first.roll(number).reshape(1024, -1) for number in range(count)}
 
 
-class Torch:
+class Model(torch.nn.Module):
+    """Weights alone: what a load does besides reading takes no time here."""
+
+    def __init__(self, state):
+        super().__init__()
+        for name, values in state.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.empty_like(values)))
+
+    def sharded_state_dict(self):
+        """Return the weights as Megatron's models do."""
+        return sharded({name: values.detach() for name, values in self.named_parameters()})
+
+    def reload_model_params(self):
+        """Have no optimizer whose masters would be copied."""
+
+
+def sharded(state):
+    """Return tensors that one rank holds as a whole."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return {n: ShardedTensor.from_rank_offsets(n, values) for n, values in state.items()}
+
+
+class Multimodal:
     """Saves and loads as the multimodal suite does."""
 
-    def save(self, state, folder, has_digests):
+    def __init__(self, state):
+        from mindspeed_mm.training.checkpoint import MODEL, FsdpCheckpoints
+
+        self._state = {MODEL + name: values for name, values in state.items()}
+        self.model = Model(state)
+        self.load = FsdpCheckpoints(None, self.model, None).load
+
+    def save(self, folder, has_digests):
         """Save durably."""
         writer = DigestWriter(folder) if has_digests else dcp.FileSystemWriter(folder)
-        dcp.save(state, storage_writer=writer)
+        dcp.save(self._state, storage_writer=writer)
         if has_digests:
             write_digests(folder, writer.files, {})
 
-    def load(self, state, folder, is_verified):
-        """Load into tensors."""
-        verify(folder, enabled=is_verified, is_shared=True)
-        reader = VerifiedReader(folder, read_dcp_metadata(folder))
-        dcp.load(state, storage_reader=reader, planner=WeightsOnlyPlanner(folder))
 
-
-class Megatron:
+class Llm:
     """Saves and loads as the LLM suite does."""
 
-    def save(self, state, folder, has_digests):
+    def __init__(self, state):
+        from mindspeed_llm.training.checkpoint import Checkpoints
+
+        self._state, self.model = state, Model(state)
+        self.load = Checkpoints(None, [self.model], self.model).load
+
+    def save(self, folder, has_digests):
         """Save durably, by two processes."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -69,62 +101,59 @@ class Megatron:
         written = {}
         plain = TorchDistSaveShardedStrategy("torch_dist", 1)
         strategy = _save_strategy(written) if has_digests else plain
-        dist_checkpointing.save(self._sharded(state), str(folder), strategy)
+        dist_checkpointing.save(sharded(self._state), str(folder), strategy)
         if has_digests:
             write_digests(folder, written, {})
 
-    def load(self, state, folder, is_verified):
-        """Load into tensors."""
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-        verify(folder, enabled=is_verified, is_shared=True)
-        metadata = read_dcp_metadata(folder)
-        strategy = TorchDistLoadShardedStrategy()
-        with weights_only(folder, metadata):
-            dist_checkpointing.load(
-                self._sharded(state), str(folder), strategy, validate_access_integrity=False
-            )
-
-    def _sharded(self, state):
-        from megatron.core.dist_checkpointing import ShardedTensor
-
-        return {n: ShardedTensor.from_rank_offsets(n, values) for n, values in state.items()}
+def drop_caches():
+    """Let the next load read from the disk."""
+    os.sync()
+    try:
+        CACHES.write_text("3\n")
+    except OSError as error:
+        raise SystemExit(
+            f"--cold: {CACHES} cannot be written ({error.strerror}): only root of the host may "
+            "empty the page cache; leave --cold out to measure loads from the page cache"
+        ) from None
 
 
-def timed(function, *arguments):
+def timed(function, *arguments, **named):
     """Return the seconds of a call."""
     start = time.perf_counter()
-    function(*arguments)
+    function(*arguments, **named)
     return time.perf_counter() - start
 
 
-def measure(root, suite, state, rounds):
+def measure(root, suite, state, rounds, is_cold):
     """Take turns; return a row."""
-    target = {name: torch.empty_like(values) for name, values in state.items()}
-    times = {"save": ([], []), "load": ([], [])}
-    checks = []
+    kinds = ["load", "cold_load"] if is_cold else ["load"]
+    times = {kind: ([], []) for kind in ("save", *kinds)}
     for turn in range(-1, rounds):  # the first one warms up
-        for has_digests in (0, 1) if turn % 2 else (1, 0):
-            folder = root / f"{turn}-{has_digests}"
-            saved = timed(suite.save, state, folder, has_digests)
-            if turn >= 0:
-                times["save"][has_digests].append(saved)
-        folder = root / f"{turn}-1"
-        for is_verified in (0, 1) if turn % 2 else (1, 0):
-            loaded = timed(suite.load, target, folder, is_verified)
-            if turn >= 0:
-                times["load"][is_verified].append(loaded)
-        checks.append(timed(verify, folder))
+        order = (0, 1) if turn % 2 else (1, 0)
+        for has_digests in order:
+            saved = timed(suite.save, root / f"{turn}-{has_digests}", has_digests)
+            times["save"][has_digests].append(saved)
+        for kind in kinds * LOADS:
+            order = order[::-1]
+            for is_verified in order:
+                if kind == "cold_load":
+                    drop_caches()
+                how = {"with_optimizer": False, "verify": bool(is_verified)}
+                times[kind][is_verified].append(timed(suite.load, root / f"{turn}-1", **how))
+        if turn < 0:
+            times = {kind: ([], []) for kind in times}
+            assert all(torch.equal(suite.model.get_parameter(n), v) for n, v in state.items())
         for name in (f"{turn}-0", f"{turn}-1"):
             shutil.rmtree(root / name)
     size = sum(values.nbytes for values in state.values())
-    row = {"writer": type(suite).__name__.lower(), "gb": f"{size / 1e9:.2f}"}
-    for kind, (without, with_digests) in times.items():
-        row[f"{kind}_s"] = f"{statistics.median(without):.3f}"
-        row[f"{kind}_digests_s"] = f"{statistics.median(with_digests):.3f}"
-        row[f"{kind}_ratio"] = f"{fastest(with_digests) / fastest(without):.3f}"
-    row["verify_gb_per_s"] = f"{size / 1e9 / min(checks):.1f}"
+    row = {"suite": type(suite).__name__.lower(), "gb": f"{size / 1e9:.2f}"}
+    for kind in ("save", "load", "cold_load"):
+        without, with_digests = times.get(kind, ((), ()))
+        row[f"{kind}_s"] = f"{statistics.median(without):.3f}" if without else ""
+        row[f"{kind}_digests_s"] = f"{statistics.median(with_digests):.3f}" if without else ""
+        ratio = fastest(with_digests) / fastest(without) if without else 0
+        row[f"{kind}_ratio"] = f"{ratio:.3f}" if without else ""
     return row
 
 
@@ -139,14 +168,18 @@ def main():
     parser.add_argument("--folder", help="a folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--cold", action="store_true", help="also empty the page cache; as root")
     options = parser.parse_args()
+    if options.cold:
+        drop_caches()
     warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
     state, rows = tensors(options.gigabytes), []
-    for suite in (Megatron(), Torch()):
+    for suite in (Llm, Multimodal):
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
-            rows.append(measure(Path(name), suite, state, options.rounds))
+            row = measure(Path(name), suite(state), state, options.rounds, options.cold)
+            rows.append(row)
         print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     record("checkpoint", rows)
     torch.distributed.destroy_process_group()
