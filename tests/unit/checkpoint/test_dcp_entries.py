@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mindspeed.checkpoint import dcp_entries, digests
-from mindspeed.checkpoint.dcp_entries import EntryVerifier
+from mindspeed.checkpoint.dcp_entries import EntryVerifier, verify_but_entries
 from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
 from mindspeed.checkpoint.dcp_reader import weights_only
 from mindspeed.checkpoint.dcp_writer import DigestWriter
@@ -140,24 +140,33 @@ def test_numbers_are_read_once_and_entries_hashed_once(tmp_path, monkeypatch):
     verifier.finish()
 
 
-def _load_own(folder):
-    """Load another entry on each rank."""
+def _load_own(*folders):
+    """Load another entry on each rank; return what is said of each folder."""
     name = ("large", "small")[torch.distributed.get_rank()]
-    wanted = {name: state_of(0)[name]}
-    verifier = EntryVerifier(folder, read_digests(folder))
-    try:
-        with weights_only(folder, read_dcp_metadata(folder), verifier):
-            dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder))
-    except dcp.CheckpointException as error:
-        return str(unloadable(folder, error))
-    return ""
+    said = []
+    for folder in folders:
+        wanted = {name: state_of(0)[name]}
+        try:
+            verifier = verify_but_entries(folder, enabled=True)
+            with weights_only(folder, read_dcp_metadata(folder), verifier):
+                dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder))
+        except dcp.CheckpointException as error:
+            said.append(str(unloadable(folder, error)))
+        except ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def test_damage_that_one_rank_reads_ends_all(tmp_path: Path) -> None:
-    save(tmp_path)
-    flip(tmp_path / FILE, sum(places(tmp_path)["small"]) - 100)
-    first, second = run_ranks(_load_own, 2, tmp_path)
-    assert first == second and first.startswith(f"{tmp_path / FILE}: {DAMAGED}")
+    whole, small, rest = (tmp_path / name for name in ("whole", "small", "rest"))
+    for folder in (whole, small, rest):
+        save(folder)
+    flip(small / FILE, sum(places(small)["small"]) - 100)
+    flip(rest / ".metadata")
+    first, second = run_ranks(_load_own, 2, whole, small, rest)
+    assert first == second and len(first) == 2
+    assert first[0].startswith(f"{small / FILE}: {DAMAGED}")
+    assert first[1].startswith(f"{rest / '.metadata'}: {DAMAGED}")
 
 
 def test_damage_is_raised_in_place_of_what_it_caused(tmp_path):
