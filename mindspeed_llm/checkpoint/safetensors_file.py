@@ -52,10 +52,7 @@ def read_safetensors(file: MappedFile) -> dict[str, torch.Tensor]:
                 "off or its header is wrong"
             )
         tensors[name] = file.tensor(start + begin, dtype, shape)
-    spans.sort()
-    for (_, end, first), (begin, _, second) in zip(spans, spans[1:]):
-        if begin < end:
-            raise ConfigError(f"{file.path}: {first} and {second} share bytes")
+    _must_tile(file, sorted(spans), file.size - start)
     return tensors
 
 
@@ -99,6 +96,25 @@ def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict):
         raise ConfigError(f"{file.path}: its header is {kind_of(header)}, not an object")
     return header, 8 + length
+
+
+def _must_tile(file: MappedFile, spans: Sequence[tuple[int, int, str]], size: int) -> None:
+    """Refuse bytes that belong to two tensors or to none: the offsets or the file are wrong."""
+    covered, last = 0, "the header"
+    for begin, end, name in spans:
+        if begin < covered:
+            raise ConfigError(f"{file.path}: {last} and {name} share bytes")
+        if begin > covered:
+            raise ConfigError(
+                f"{file.path}: {begin - covered} bytes between {last} and {name} belong to no "
+                "tensor: the file is damaged"
+            )
+        covered, last = end, name
+    if covered != size:
+        raise ConfigError(
+            f"{file.path}: {size - covered} bytes behind {last} belong to no tensor: the file is "
+            "damaged"
+        )
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hypothesis.internal.conjecture.data import ConjectureData
 from mindspeed_llm.cli import chat, convert, generate, posttrain, preprocess, pretrain, show_batch
 from mindspeed_mm.cli import convert as mm_convert
 from mindspeed_mm.cli import train as mm_train
-from tests.llm.mutants import VALUES, as_json, changed, damaged, flags, known_flags
+from tests.llm.mutants import PIECES, VALUES, as_json, changed, damaged, flags, known_flags
 
 WRITES = {"--save", "--log-file", "--tensorboard-dir", "--output", "--save-dir", "--output-prefix"}
 """Flags that say where to write: an odd value would write outside the test."""
@@ -142,16 +142,22 @@ def _hf_config(draw: Draw) -> Case:
 
 def _safetensors(draw: Draw) -> Case:
     path = "hf/model.safetensors"
-    return Case("convert hf", (), {path: _header(draw, path)}, "rank")
+    return Case("convert hf", (), {path: _structure(draw, path)}, "rank")
 
 
-def _header(draw: Draw, path: str) -> bytes:
+def _structure(draw: Draw, path: str) -> bytes:
+    """Damage the structure of a safetensors file: without digests nothing guards its numbers."""
     good = draw.read(path)
-    length = int.from_bytes(good[:8], "little")
-    if draw(st.booleans()):
-        return draw.damage(path, 8 + length)
-    text = as_json(draw(changed(json.loads(good[8 : 8 + length]))))
-    return len(text).to_bytes(8, "little") + text + good[8 + length :]
+    data = 8 + int.from_bytes(good[:8], "little")
+    kind = draw.one(["header", "header", "values", "values", "size"])
+    if kind == "header":
+        return bytes(draw(damaged(good[:data]))) + good[data:]
+    if kind == "size":
+        place = draw(st.integers(data, len(good) - 1))
+        more = draw.one([b"", *PIECES])
+        return good[:place] + more + good[place:] if more else good[:place]
+    text = as_json(draw(changed(json.loads(good[8:data]))))
+    return len(text).to_bytes(8, "little") + text + good[data:]
 
 
 def _hf_index(draw: Draw) -> Case:
@@ -202,7 +208,7 @@ def _lora(draw: Draw) -> Case:
     if draw(st.booleans()):
         path = draw.one(["peft/adapter_config.json", "peft/adapter_model.safetensors"])
         is_json = path.endswith("json")
-        content = draw.edit(path) if is_json else _header(draw, path)
+        content = draw.edit(path) if is_json else _structure(draw, path)
         return Case("posttrain lora", (), {path: content}, "" if is_json else "numbers")
     path = draw.find("lora/iter_0000001/*")
     content = draw.edit(path) if path.endswith(".json") else draw.flip(path)
@@ -256,7 +262,7 @@ def _mm_data(draw: Draw) -> Case:
 
 def _mm_weights(draw: Draw) -> Case:
     path = "mm/model/model.safetensors"
-    return Case("mm convert hf", (), {path: _header(draw, path)})
+    return Case("mm convert hf", (), {path: _structure(draw, path)})
 
 
 def _mm_saved(draw: Draw) -> Case:

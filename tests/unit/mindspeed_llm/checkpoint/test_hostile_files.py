@@ -66,6 +66,13 @@ SAFETENSORS = {
     "type_is_a_list": (safetensors({"a": entry(dtype=["F32"])}, EIGHT), "type"),
     "entry_is_a_number": (safetensors({"a": 5}, EIGHT), "lacks dtype"),
     "overlap": (safetensors({"a": entry(), "b": entry()}, EIGHT), "share bytes"),
+    "longer": (safetensors({"a": entry()}, EIGHT * 2), "8 bytes behind a belong to no tensor"),
+    "only_data": (safetensors({}, EIGHT), "8 bytes behind the header"),
+    "shifted": (safetensors({"a": entry(span=(8, 16))}, EIGHT * 2), "the header and a belong to"),
+    "hole": (
+        safetensors({"a": entry(), "b": entry(span=(16, 24))}, EIGHT * 3),
+        "8 bytes between a and b",
+    ),
 }
 
 
