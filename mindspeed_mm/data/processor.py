@@ -18,8 +18,8 @@ from mindspeed_llm.data.tokenizer import TokenizerFacts, facts_of
 from mindspeed_mm.data.media import Clip, Kind, Medium, blank, open_image, open_video
 from mindspeed_mm.data.options import ProcessorOptions
 from mindspeed_mm.packages import check_torchvision, how_to_install, torchvision_problem
+from mindspeed_mm.refusals import reason
 
-LONGEST_REASON = 300
 CLASS_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 TOKENS = ("input_ids", "attention_mask")
 
@@ -53,7 +53,7 @@ class MediaProcessor:
             return self._run(opened)
         except Exception as error:  # it is code of others, and its files may be damaged
             raise MalformedRecord(
-                f"the processor refuses the {medium.kind} {medium}: {_reason(error)}"
+                f"the processor refuses the {medium.kind} {medium}: {reason(error)}"
             ) from None
 
     def check(self, kind: Kind) -> None:
@@ -167,7 +167,7 @@ def _load_first(loaders: Sequence[Any], folder: Path, trust_remote_code: bool) -
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
         except Exception as error:  # for damaged files tokenizers raises an Exception of no class
-            reasons.append(_reason(error))
+            reasons.append(reason(error))
     if "video_processor" in reasons[0] and (problem := torchvision_problem()):
         raise ConfigError(
             f"model_name_or_path {folder}: its {_class_name(folder)} does not load without "
@@ -206,17 +206,11 @@ def _class_name(folder: Path) -> str:
     return ""
 
 
-def _reason(error: Exception) -> str:
-    """Return what an error says, in one line that can be read."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
-
-
 def _lead(tokenizer: Any) -> list[int]:
     try:
         whole = tokenizer("a")["input_ids"]
     except Exception as error:  # a damaged tokenizer_config.json may cause anything
-        raise ConfigError(f"the tokenizer of the processor fails: {_reason(error)}") from None
+        raise ConfigError(f"the tokenizer of the processor fails: {reason(error)}") from None
     text = tokenizer("a", add_special_tokens=False)["input_ids"]
     place = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
     return list(whole[:place])

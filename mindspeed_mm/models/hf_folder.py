@@ -1,8 +1,6 @@
 """The tensors of a Hugging Face folder, mapped and not read."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,19 +12,6 @@ from mindspeed_llm.checkpoint.safetensors_file import read_safetensors
 
 LET_GO = 256 << 20
 """Bytes after which the memory of what has been read is given back."""
-
-
-@contextmanager
-def explained(source: str) -> Iterator[None]:
-    """Tell in one line what transformers does not like about a config."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    refused = (ValueError, TypeError, OSError, KeyError, ImportError, RecursionError)
-    refused += (StrictDataclassError,)
-    try:
-        yield
-    except refused as error:
-        raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
 
 
 class HfFolder:

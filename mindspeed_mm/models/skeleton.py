@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from mindspeed.config import ConfigError, did_you_mean, parse_json
-from mindspeed_mm.models.hf_folder import explained
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.packages import transformers_class
+from mindspeed_mm.refusals import explained
 
 
 def build_skeleton(source: str) -> nn.Module:

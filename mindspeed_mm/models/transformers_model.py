@@ -15,13 +15,13 @@ from mindspeed.ops.cross_entropy import cross_entropy
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.fused import fuse, is_wanted
-from mindspeed_mm.models.hf_folder import explained
 from mindspeed_mm.models.loss import IGNORED, LossHead, mean, next_tokens
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.parts import add_adapters, freeze
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
 from mindspeed_mm.models.ulysses import ContextParallel
 from mindspeed_mm.models.weights import load_pretrained, meta_parameters
+from mindspeed_mm.refusals import explained
 
 NEEDED = ("loss", "logits", "aux_loss")
 

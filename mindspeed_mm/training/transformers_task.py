@@ -1,6 +1,6 @@
 """The callbacks for models of transformers on data.json: nothing is left to write."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from mindspeed.compat.run_arguments import get_args
 from mindspeed.config import ConfigError
+from mindspeed_mm.refusals import is_of_transformers, located
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
 from mindspeed_mm.training.device_batch import move_to_device
 
@@ -33,6 +34,7 @@ class Task:
 
     def __init__(self) -> None:
         self._made: Any = None
+        self._has_run = False
 
     def model(self) -> nn.Module:
         """Open the records, then build the model."""
@@ -56,6 +58,32 @@ class Task:
             return loader, None, None
         whole = config.dataloader_param.model_copy(update={"drop_last": False, "shuffle": False})
         return loader, open_loader(valid, whole), None
+
+    def forward_step(
+        self, data_iterator: Iterator[Any], model: nn.Module
+    ) -> tuple[Output, Callable[..., Any]]:
+        """Run the model; what it refuses of the first micro-batch, its folders are wrong about."""
+        if self._has_run:
+            return forward_step(data_iterator, model)
+        batch = get_batch(data_iterator)
+        try:
+            output = model(**batch)
+        except Exception as error:
+            if not is_of_transformers(error):
+                raise
+            raise ConfigError(_misfit(error)) from error
+        self._has_run = True
+        return output, loss_func
+
+
+def _misfit(error: Exception) -> str:
+    sections = get_args().mm
+    model = sections.model.init_from_hf_path
+    processor = sections.data.dataset_param.preprocess_parameters.model_name_or_path
+    return (
+        f"the model of {model} cannot compute the first batch that the processor of {processor} "
+        f"makes: {located(error)}; the files of both have to be of one model and undamaged"
+    )
 
 
 def _data_config() -> Any:
@@ -95,4 +123,4 @@ def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Output
 def callbacks() -> Callbacks:
     """Return the callbacks of one run."""
     task = Task()
-    return Callbacks(task.model, task.loaders, forward_step)
+    return Callbacks(task.model, task.loaders, task.forward_step)

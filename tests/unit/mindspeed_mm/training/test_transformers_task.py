@@ -1,9 +1,11 @@
-"""Our own callbacks: the data is looked at before the weights are."""
+"""Our own callbacks: data before weights, and what a model refuses of the first batch."""
 
 import argparse
 import json
+import re
 
 import pytest
+import yaml
 
 from mindspeed.compat import run_arguments
 from mindspeed.config import ConfigError, build
@@ -12,6 +14,10 @@ from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.training.sections import Sections
 from mindspeed_mm.training.transformers_task import callbacks
 from tests.mm import processors
+from tests.mm.folder import make_folder
+
+IMAGE = 438
+"""The token of an image in the tiny folder."""
 
 
 def test_a_missing_image_is_told_before_weights_are_read(tmp_path, monkeypatch):
@@ -30,3 +36,54 @@ def test_a_missing_image_is_told_before_weights_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(run_arguments, "_found", [argparse.Namespace(mm=sections, **flags)])
     with pytest.raises(ConfigError, match="line 1: the image .*missing.png does not exist"):
         callbacks().model()
+
+
+def begin(folder, monkeypatch):
+    """Write all that a run needs; return the callbacks of its task."""
+    content = yaml.safe_load(make_folder(folder).read_text())
+    sections = Sections(
+        model=build(ModelConfig, content["model"]), data=build(DataConfig, content["data"])
+    )
+    flags = {"seq_length": None, "micro_batch_size": 1, "num_workers": 0, "seed": 1, "load": None}
+    flags |= {"init_model_with_meta_device": False, "from_scratch": False}
+    flags |= {"untie_embeddings_and_output_weights": False, "consumed_train_samples": 0}
+    arguments = argparse.Namespace(mm=sections, **flags)
+    monkeypatch.setattr(run_arguments, "_found", [arguments])
+    return callbacks()
+
+
+def change_config(folder, **values):
+    path = folder / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def batches_of(task):
+    with_image = [
+        batch for batch in task.datasets((4, 0, 0))[0] if (batch["input_ids"] == IMAGE).any()
+    ]
+    return iter(with_image)
+
+
+def test_a_model_that_refuses_the_first_batch_is_named_with_its_processor(tmp_path, monkeypatch):
+    task = begin(tmp_path, monkeypatch)
+    change_config(tmp_path, image_token_id=IMAGE + 1, video_token_id=IMAGE + 2)
+    model = task.model()
+    folder = re.escape(str(tmp_path / "model"))
+    expected = (
+        f"^the model of {folder} cannot compute the first batch that the processor of {folder} "
+        r"makes: Image features and image tokens do not match.* \(ValueError, transformers\.models"
+        r"\.qwen2_5_vl\.modeling_qwen2_5_vl, line \d+\); the files of both"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        task.loss(batches_of(task), model)
+
+
+def test_what_a_later_batch_raises_keeps_its_traceback(tmp_path, monkeypatch):
+    task = begin(tmp_path, monkeypatch)
+    model, batches = task.model(), batches_of(task)
+    task.loss(batches, model)
+    wrong = next(batches)
+    wrong["input_ids"][wrong["input_ids"] == IMAGE] = 5
+    with pytest.raises(ValueError, match="Image features and image tokens do not match") as raised:
+        task.loss(iter([wrong]), model)
+    assert not isinstance(raised.value, ConfigError)
