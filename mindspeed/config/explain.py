@@ -1,4 +1,4 @@
-"""Build options from plain values; what pydantic finds wrong is told in the user's spelling."""
+"""Build options from plain values; what pydantic finds wrong is reported in the user's spelling."""
 
 from collections.abc import Mapping
 from enum import Enum

@@ -31,7 +31,7 @@ def add_flags(
         if flag_name(field) in parser._option_string_actions:
             continue
         default = info.get_default(call_default_factory=True)
-        if info.is_required():  # not in the namespace unless given, and told as missing then
+        if info.is_required():  # not in the namespace unless given, and reported as missing then
             default = argparse.SUPPRESS
         default = default if defaults is None else getattr(defaults, field)
         parser.add_argument(flag_name(field), dest=field, **_keywords(info, default))

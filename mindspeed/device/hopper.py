@@ -76,7 +76,7 @@ class Package:
 
 @functools.cache
 def _is_usable(package: Package) -> bool:
-    """Look once: a package that cannot be used is told of, not stumbled over."""
+    """Look once: a package that cannot be used is reported at once, not at its first use."""
     if device.current().capability() != CAPABILITY:
         return False
     try:

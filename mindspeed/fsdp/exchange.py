@@ -47,7 +47,7 @@ class Exchange:
         wanted = [int(number == slot) for number in range(self._slots)]
         parts = [kind, wanted, *touched, now.used]
         flat = list(chain.from_iterable(parts))
-        # Of one length in passes of all kinds, or a wrong one could not be told from the others.
+        # Of one length in passes of all kinds, or a wrong one could not be recognized.
         length = max(len(flat), len(flat) - len(now.used) + 4 * self._slots)
         message = torch.tensor(flat + [0] * (length - len(flat)), dtype=torch.uint8)
         if self._group is not None:

@@ -1,4 +1,4 @@
-"""What a conversion can be told."""
+"""Options of a conversion."""
 
 from typing import Annotated, Literal
 

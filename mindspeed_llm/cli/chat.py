@@ -52,7 +52,7 @@ class Interrupts:
 
 
 def talk(session: "Session") -> None:
-    """Ask for questions and answer them until told to quit."""
+    """Ask for questions and answer them until asked to quit."""
     from mindspeed_llm.generation.conversation import Conversation
 
     conversation = Conversation(session)

@@ -75,8 +75,8 @@ def describe(summary: Summary, options: PreprocessOptions) -> str:
     ]
     if summary.is_chat and options.seq_length is not None:
         lines.append(f"too long   {summary.describe_too_long(options)}")
-    share = summary.learnt / max(1, summary.tokens)
-    lines.append(f"tokens     {summary.tokens}, of which {summary.learnt} ({share:.0%}) are learnt")
+    trained = f"{summary.learnt} ({summary.learnt / max(1, summary.tokens):.0%}) are trained"
+    lines.append(f"tokens     {summary.tokens}, of which {trained}")
     lines.append(f"longest    {summary.longest} tokens ({summary.longest_at})")
     if summary.is_chat:
         lines.append(f"ended      {summary.ended} of {summary.written} with an end-of-text token")

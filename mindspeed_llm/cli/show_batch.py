@@ -1,4 +1,4 @@
-"""`mindspeed-llm show-batch`: samples as training sees them, with what is learnt in colour."""
+"""`mindspeed-llm show-batch`: samples as training sees them, with what is trained in colour."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the sub-command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "show-batch",
-        help="show preprocessed samples and what of them is learnt",
+        help="show preprocessed samples and what of them is trained",
         allow_abbrev=False,
     )
     parser.add_argument("prefix", help="the --output-prefix of preprocessing")
@@ -66,14 +66,14 @@ def _legend(is_colourful: bool) -> Any:
     from rich.text import Text
 
     if not is_colourful:
-        return Text("[[learnt]] given <special token> ~~cut~~")
-    words = [("learnt", LEARNT), ("given", GIVEN), ("special token", SPECIAL), ("cut", LOST)]
+        return Text("[[trained]] given <special token> ~~cut~~")
+    words = [("trained", LEARNT), ("given", GIVEN), ("special token", SPECIAL), ("cut", LOST)]
     return Text.assemble(*[part for word in words for part in (word, "  ")])
 
 
 def _heading(sample: Any, number: int, limit: int | None) -> str:
     learnt = sum(span.is_learnt * span.size for span in sample.spans)
-    parts = [f"── sample {number}{sample.name}: {sample.size} tokens, {learnt} learnt"]
+    parts = [f"── sample {number}{sample.name}: {sample.size} tokens, {learnt} trained"]
     if sample.segments > 1:
         parts.append(f"{sample.segments} samples packed")
     if sample.padding:

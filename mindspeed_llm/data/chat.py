@@ -17,12 +17,12 @@ FORMS = 100
 
 
 class Piece(NamedTuple):
-    """A stretch of a sample that is learnt as a whole or not at all."""
+    """A stretch of a sample that is trained as a whole or not at all."""
 
     parts: list[Part]
     is_answer: bool
     first_label: int | None = None
-    """What is to be learnt in the place of the first token, if not what stands there."""
+    """What is to be trained in the place of the first token, if not what stands there."""
 
 
 class ChatFormat(Protocol):

@@ -72,7 +72,7 @@ class JinjaFormat:
         """Find an answer in the text: from the prompt for it to its end.
 
         Some templates write earlier answers otherwise than the last one (without thoughts): then
-        what stands there was never an answer to that prompt, and it is not learnt.
+        what stands there was never an answer to that prompt, and it is not trained.
         """
         prompt = self._run(messages[:place], tools, generate=True)
         until = self._run(messages[: place + 1], tools, generate=False)
@@ -119,7 +119,7 @@ class JinjaFormat:
         if end < 0:
             raise MalformedRecord(
                 f"calls tools, but where {self.title} ends a call cannot be found, so it would "
-                "not be learnt: choose another chat template, such as qwen"
+                "not be trained: choose another chat template, such as qwen"
             )
         return start, end + len(eos)
 

@@ -2,7 +2,7 @@
 padding on the right, and packed samples are told apart by where they begin (`cu_seqlens`).
 
 Shapes: (B, S), or (1, B * S) for packed rows. `labels` are what follows each token, as Megatron
-wants them; where nothing is learnt `loss_mask` is 0 and the label 0.
+wants them; where nothing is trained `loss_mask` is 0 and the label 0.
 """
 
 from __future__ import annotations

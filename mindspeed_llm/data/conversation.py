@@ -6,7 +6,7 @@ Role = Literal["user", "assistant", "observation"]
 
 
 class MalformedRecord(Exception):
-    """The record is not what the handler reads: the run stops, or skips it when told to."""
+    """The record is not what the handler reads: the run stops, or skips it when asked to."""
 
 
 class UnusableRecord(Exception):

@@ -15,7 +15,7 @@ from mindspeed_llm.data.indexed import Array, smallest_dtype
 from mindspeed_llm.data.template import Part
 
 IGNORED = -100
-"""The label of what is not learnt."""
+"""The label of what is not trained."""
 REMEMBERED, SHORT = 20_000, 256
 """How many texts of up to how many characters are remembered: headers and system prompts recur."""
 
@@ -28,9 +28,9 @@ Key = str | int | tuple[str]
 
 
 def learns_to_end(labels: Array, ends: Container[int | None]) -> bool:
-    """Say whether the last token that is learnt is one of those at which a model stops.
+    """Say whether the last token that is trained is one of those at which a model stops.
 
-    A chat template may put more behind it, such as a line break, which is not learnt.
+    A chat template may put more behind it, such as a line break, which is not trained.
     """
     learnt = labels[labels != IGNORED]
     return len(learnt) > 0 and int(learnt[-1]) in ends
@@ -55,7 +55,7 @@ Track = list[EncodedPiece]
 class Sequences(NamedTuple):
     """Sequences one behind the other, in the form in which they travel between processes.
 
-    Labels are the ids once more but for what is not learnt, so they are made on arrival.
+    Labels are the ids once more but for what is not trained, so they are made on arrival.
     """
 
     ids: Array
@@ -63,7 +63,7 @@ class Sequences(NamedTuple):
     borders: Array | None = None
     """Of documents: how many sequences there are up to the end of each."""
     stretches: Array = _NOTHING
-    """Of samples: the lengths of stretches that are learnt as a whole or not at all."""
+    """Of samples: the lengths of stretches that are trained as a whole or not at all."""
     is_learnt: Array = _NOTHING
     """Which of the stretches are."""
     places: Array = _NOTHING
@@ -72,7 +72,7 @@ class Sequences(NamedTuple):
 
     @property
     def labels(self) -> Array:
-        """What is to be learnt in each place, or IGNORED."""
+        """What is to be trained in each place, or IGNORED."""
         labels = np.full(len(self.ids), IGNORED, np.int32)
         learnt = np.repeat(self.is_learnt, self.stretches)
         np.copyto(labels, self.ids, casting="unsafe", where=learnt)
@@ -86,7 +86,7 @@ class Sequences(NamedTuple):
         return self.labels if content == "labels" else self.ids
 
     def count_learnt(self) -> tuple[Array, Array]:
-        """Return how many tokens of each sequence are learnt, and the last of them or IGNORED."""
+        """Return how many tokens of each sequence are trained, and the last of them or IGNORED."""
         labels = self.labels
         places = np.flatnonzero(labels != IGNORED)
         upto = np.searchsorted(places, np.cumsum(self.lengths))

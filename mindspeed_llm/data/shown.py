@@ -1,4 +1,4 @@
-"""Preprocessed samples as spans of text: what is learnt, what is special, where packs begin."""
+"""Preprocessed samples as spans of text: what is trained, what is special, where packs begin."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ShownSample:
         self.spans = list(self._spans())
 
     def tokens(self) -> Iterator[tuple[int, str, int | None]]:
-        """Yield every token, its text, and the label if it is learnt."""
+        """Yield every token, its text, and the label if it is trained."""
         for token, label in zip(self._ids.tolist(), self._labels.tolist()):
             yield token, self._decoder.text([token]), None if label == IGNORED else label
 

@@ -51,7 +51,7 @@ class Summary:
     written: int = 0
     tokens: int = 0
     learnt: int = 0
-    """Tokens that are learnt; all of them in plain documents."""
+    """Tokens that are trained; all of them in plain documents."""
     ended: int = 0
     """Samples that end with a token the model can stop at."""
     skipped: dict[str, Tally] = field(default_factory=dict)

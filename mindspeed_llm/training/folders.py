@@ -130,7 +130,7 @@ def _must_be_new(root: str) -> None:
         _must_be_no_training(f"--save {root}", root)
         raise ConfigError(
             f"--save {root}: {TRACKER} says {named!r}, and no training to go on with is there: put "
-            "it right, choose another --save, or give --no-auto-resume to begin anew in there"
+            "it right, choose another --save, or give --no-auto-resume to start from the beginning"
         )
 
 
@@ -188,7 +188,7 @@ def go_on(checkpoints: Loads, folder: Path, options: RunOptions) -> Progress:
     if not with_optimizer:
         unsaved = "it was not saved (--no-save-optim)"
         why = "--no-load-optim" if progress.has_optimizer else unsaved
-        logger.warning("the optimizer begins anew: %s", why)
+        logger.warning("the optimizer state is reset: %s", why)
     return progress
 
 
@@ -267,7 +267,7 @@ class CheckpointFolders:
 
     def _rename(self, aside: Path, final: Path) -> None:
         old = final.with_name(f".{final.name}{ASIDE}replaced")
-        if final.exists():  # of a run that begins anew, or one that was killed before the tracker
+        if final.exists():  # of a run that starts again, or one that was killed before the tracker
             shutil.rmtree(old, ignore_errors=True)
             os.rename(final, old)
         os.rename(aside, final)

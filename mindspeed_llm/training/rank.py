@@ -31,7 +31,7 @@ class RunFailed(RuntimeError):
 
 
 def run_rank(train: Callable[[], None]) -> int:
-    """Train and return the exit code; what concerns all ranks is told once a machine."""
+    """Train and return the exit code; what concerns all ranks is reported once a machine."""
     speak()
     code, misuse = 0, ""
     try:

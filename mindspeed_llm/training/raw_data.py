@@ -27,7 +27,7 @@ from mindspeed_llm.training.options.data import RAW_FIELDS
 logger = logging.getLogger(__name__)
 
 PAUSE = 10.0
-"""Seconds after which waiting ranks are told that the work goes on; they give up at some point."""
+"""Seconds after which waiting ranks log that the work goes on; they give up at some point."""
 READ_BYTES = 1 << 22
 
 
@@ -91,7 +91,7 @@ def _prepare(options: PreprocessOptions) -> str:
 def _preprocess(options: PreprocessOptions) -> None:
     done = preprocess(options)
     logger.info(
-        "%d records in = %d written + %d skipped, %d tokens, of which %d are learnt",
+        "%d records in = %d written + %d skipped, %d tokens, of which %d are trained",
         done.records,
         done.written,
         done.skipped_records,

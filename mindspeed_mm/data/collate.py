@@ -1,7 +1,7 @@
 """Samples to the tensors of a micro-batch, named and shaped as a transformers model takes them.
 
 Shapes: (B, S), or (1, S) for packed samples, whose positions begin again with each of them. Labels
-are not shifted: transformers does that. What is not learnt has the label -100.
+are not shifted: transformers does that. What is not trained has the label -100.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _media(tensors: Mapping[str, Sequence[torch.Tensor]]) -> Batch:
 
 
 def _join(name: str, tensors: Sequence[torch.Tensor], has_sizes: bool) -> torch.Tensor:
-    """Join media; where the model is told how large each is, smaller ones are filled up with 0."""
+    """Join media; where the model gets the size of each, smaller ones are filled up with 0."""
     shapes = {tensor.shape[1:] for tensor in tensors}
     if len(shapes) == 1:
         return torch.cat(list(tensors))

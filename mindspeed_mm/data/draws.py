@@ -22,7 +22,7 @@ class Place(NamedTuple):
     item: Any
     epoch: int
     fills_in: bool = False
-    """There only so that all ranks have as many items: not to be learnt."""
+    """There only so that all ranks have as many items: not to be trained on."""
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def text_sample(ids: Array, *, is_learnt: bool) -> Sample:
 
 
 def media_sample(expansion: Expansion, kind: Kind, *, is_attended: bool = True) -> Sample:
-    """Make a sample of an image or a video: it is never learnt."""
+    """Make a sample of an image or a video: it is never trained."""
     ids = expansion.ids.astype(np.int64)
     tensors = {name: [tensor] for name, tensor in expansion.tensors.items()}
     return Sample(
@@ -153,7 +153,7 @@ class Encoder:
 
 
 def _only_last_answer(pieces: Sequence[Piece]) -> list[Piece]:
-    """Let nothing be learnt but the last answer; a template may put a line break behind it."""
+    """Let nothing be trained but the last answer; a template may put a line break behind it."""
     last = max((place for place, piece in enumerate(pieces) if piece.is_answer), default=-1)
     while last > 0 and pieces[last - 1].is_answer:
         last -= 1

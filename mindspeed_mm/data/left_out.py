@@ -1,4 +1,4 @@
-"""Records that all ranks leave out while training, told together: one line an epoch and a total."""
+"""Records that all ranks leave out while training, reported in one line an epoch and a total."""
 
 from __future__ import annotations
 

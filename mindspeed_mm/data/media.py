@@ -1,4 +1,4 @@
-"""Images and videos, opened: nothing is fetched from a network, and what is damaged is told."""
+"""Images and videos, opened: nothing is fetched from a network, and what is damaged is named."""
 
 from __future__ import annotations
 

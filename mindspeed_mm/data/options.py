@@ -151,7 +151,7 @@ class CollateOptions(Options):
     model_name: str | None = None
     """Accepted for existing files: the processor says what a batch holds."""
     ignore_pad_token_for_loss: Literal[True] = True
-    """Accepted for existing files: padding is never learnt."""
+    """Accepted for existing files: padding is never trained."""
     pad_to_multiple_of: int = Field(default=8, ge=1)
     """Batches are as long as their longest sample, rounded up to a multiple of this."""
 

@@ -85,7 +85,7 @@ def from_arguments(
     own = dict(extra or {})
     for values in (in_file, given):
         own |= {name: values.pop(name) for name in own.keys() & values.keys()}
-    if path:  # what the file says is told as the file spells it
+    if path:  # errors about the file use its spelling
         build(MmOptions, in_file, Spelling.KEY, source=path)
     fields = MmOptions.model_fields.keys()
     flags = {name: value for name, value in given.items() if name in fields}

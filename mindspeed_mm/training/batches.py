@@ -89,7 +89,7 @@ class Batches:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether it is torch's loader over numbered samples, which can be told what to read."""
+        """Whether it is torch's loader over numbered samples, for which we choose what to read."""
         loader = self._loader
         return (
             isinstance(loader, DataLoader)
@@ -178,7 +178,7 @@ class _Numbers:
 
 
 class _Shufflers:
-    """Whoever decides the order of a loader, to be told which epoch it is."""
+    """Whoever decides the order of a loader, which has to know the epoch."""
 
     def __init__(self, loader: Any) -> None:
         names = ("sampler", "batch_sampler", "dataset")

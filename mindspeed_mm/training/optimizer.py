@@ -12,7 +12,7 @@ from mindspeed_llm.training.options import RunOptions
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """AdamW on this rank's shards themselves: a DTensor is unpacked anew for every operation."""
+    """AdamW on this rank's shards themselves: a DTensor is unpacked again for every operation."""
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
         found = super()._init_group(group, *lists)

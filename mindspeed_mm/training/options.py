@@ -91,7 +91,7 @@ class AcceptedOptions(Options):
     exit_on_missing_checkpoint: bool = False
     """Accepted: a missing checkpoint is always an error."""
     log_throughput: bool = False
-    """Accepted: tokens a second are told; steps differ too much in size for one number of FLOPs."""
+    """Accepted: tokens a second are logged; steps differ too much in size for one FLOPs number."""
     dataloader_type: Literal["external"] = "external"
     """Accepted: what the data provider returns is used."""
     tokenizer_type: str | None = None

@@ -67,7 +67,7 @@ class Reports:
         return loss
 
     def share(self, *others: torch.Tensor | float) -> Totals:
-        """Add up over all ranks and begin anew; `others` are added up with it."""
+        """Add up over all ranks and reset; `others` are added up with it."""
         if self._names is None:
             self._names = _union(self._pairs)
         if unknown := self._pairs.keys() - set(self._names):
@@ -108,7 +108,7 @@ class Reports:
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
-    """Return what is told as a tensor on the device."""
+    """Return what is reported as a tensor on the device."""
     where = device.current().torch_device
     if isinstance(value, (tuple, list)):
         value = torch.stack([on_device(part, where).reshape(()) for part in value])

@@ -129,7 +129,7 @@ class FsdpStepper:
 
     def _reduce_now(self, is_last: bool) -> None:
         """Until the last micro-batch of a step gradients only add up, on each rank for itself."""
-        if is_last != self._is_reducing:  # every module is told, which takes its time
+        if is_last != self._is_reducing:  # which takes time for every module
             self._is_reducing = is_last
             for root in self._roots:
                 root.set_requires_gradient_sync(is_last)

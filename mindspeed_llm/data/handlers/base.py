@@ -169,7 +169,7 @@ def check_media(record: Record, media: Sequence[str]) -> None:
 
 
 def only_last_answer(pieces: Sequence[Piece]) -> list[Piece]:
-    """Let nothing be learnt but what follows the last prompt."""
+    """Let nothing be trained but what follows the last prompt."""
     last = max((place for place, piece in enumerate(pieces) if not piece.is_answer), default=-1)
     return [Piece(p.parts, p.is_answer and i > last) for i, p in enumerate(pieces)]
 

@@ -90,7 +90,7 @@ class SFTTrainer(BaseTrainer):
         return batch
 
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
-        """Sum the losses of what is to be learnt; Megatron divides by the number of tokens."""
+        """Sum the losses of what is to be trained; Megatron divides by the number of tokens."""
         total, count = token_loss(output_tensor, batch["loss_mask"])
         report = {
             "lm loss": torch.stack([total.detach(), count.float()]),

@@ -12,7 +12,7 @@ from mindspeed_llm.training.documents import document_facts, document_tokens, op
 
 
 class PretrainTrainer(SFTTrainer):
-    """Trains on windows over documents; the loss is that of fine-tuning with all tokens learnt."""
+    """Trains on windows over documents; the loss is that of fine-tuning with all tokens trained."""
 
     handler = PRETRAIN
 

@@ -1,4 +1,4 @@
-"""What is learnt from, and how it becomes batches."""
+"""What is trained on, and how it becomes batches."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ class CheckpointOptions(Options):
     save: str | None = None
     """Where to put checkpoints. If one is there the run goes on from it, whatever --load says."""
     no_auto_resume: bool = False
-    """Begin anew although --save holds a checkpoint; it will be replaced."""
+    """Start from the beginning although --save holds a checkpoint; it will be replaced."""
     save_interval: int | None = None
     """Steps between checkpoints; one is also saved at the end."""
     async_save: bool = False
@@ -29,13 +29,13 @@ class CheckpointOptions(Options):
     no_load_optim: bool = False
     """Do not load the optimizer's state."""
     no_save_optim: bool = False
-    """Do not save it: smaller checkpoints, but going on from them starts Adam anew."""
+    """Do not save it: smaller checkpoints, but resuming from them resets Adam."""
     seed: int = 1234
     """Fixes new weights, the order of samples and dropout."""
 
 
 class LogOptions(Options):
-    """What is told, where and how often."""
+    """What is logged, where and how often."""
 
     log_interval: int = 1
     """Steps between lines."""
@@ -50,7 +50,7 @@ class LogOptions(Options):
 
 
 class ThroughputOptions(Options):
-    """What is told of the speed, beside tokens."""
+    """What is logged about the speed, beside tokens."""
 
     log_throughput: bool = False
     """Add the arithmetic throughput to the line."""
