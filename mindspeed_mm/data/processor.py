@@ -41,6 +41,7 @@ class MediaProcessor:
         self._names = set(processor.model_input_names) - set(TOKENS)
         self.facts = self._describe()
         self.tokens: dict[Kind, int] = dict(self._find_tokens())
+        self._check_padding()
         self.lead = _lead(processor.tokenizer)
         """Tokens that the tokenizer puts in front of every text."""
         self._blanks: dict[Kind, Expansion] = {}
@@ -122,6 +123,16 @@ class MediaProcessor:
             if number is not None:
                 self.facts.special.setdefault(str(token), number)
                 yield kind, int(number)
+
+    def _check_padding(self) -> None:
+        """Refuse a padding token that a model would take for a part of an image or a video."""
+        for kind, number in self.tokens.items():
+            if number == self.facts.pad_id:
+                token = getattr(self._processor, f"{kind}_token")
+                raise ConfigError(
+                    f"{self.facts.source}: the pad token {token!r} of its tokenizer is also the "
+                    f"token of {kind}s: give pad_token another value in tokenizer_config.json"
+                )
 
 
 def load_processor(options: ProcessorOptions) -> Any:

@@ -37,9 +37,9 @@ class TransformersModel(MultiModalModule):
         model_class = with_mixin(ModelHub.build(config, hf_config))
         if config.init_model_with_meta_device:
             with meta_parameters():
-                self.model = _build(model_class, hf_config)
+                self.model = _build(model_class, hf_config, config.init_from_hf_path)
         else:
-            self.model = _build(model_class, hf_config)
+            self.model = _build(model_class, hf_config, config.init_from_hf_path)
             if not _is_on_meta(self.model):
                 load_pretrained(self.model, config.init_from_hf_path)
         self.model.register_forward_hook(_only_needed)
@@ -155,12 +155,12 @@ def with_mixin(model_class: type) -> type:
     return type(model_class.__name__, (model_class, FSDP2Mixin), attributes)
 
 
-def _build(model_class: Any, hf_config: Any) -> Any:
+def _build(model_class: Any, hf_config: Any, folder: str) -> Any:
     """Build the model, in float32: what is computed in less is the choice of the sharding."""
     change = getattr(model_class, "overwrite_transformer_config", None)
     if callable(change):
         hf_config = change(copy.deepcopy(hf_config)) or hf_config
-    with explained(model_class.__name__):
+    with explained(f"{Path(folder) / 'config.json'}: {model_class.__name__}"):
         return model_class._from_config(hf_config, dtype=torch.float32)
 
 

@@ -43,3 +43,12 @@ def test_a_long_reason_is_cut(folder):
     with pytest.raises(ConfigError, match="holds no processor") as caught:
         opened(folder)
     assert len(str(caught.value)) < 600
+
+
+def test_padding_that_is_taken_for_images(folder):
+    change(folder, "tokenizer_config.json", pad_token="<|image_pad|>")
+    expected = (
+        r"model: the pad token '<\|image_pad\|>' of its tokenizer is also the token of images"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        opened(folder)

@@ -78,6 +78,14 @@ def test_a_model_that_refuses_the_first_batch_is_named_with_its_processor(tmp_pa
         task.loss(batches_of(task), model)
 
 
+def test_a_model_that_cannot_be_built_is_named_with_its_config(tmp_path, monkeypatch):
+    task = begin(tmp_path, monkeypatch)
+    text = json.loads((tmp_path / "model/config.json").read_text())["text_config"]
+    change_config(tmp_path, text_config=text | {"hidden_size": 0})
+    with pytest.raises(ConfigError, match=r"model/config.json: Qwen2_5_VLFor.*ZeroDivisionError"):
+        task.model()
+
+
 def test_what_a_later_batch_raises_keeps_its_traceback(tmp_path, monkeypatch):
     task = begin(tmp_path, monkeypatch)
     model, batches = task.model(), batches_of(task)
