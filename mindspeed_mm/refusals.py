@@ -17,6 +17,9 @@ OURS = {"mindspeed", "mindspeed_llm", "mindspeed_mm"}
 NOT_ABOUT_INPUTS = ("mindspeed", "torch.distributed")
 """Where errors come from that say nothing of the user's files: our code, and other ranks."""
 
+FACADE = "mindspeed.device.facade."
+"""Its functions stand in front of those of torch."""
+
 
 @contextmanager
 def explained(source: str) -> Iterator[None]:
@@ -45,6 +48,7 @@ def is_of_transformers(error: Exception) -> bool:
     if isinstance(error, (ConfigError, MemoryError, torch.OutOfMemoryError)):
         return False
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    modules = [name for name in modules if not name.startswith(FACADE)]
     packages = {name.partition(".")[0] for name in modules}
     if packages - UPSTREAM - OURS - sys.stdlib_module_names:
         return False

@@ -20,7 +20,7 @@ from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.parts import add_adapters, freeze
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
 from mindspeed_mm.models.ulysses import ContextParallel
-from mindspeed_mm.models.weights import load_pretrained, meta_parameters
+from mindspeed_mm.models.weights import check_pretrained, load_pretrained, meta_parameters
 from mindspeed_mm.refusals import explained
 
 NEEDED = ("loss", "logits", "aux_loss")
@@ -39,6 +39,8 @@ class TransformersModel(MultiModalModule):
             with meta_parameters():
                 self.model = _build(model_class, hf_config, config.init_from_hf_path)
         else:
+            if not nn.LayerNorm(1).weight.is_meta:  # the caller may build on meta
+                _check_weights(model_class, hf_config, config.init_from_hf_path)
             self.model = _build(model_class, hf_config, config.init_from_hf_path)
             if not _is_on_meta(self.model):
                 load_pretrained(self.model, config.init_from_hf_path)
@@ -162,6 +164,16 @@ def _build(model_class: Any, hf_config: Any, folder: str) -> Any:
         hf_config = change(copy.deepcopy(hf_config)) or hf_config
     with explained(f"{Path(folder) / 'config.json'}: {model_class.__name__}"):
         return model_class._from_config(hf_config, dtype=torch.float32)
+
+
+def _check_weights(model_class: Any, hf_config: Any, folder: str) -> None:
+    """Compare with the weights before the model takes memory: a wrong size may take minutes.
+
+    Only for classes of transformers: those of others may compute with what they build.
+    """
+    if model_class.__module__.startswith("transformers."):
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            check_pretrained(_build(model_class, hf_config, folder), folder)
 
 
 def _only_needed(model: nn.Module, args: Any, output: Any) -> Any:

@@ -12,7 +12,7 @@ from mindspeed_mm.models.hf_weights import HfWeights
 from mindspeed_mm.models.initialization import initialize, initialize_adapters
 from mindspeed_mm.models.shards import fill, give_memory, meta_parameters, own_experts
 
-__all__ = ["initialize", "load_pretrained", "materialize", "meta_parameters"]
+__all__ = ["check_pretrained", "initialize", "load_pretrained", "materialize", "meta_parameters"]
 
 BASE, ADAPTER = ".base_layer", ".lora_"
 """What peft puts into the names of a layer that has an adapter, and of the adapter."""
@@ -42,18 +42,20 @@ def load_pretrained(
     if isinstance(model, MultiModalModule):
         model = model.unwrapped()
     targets = weight_targets(model)
-    source = HfWeights(folder, model, targets)
-    copied = _untied(model, source.missing, targets)
-    source.missing = [name for name in source.missing if name not in copied]
-    if strict:
-        source.check()
+    source, copied = _matched(model, targets, folder, strict)
     owners = dict(model.named_modules())
     for name in source.shapes:
-        _put(name, targets[name], owners.get(name.rpartition(".")[0], model), source)
+        owner = owners.get(name.rpartition(".")[0], model)
+        fill(targets[name], own_experts(owner, source.read(name)))
     for name, original in copied.items():
         with torch.no_grad():
             targets[name].copy_(targets[original])
     source.folder.let_go()
+
+
+def check_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder whose weights do not fit a model, which may be on meta; read none of them."""
+    _matched(model, weight_targets(model), folder, strict=True)
 
 
 def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -62,8 +64,28 @@ def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace(BASE, ""): t for name, t in state.items() if ADAPTER not in name}
 
 
-def _put(name: str, target: torch.Tensor, owner: nn.Module, source: HfWeights) -> None:
-    values, folder = own_experts(owner, source.shapes[name]), source.folder.folder
+def _matched(
+    model: nn.Module,
+    targets: Mapping[str, torch.Tensor],
+    folder: str | os.PathLike[str],
+    strict: bool,
+) -> tuple[HfWeights, dict[str, str]]:
+    """Return the weights for a model, all of which fit, and the heads to copy from embeddings."""
+    source = HfWeights(folder, model, targets)
+    copied = _untied(model, source.missing, targets)
+    source.missing = [name for name in source.missing if name not in copied]
+    if strict:
+        source.check()
+    owners = dict(model.named_modules())
+    for name, values in source.shapes.items():
+        owner = owners.get(name.rpartition(".")[0], model)
+        _must_fit(name, targets[name], own_experts(owner, values), folder)
+    return source, copied
+
+
+def _must_fit(
+    name: str, target: torch.Tensor, values: torch.Tensor, folder: str | os.PathLike[str]
+) -> None:
     if target.shape != values.shape:
         raise ConfigError(
             f"{folder}: {name} has the shape {tuple(values.shape)}, the model makes it "
@@ -74,7 +96,6 @@ def _put(name: str, target: torch.Tensor, owner: nn.Module, source: HfWeights) -
             f"{folder}: {name} holds {values.dtype}, the model {target.dtype}: quantized weights "
             "are not served"
         )
-    fill(target, own_experts(owner, source.read(name)))
 
 
 def _untied(

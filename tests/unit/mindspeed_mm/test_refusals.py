@@ -37,6 +37,7 @@ def test_an_error_of_transformers_is_given_with_the_line_of_the_model():
     assert is_of_transformers(error)
     assert located(error) == f"out of range (IndexError, {MODEL}, line 2)"
     assert is_of_transformers(raised(RuntimeError(), MODEL, "torch.nn.functional"))
+    assert is_of_transformers(raised(RuntimeError(), MODEL, "mindspeed.device.facade.tensors"))
     error = raised(ZeroDivisionError("x" * 1000), "transformers.configuration_utils")
     assert len(located(error)) < 400 and "transformers.configuration_utils" in located(error)
 

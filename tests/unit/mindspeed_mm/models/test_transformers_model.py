@@ -232,3 +232,13 @@ def test_code_of_a_folder_runs_only_if_it_may(tmp_path):
     assert type(model.model).__name__ == "ChatModel"
     expected = tiny.new_model("internvl")(**tiny.batch("internvl")).loss
     torch.testing.assert_close(model(**tiny.batch("internvl"))["loss"], expected)
+
+
+def test_a_size_that_is_not_that_of_the_weights_takes_no_memory(tmp_path):
+    folder = tiny.save("qwen2_5_vl", tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    values = json.loads(path.read_text())
+    values["text_config"]["intermediate_size"] = 1 << 30  # 128 GiB a matrix
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"has the shape .*\(is the config that of these weights"):
+        new(folder)
