@@ -56,11 +56,13 @@ def read_parquet(path: str, columns: Sequence[str] = ()) -> Iterator[tuple[int, 
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
                 length = max(1, facts.total_byte_size // max(1, facts.num_rows))
-                rows = max(1, BLOCK_BYTES // length)
+                rows, end = max(1, BLOCK_BYTES // length), number + facts.num_rows
                 for batch in file.iter_batches(rows, row_groups=[group], columns=known or None):
                     for record in batch.to_pylist():
                         number += 1
                         yield length, (number, record or Problem("has no columns"))
+                if number != end:  # a damaged page ends a row group without an error
+                    raise ValueError(f"row group {group} should end at row {end}")
     except (pa.ArrowException, OSError, UnicodeDecodeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path}, after row {number}: is not valid parquet: {reason}") from None

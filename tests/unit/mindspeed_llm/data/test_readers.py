@@ -204,3 +204,16 @@ def test_records_of_an_array_are_numbered(run, tmp_path, text):
     )
     assert summary.skipped["malformed"].first.endswith("data.json, record 3")
     assert summary.longest_at.endswith("data.json, record 1")
+
+
+def test_a_parquet_whose_damaged_page_is_skipped(tmp_path):
+    path = tmp_path / "a.parquet"
+    write(path, RECORDS)
+    for column in range(2):  # pyarrow takes a page of another kind for none, and yields no row
+        content = bytearray(path.read_bytes())
+        place = pq.ParquetFile(path).metadata.row_group(1).column(column).data_page_offset
+        assert content[place : place + 2] == b"\x15\x00", "the kind of the page: data"
+        content[place + 1] = 2
+        (tmp_path / "damaged.parquet").write_bytes(content)
+        with pytest.raises(ConfigError, match="parquet, after row 3: is not valid parquet"):
+            everything(tmp_path / "damaged.parquet")
