@@ -83,25 +83,39 @@ class LoraLinear(nn.Module):
             factors = _first_values(name, self._sizes[name], plan.r, seed, loaded)
             # Layers of their own, since a gather of weights that overlaps ends as a layer begins.
             part = nn.Module()
-            part.lora_A, part.lora_B = map(_linear, self._local(factors, linear))
+            part.lora_A, part.lora_B = map(_Factor, self._local(factors, linear))
             self._mark(part.lora_A.weight, part.lora_B.weight)
             self.add_module(name.rpartition(".")[2], part)
         self._order = _local_order(weight, self._sizes, self._tp)
         self._attach(linear)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the adapters add to this rank's part of the layer's output."""
-        inner = [part.lora_A(self._dropped(x)) for part in self.children()]
-        low = self._exchange(torch.cat(inner, -1)).split(self._plan.r, -1)
-        added = {
-            name: part.lora_B(low_part)
-            for low_part, (name, part) in zip(low, self.named_children())
-        }
-        pieces = [self._piece(name, added, low[0]) for name in self._sizes]
-        total = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add what the adapters make of x to this rank's part of the layer's output.
+
+        Two products with small matrices: scaling, padding and the order of rows are done on those
+        and on the factors, not on activations.
+        """
+        scale = self._plan.alpha / self._plan.r
+        low = (self._exchange(self._inner(x)) * scale).to(out.dtype)
+        blocks = {name: part.lora_B() for name, part in self.named_children()}
+        pieces = [self._piece(name, blocks) for name in self._sizes]
+        outer = torch.block_diag(*pieces) if len(pieces) > 1 else pieces[0]
         if self._order is not None:
-            total = total.index_select(-1, self._order.to(total.device))
-        return total * (self._plan.alpha / self._plan.r)
+            outer = outer.index_select(0, self._order.to(outer.device))
+        rows, product = out.flatten(0, -2), (low.flatten(0, -2), outer.to(out.dtype).t())
+        if out._is_view() or not out.is_contiguous():  # autograd has no way back into these
+            return torch.addmm(rows, *product).view_as(out)
+        rows.addmm_(*product)
+        return out
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """Return the low-rank values of all adapters, one behind the other."""
+        children = dict(self.named_children())  # as the layer has its projections
+        names = [name.rpartition(".")[2] for name in self._sizes]
+        factors = [children[name].lora_A() for name in names if name in children]
+        if not self._plan.dropout or not self.training:
+            return F.linear(x, torch.cat(factors).to(x.dtype))
+        return torch.cat([F.linear(self._dropped(x), factor) for factor in factors], -1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -128,9 +142,16 @@ class LoraLinear(nn.Module):
                 out, x = out
             elif has_norm:
                 x = output[2]
-            return out + self(x), bias
+            return self(x, out), bias
+
+        def see_plainly(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            return arguments[0].view_as(arguments[0]), *arguments[1:]
 
         linear.register_forward_hook(add)
+        if not has_norm:
+            # A product that computes the SwiGLU of its input again in backward would have it
+            # computed twice: the adapters keep that input anyway.
+            linear.register_forward_pre_hook(see_plainly)
 
     def _local(self, factors: Factors, linear: Any) -> tuple[Tensor, Tensor]:
         """Return this rank's part of the factors, as the layer's weight is kept."""
@@ -164,16 +185,15 @@ class LoraLinear(nn.Module):
             return tp.gather_from_sequence_parallel_region(low)
         return tp.copy_to_tensor_model_parallel_region(low)
 
-    def _piece(self, name: str, added: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    def _piece(self, name: str, blocks: Mapping[str, Tensor]) -> Tensor:
+        """Return the outer factor of a projection; without an adapter it has no columns."""
         short = name.rpartition(".")[2]
-        if short in added:
-            return added[short]
+        if short in blocks:
+            return blocks[short]
         rows = self._sizes[name][0] // (1 if self._is_row else self._tp)
-        return like.new_zeros(*like.shape[:-1], rows)
+        return next(iter(blocks.values())).new_zeros(rows, 0)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        if not self._plan.dropout or not self.training:
-            return x
         with self._random():
             return F.dropout(x, self._plan.dropout)
 
@@ -186,10 +206,16 @@ class LoraLinear(nn.Module):
         return context if is_part else nullcontext()
 
 
-def _linear(weight: Tensor) -> nn.Linear:
-    layer = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight)
-    return layer
+class _Factor(nn.Module):
+    """A weight that is asked for by a call, so that hooks that bring it can run before."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self) -> Tensor:
+        """Return the weight."""
+        return self.weight
 
 
 def _local_order(weight: Weight, sizes: Mapping[str, tuple[int, int]], tp: int) -> Tensor | None:

@@ -48,7 +48,7 @@ def test_adapters_add_nothing_at_first_and_none_is_like_another(one_rank):
         assert torch.equal(value, again[name])
         assert torch.equal(value, other[name]) == ("lora_B" in name)
         assert bool(value.any()) == ("lora_A" in name)
-    assert not make(1)(torch.randn(5, 32)).any()
+    assert not make(1)(torch.randn(5, 32), torch.zeros(5, 96)).any()
 
 
 @pytest.mark.parametrize(
