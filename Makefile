@@ -19,7 +19,7 @@ NEUTRAL_TESTS := $(shell grep -rL megatron $(NEUTRAL) --include='test_*.py')
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup quickstart test check drill fuzz mutate clean
+.PHONY: setup quickstart test check clients drill fuzz mutate clean
 
 setup: $(STAMP) $(OLDEST)/.installed
 
@@ -46,6 +46,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 test: setup
 	$(PYTEST) $(CHECKED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(SUITE_TESTS) $(NEUTRAL_TESTS) tests/conventions)
+
+clients: setup  # other projects on the adaptor, see docs/clients.md; CLIENTS="--only verl" for less
+	$(BIN)/python -m tests.clients $(CLIENTS)
 
 drill: setup  # about five minutes; LONG=1: about half an hour
 	$(BIN)/python -m tests.drill $(if $(LONG),--long)
