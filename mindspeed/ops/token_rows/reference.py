@@ -20,7 +20,7 @@ def gather(rows: Tensor, places: Places, weights: Tensor | None) -> Tensor:
         picked = picked * weights.reshape(-1, 1)
     wide = picked.dtype
     out = torch.zeros(places.num_tokens + 1, rows.shape[1], dtype=wide, device=rows.device)
-    return out.index_add_(0, _token(places), picked)[:-1].to(rows.dtype)
+    return _without_last(out.index_add_(0, _token(places), picked)).to(rows.dtype)
 
 
 def gather_backward(
@@ -39,7 +39,13 @@ def _spread(copies: Tensor, places: Places, num_rows: int) -> Tensor:
     target = places.rows.reshape(-1).long()
     target = torch.where(_token(places) < places.num_tokens, target, num_rows)
     out = copies.new_zeros(num_rows + 1, copies.shape[1])
-    return out.index_copy_(0, target.clamp(max=num_rows), copies)[:num_rows]
+    return _without_last(out.index_copy_(0, target.clamp(max=num_rows), copies))
+
+
+def _without_last(out: Tensor) -> Tensor:
+    # Not a slice: autograd forbids to change a view that such an operator returns, and Megatron
+    # adds the output of shared experts in place.
+    return out.resize_(len(out) - 1, out.shape[1])
 
 
 def _pick(rows: Tensor, places: Places) -> Tensor:

@@ -46,6 +46,19 @@ def test_gather_sums_in_float32(impl, dtype, weighted):
     torch.testing.assert_close(got.double(), expected, rtol=eps, atol=1e-6)
 
 
+@IMPLS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_back_can_be_changed_in_place(impl, dtype):
+    rows = torch.randn(ROWS, H).to(dtype).requires_grad_()
+    places, starts = ragged()
+    tokens = impl.gather_rows(rows, places, None, starts).view(2, 2, H)
+    tokens += 1  # so Megatron adds the output of shared experts
+    again = impl.spread_rows(tokens.view(4, H), places, ROWS, starts).view(2, 3, H)
+    again *= 2
+    again.sum().backward()
+    assert rows.grad[0].tolist() == [4.0] * H and rows.grad[5].tolist() == [0.0] * H
+
+
 @pytest.mark.parametrize("even", [True, False])
 def test_gradients(even):
     places, starts = (EVEN, None) if even else ragged()
