@@ -76,3 +76,32 @@ def test_nothing_else_is_there(name):
     assert not hasattr(
         importlib.import_module("mindspeed.compat.apex.normalization"), "FusedRMSNorm"
     )
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+def test_mixed_layer_norm_answers_in_the_dtype_of_its_weights(dtype, rtol):
+    from mindspeed.compat.apex.normalization import MixedFusedLayerNorm
+
+    torch.manual_seed(0)
+    layer = MixedFusedLayerNorm(12, eps=EPS)
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    x = torch.randn(3, 2, 12).to(dtype).requires_grad_()
+    out = layer(x)
+    want = reference(x, layer.weight, layer.bias)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), want, rtol=rtol, atol=rtol)
+    out.sum().backward()
+    assert x.grad.dtype == dtype and layer.weight.grad.dtype == torch.float32
+
+
+def test_mixed_layer_norm_has_weights_and_several_dimensions():
+    from mindspeed.compat.apex.normalization import MixedFusedLayerNorm
+
+    layer = MixedFusedLayerNorm([2, 6], memory_efficient=True)
+    x = torch.randn(3, 2, 6)
+    want = torch.nn.functional.layer_norm(x, [2, 6], eps=EPS)
+    torch.testing.assert_close(layer(x), want)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    with pytest.raises(RuntimeError, match="use torch.nn.LayerNorm"):
+        MixedFusedLayerNorm(12, elementwise_affine=False)

@@ -1,1 +1,5 @@
-"""Layer norm of the apex stand-in."""
+"""Layer norms of the apex stand-in."""
+
+from mindspeed.compat.apex.normalization.fused_layer_norm import MixedFusedLayerNorm
+
+__all__ = ["MixedFusedLayerNorm"]
