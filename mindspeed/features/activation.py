@@ -23,7 +23,8 @@ class Activation:
         self.options: CommonOptions = features.options_class()
         self.preset = self.options
         """What was set from Python: the defaults of a Megatron-LM script's flags."""
-        self._patcher = Patcher()
+        self.patcher = Patcher()
+        """The patches of features, and those that other projects register by name."""
         self._choices: list[Choice] = []
         self._active: dict[str, _Active] = {}
 
@@ -51,7 +52,7 @@ class Activation:
         off = (Choice(feature, False, "nothing is enabled") for feature in self.registry)
         choices = self._choices or list(off)
         effects = {name: active.effects for name, active in self._active.items()}
-        return Report(choices, self._patcher.report(), effects)
+        return Report(choices, self.patcher.report(), effects)
 
     def _switch(self, options: CommonOptions, choices: list[Choice]) -> None:
         wanted = {choice.feature.name: choice.feature for choice in choices if choice.on}
@@ -64,11 +65,11 @@ class Activation:
         for feature in entering:
             self._active[feature.name] = _Active(feature, options)
         for feature in entering:
-            self._patcher.apply(feature.name, feature.patches(options), level=int(feature.level))
+            self.patcher.apply(feature.name, feature.patches(options), level=int(feature.level))
             logger.debug("feature %s is on", feature.name)
 
     def _leave(self, name: str) -> None:
-        self._patcher.revert(name)
+        self.patcher.revert(name)
         self._active.pop(name).undo.close()
         logger.debug("feature %s is off", name)
 

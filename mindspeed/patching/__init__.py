@@ -2,7 +2,8 @@
 
 from mindspeed.patching.aliases import Aliases
 from mindspeed.patching.errors import PatchError
+from mindspeed.patching.finding import find_without_import
 from mindspeed.patching.patch import Patch, PatchRecord
 from mindspeed.patching.patcher import Patcher
 
-__all__ = ["Aliases", "Patch", "PatchError", "PatchRecord", "Patcher"]
+__all__ = ["Aliases", "Patch", "PatchError", "PatchRecord", "Patcher", "find_without_import"]

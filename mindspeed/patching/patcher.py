@@ -12,6 +12,7 @@ from mindspeed.patching.finding import find_without_import, regular_package
 from mindspeed.patching.import_hook import ImportHook
 from mindspeed.patching.installation import Installation, check_together
 from mindspeed.patching.patch import Patch, PatchRecord
+from mindspeed.patching.places import unwrap
 from mindspeed.patching.slots import MISSING
 from mindspeed.patching.target import Entry
 
@@ -49,6 +50,11 @@ class Patcher:
     def revert(self, owner: str | None = None) -> None:
         """Take back the patches of `owner`, or all, and leave everything as it was before."""
         self._settle([each for each in self._entries if owner not in (None, each.owner)])
+
+    def original(self, target: str) -> object | None:
+        """Return what stands at a patched "pkg.module:Qual.name" without any patch, or None."""
+        found = (each.target for each in self._entries if each.patch.target == target)
+        return next((unwrap(each.original) for each in found if each), None)
 
     def report(self) -> list[PatchRecord]:
         """List every patch, by level and owner: applied, or waiting for its module."""
