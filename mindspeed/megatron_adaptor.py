@@ -4,9 +4,35 @@ Megatron then runs on the device at hand, with the default options. Flags of a M
 or `mindspeed.enable(...)`, put others in force.
 """
 
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
 from mindspeed.compat import megatron
+from mindspeed.config import build
 from mindspeed.debug import attach_if_asked
-from mindspeed.features import activation
+from mindspeed.features import Context, activation
+
+__all__ = ["repatch"]
+
+
+def repatch(args: Mapping[str, Any] | object) -> None:
+    """Select features again from a client's own arguments, before it builds its groups and model.
+
+    `args` is a mapping or an object with attributes. Names that are options of ours and not None
+    are put in force beside those set from Python; all others are the client's. Wrong values raise
+    `mindspeed.config.ConfigError` and change nothing.
+    """
+    given = dict(args) if isinstance(args, Mapping) else vars(args)
+    active = activation.current()
+    options_class = active.registry.options_class
+    values = dict(active.preset)
+    named = ((name, given[name]) for name in options_class.model_fields if name in given)
+    values.update((name, value) for name, value in named if value is not None)
+    # The namespace of Megatron's parser is complete; what a dictionary lacks may still be set.
+    is_complete = isinstance(args, argparse.Namespace)
+    active.activate(build(options_class, values), Context(megatron=given if is_complete else None))
+
 
 megatron.require()
 activation.current().activate(activation.current().registry.options_class())
