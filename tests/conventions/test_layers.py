@@ -18,6 +18,7 @@ BELOW = {
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
     "mindspeed/tune": ("device",),
+    "mindspeed/core": (),
     "mindspeed/doctor": ("config", "device", "launch", "compat", "ops"),
 }
 FLOORS = {"mindspeed": 1, "mindspeed_llm": 2, "mindspeed_mm": 3}

@@ -236,3 +236,13 @@ def _scaled_bias(kind: str, bias: Tensor | None, scale: float) -> Tensor | None:
             "together with core_attention_bias"
         )
     return bias * scale if kind == "pre_scale_bias" else bias
+
+
+def __getattr__(name: str) -> Any:
+    # ms-swift asks for the attention that Megatron's TE spec uses, by this name. Megatron imports
+    # this module first, so the class is looked up at use.
+    if name != "MindSpeedTEDotProductAttention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return TEDotProductAttention

@@ -1,0 +1,1 @@
+"""Names that other projects import on NPUs; each forwards to where the work is done."""

@@ -1,0 +1,1 @@
+"""Names of context parallelism that other projects import."""

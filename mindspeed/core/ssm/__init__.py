@@ -1,0 +1,1 @@
+"""Names of state-space layers that other projects import."""

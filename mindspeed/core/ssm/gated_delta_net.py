@@ -1,0 +1,19 @@
+"""The exchanges of gated delta layers under context parallelism, which are not built yet."""
+
+from typing import Any, NoReturn
+
+from mindspeed.core.unavailable import unavailable
+
+__all__ = ["tensor_a2a_cp2hp", "tensor_a2a_hp2cp"]
+
+_INSTEAD = "use megatron-core 0.18 or newer, which has it, or context_parallel_size 1"
+
+
+def tensor_a2a_cp2hp(*arguments: Any, **keywords: Any) -> NoReturn:
+    """Say that sequences cannot be exchanged for heads here."""
+    unavailable("tensor_a2a_cp2hp", _INSTEAD)
+
+
+def tensor_a2a_hp2cp(*arguments: Any, **keywords: Any) -> NoReturn:
+    """Say that heads cannot be exchanged for sequences here."""
+    unavailable("tensor_a2a_hp2cp", _INSTEAD)
