@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -65,6 +64,7 @@ def _run(
     console: Console,
 ) -> list[str]:
     """Run one client on one core; return what to say if it ended before its last case."""
+    FOLDER.mkdir(exist_ok=True)
     log = FOLDER / f"{client.name}-{core}.log"
     console.print(f"{client.name} on megatron-core {core}: {log.relative_to(ROOT)}")
     command = [sys.executable, "-m", "tests.clients.worker", client.name, core]
@@ -101,5 +101,4 @@ def _table(outcomes: list[Outcome]) -> Table:
 
 
 if __name__ == "__main__":
-    Path(FOLDER).mkdir(exist_ok=True)
     sys.exit(main())

@@ -24,10 +24,31 @@ class Client:
         return f"tests.clients.check_{self.name.replace('-', '_')}"
 
 
+# datasets and what it imports.
+DATASETS = ("datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "pandas==3.1.1")
+# For clients that read the configs of transformers 4 (rope_theta beside the other fields).
+TRANSFORMERS_4 = (
+    *("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2"),
+    "fsspec==2025.10.0",
+)
+
 CLIENTS = (
-    Client("mcore-bridge", ("mcore-bridge==1.6.5",)),
-    Client("megatron-bridge", ("megatron-bridge==0.3.1",)),
-    Client("mbridge", ("mbridge==0.15.1",)),
+    Client(
+        "mcore-bridge",
+        ("mcore-bridge==1.6.5", "modelscope==1.35.4", "peft==0.20.0", *DATASETS),
+    ),
+    Client(
+        "megatron-bridge",
+        (
+            "megatron-bridge==0.3.1",
+            *TRANSFORMERS_4,
+            *("hydra-core==1.3.2", "omegaconf==2.3.0", "antlr4-python3-runtime==4.9.3"),
+            *("datasets==4.4.2", "dill==0.4.0", "multiprocess==0.70.18", "pandas==3.1.1"),
+            *("httpx==0.28.1", "httpcore==1.0.9"),
+            *("nvidia-modelopt==0.44.0", "six==1.17.0"),
+        ),
+    ),
+    Client("mbridge", ("mbridge==0.15.1", *TRANSFORMERS_4)),
     Client("ms-swift", ("ms-swift==4.6.0", "mcore-bridge==1.6.5")),
     Client("verl", ("verl==0.9.1", "mbridge==0.15.1")),
 )
