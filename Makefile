@@ -11,6 +11,7 @@ OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 SUITES := mindspeed_llm|mindspeed_mm|tests.llm|tests.mm
 SUITE_TESTS := tests/unit/mindspeed_llm tests/unit/mindspeed_mm tests/security tests/fuzz
 SUITE_TESTS += $(shell grep -rlE "$(SUITES)" tests/distributed tests/e2e --include='test_*.py')
+SUITE_TESTS += tests/e2e/test_clients.py  # chooses its megatron-core itself
 # Tests in which nothing of Megatron takes part.
 NEUTRAL := $(addprefix tests/unit/,ops config device patching fsdp launch)
 NEUTRAL += tests/e2e/test_run.py $(wildcard tests/distributed/test_fsdp*.py)
@@ -21,7 +22,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: setup quickstart test check clients drill fuzz mutate clean
 
-setup: $(STAMP) $(OLDEST)/.installed
+CLIENT := .clients/mcore-bridge/.installed
+setup: $(STAMP) $(OLDEST)/.installed $(CLIENT)
 
 $(STAMP): requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11, 3.12 or 3.10; none was found (or give PYTHON=/path/to/python)"; exit 2; }
@@ -35,6 +37,10 @@ $(STAMP): requirements.txt pyproject.toml
 $(OLDEST)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) megatron-core==$(OLDEST_VERSION)
 	touch $@
+
+# A project that drives Megatron, beside the environment; without it tests/e2e/test_clients.py is skipped.
+$(CLIENT): tests/clients/table.py | $(STAMP)
+	-$(BIN)/python -m tests.clients.install mcore-bridge && touch $@
 
 quickstart: setup
 	$(BIN)/python examples/quickstart/run.py

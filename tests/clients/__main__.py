@@ -30,9 +30,9 @@ def main() -> int:
     for client in CLIENTS:
         if client.name not in names:
             continue
-        install(client)
         for core in client.cores:
             if arguments.core in (None, core):
+                install(client, core)
                 broken += _run(client, core, arguments, outcomes, console)
     console.print(_table(outcomes))
     for line in broken:

@@ -17,12 +17,15 @@ def build(path: str, layout: Layout) -> Built:
     from transformers import AutoConfig
 
     values: dict[str, Any] = hf_to_mcore_config(AutoConfig.from_pretrained(path))
+    # transformers balances no experts.
+    values |= {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
     config = ModelConfig(
         params_dtype=torch.float32,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,  # experts with TP need it
         overlap_p2p_comm=False,  # its default is for virtual stages; ms-swift sets it like this
         batch_p2p_comm=True,
         **values,

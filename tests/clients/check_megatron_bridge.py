@@ -19,11 +19,13 @@ def build(path: str, layout: Layout) -> Built:
     provider.pipeline_model_parallel_size = layout.pp
     provider.expert_model_parallel_size = layout.ep
     provider.expert_tensor_parallel_size = layout.tp
+    provider.sequence_parallel = layout.tp > 1  # experts with TP need it
     provider.params_dtype = provider.pipeline_dtype = torch.float32
     provider.bf16 = provider.fp16 = False
     # Megatron's fused loss rounds its gradient to bf16 (fusions/fused_cross_entropy.py).
     provider.cross_entropy_loss_fusion = False
-    provider.moe_aux_loss_coeff = 0.0
+    # transformers balances no experts.
+    provider.moe_aux_loss_coeff = provider.moe_router_bias_update_rate = 0.0
     provider.finalize()
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, bf16=False, fp16=False)
     return Built(chunks, lambda: bridge.export_hf_weights(chunks, cpu=True, show_progress=False))

@@ -24,12 +24,21 @@ def is_installed(client: Client) -> bool:
     return _is_current(FOLDER / client.name, client.requirements)
 
 
-def install(client: Client) -> None:
-    """Install what is missing for the client and the cores that it is checked with."""
+def install(client: Client, core: str = DEFAULT_CORE) -> None:
+    """Install what is missing for the client and for the core that it is checked with."""
     _install(FOLDER / client.name, client.requirements)
-    for core in client.cores:
-        if core != DEFAULT_CORE:
-            _install(FOLDER / f"megatron-core-{core}", [f"megatron-core=={core}"])
+    if core != DEFAULT_CORE:
+        _install(FOLDER / f"megatron-core-{core}", [f"megatron-core=={core}", *_any_python(core)])
+
+
+def _any_python(core: str) -> list[str]:
+    """Return pip's options for a core that declares a newer Python than this one.
+
+    Its Python code runs here; what is compiled in it is the index builder of its datasets alone.
+    """
+    newer = sys.version_info < (3, 12) and core not in ("0.12.1", DEFAULT_CORE)
+    options = ["--ignore-requires-python", "--python-version", "3.12", "--only-binary", ":all:"]
+    return options if newer else []
 
 
 def _is_current(folder: Path, requirements: Sequence[str]) -> bool:

@@ -36,6 +36,7 @@ CLIENTS = (
     Client(
         "mcore-bridge",
         ("mcore-bridge==1.6.5", "modelscope==1.35.4", "peft==0.20.0", *DATASETS),
+        cores=(DEFAULT_CORE, "0.19.2"),
     ),
     Client(
         "megatron-bridge",
@@ -48,7 +49,7 @@ CLIENTS = (
             *("nvidia-modelopt==0.44.0", "six==1.17.0"),
         ),
     ),
-    Client("mbridge", ("mbridge==0.15.1", *TRANSFORMERS_4)),
+    Client("mbridge", ("mbridge==0.15.1", *TRANSFORMERS_4), cores=(DEFAULT_CORE, "0.19.2")),
     Client("ms-swift", ("ms-swift==4.6.0", "mcore-bridge==1.6.5")),
     Client("verl", ("verl==0.9.1", "mbridge==0.15.1")),
 )
