@@ -159,10 +159,13 @@ def run(build: str, path: str, layout: Layout) -> Findings:
 
 
 def _exported(built: Built) -> dict[str, torch.Tensor]:
+    exported: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        pairs = [(name, values.detach().clone()) for name, values in built.export()]
-    assert len(dict(pairs)) == len(pairs), "a weight is exported twice"
-    return dict(pairs)
+        for name, values in built.export():
+            # A tied weight may come from the first and from the last stage.
+            known = exported.setdefault(name, values.detach().clone())
+            assert torch.equal(known, values), f"{name} is exported with two values"
+    return exported
 
 
 def _logits(chunks: list[Any]) -> torch.Tensor | None:

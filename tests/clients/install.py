@@ -11,6 +11,7 @@ from tests.clients.table import DEFAULT_CORE, Client
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".clients"
 STAMP = ".installed"
+ANY_PYTHON = ["--ignore-requires-python", "--python-version=3.12", "--only-binary=:all:"]
 
 
 def folders(client: Client, core: str) -> list[Path]:
@@ -28,17 +29,10 @@ def install(client: Client, core: str = DEFAULT_CORE) -> None:
     """Install what is missing for the client and for the core that it is checked with."""
     _install(FOLDER / client.name, client.requirements)
     if core != DEFAULT_CORE:
-        _install(FOLDER / f"megatron-core-{core}", [f"megatron-core=={core}", *_any_python(core)])
-
-
-def _any_python(core: str) -> list[str]:
-    """Return pip's options for a core that declares a newer Python than this one.
-
-    Its Python code runs here; what is compiled in it is the index builder of its datasets alone.
-    """
-    newer = sys.version_info < (3, 12) and core not in ("0.12.1", DEFAULT_CORE)
-    options = ["--ignore-requires-python", "--python-version", "3.12", "--only-binary", ":all:"]
-    return options if newer else []
+        # A core that declares Python 3.12 runs on an older one too, without what is compiled in
+        # it: the index builder of its datasets.
+        older = sys.version_info < (3, 12)
+        _install(FOLDER / f"megatron-core-{core}", [f"megatron-core=={core}"] + ANY_PYTHON * older)
 
 
 def _is_current(folder: Path, requirements: Sequence[str]) -> bool:

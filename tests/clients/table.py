@@ -49,7 +49,7 @@ CLIENTS = (
             *("nvidia-modelopt==0.44.0", "six==1.17.0"),
         ),
     ),
-    Client("mbridge", ("mbridge==0.15.1", *TRANSFORMERS_4), cores=(DEFAULT_CORE, "0.19.2")),
+    Client("mbridge", ("mbridge==0.15.1", *TRANSFORMERS_4)),
     Client("ms-swift", ("ms-swift==4.6.0", "mcore-bridge==1.6.5")),
     Client("verl", ("verl==0.9.1", "mbridge==0.15.1")),
 )
