@@ -33,6 +33,12 @@ def is_other_library(depth: int = 2) -> bool:
     return package in _OURS or _is_installed(frame.f_code.co_filename)
 
 
+def is_torch(depth: int = 2) -> bool:
+    """Say whether the caller `depth` frames up is torch, which asks for itself."""
+    module = str(sys._getframe(depth).f_globals.get("__name__", ""))
+    return module.partition(".")[0] == "torch" and not module.startswith(_TRACER)
+
+
 @functools.cache
 def _is_installed(filename: str) -> bool:
     if filename.startswith((*_LIBRARY_FOLDERS, "<frozen")):

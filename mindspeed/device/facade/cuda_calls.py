@@ -15,7 +15,7 @@ import torch
 import torch.cuda.nvtx as nvtx
 import torch.cuda.random as cuda_random
 
-from mindspeed.device.facade.caller import is_other_library
+from mindspeed.device.facade.caller import is_other_library, is_torch
 from mindspeed.device.timeline import Event, Stream
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def _devices(cpu: Cpu) -> dict[str, object]:
     # Unwrapped: where one facade stands upon another, the truth lies below both.
     truly_available = inspect.unwrap(torch.cuda.is_available)
     truly_counted = inspect.unwrap(torch.cuda.device_count)
+    true_properties = inspect.unwrap(torch.cuda.get_device_properties)
 
     @functools.wraps(truly_available)
     def is_available() -> bool:
@@ -65,7 +66,11 @@ def _devices(cpu: Cpu) -> dict[str, object]:
         index = device if isinstance(device, int) else torch.device(device).index
         cpu.set_index(index or 0)
 
-    def get_device_properties(device: Any = None) -> SimpleNamespace:
+    @functools.wraps(true_properties)
+    def get_device_properties(device: Any = None) -> Any:
+        # The compiler of torch makes its cache keys of a GPU's properties, and of none without one.
+        if is_torch():
+            return true_properties(device)
         cores = os.cpu_count() or 1
         major, minor = _CAPABILITY
         return SimpleNamespace(

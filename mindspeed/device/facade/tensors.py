@@ -45,7 +45,8 @@ def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
         yield torch.Tensor, name, on_cpu(getattr(torch.Tensor, name))
     yield torch.Tensor, "record_stream", lambda tensor, stream: None
     yield torch.Tensor, "type", _cuda_type(inspect.unwrap(torch.Tensor.type))
-    yield torch.nn.Module, "to", on_cpu(torch.nn.Module.to, position=1)
+    # Modules and other containers of tensors, tensordict's among them, read their device with it.
+    yield torch._C._nn, "_parse_to", on_cpu(torch._C._nn._parse_to, position=0)
     yield torch, "set_default_device", on_cpu(torch.set_default_device, position=0)
     yield torch, "load", on_cpu(torch.load, position=1, argument="map_location")
     yield torch, "Generator", _generator(torch.Generator)

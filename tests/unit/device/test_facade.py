@@ -12,7 +12,7 @@ SPELLINGS = ["cuda", "cuda:3", torch.device("cuda"), torch.device("cuda", 1), 0]
 
 
 def snapshot():
-    owners = (torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.distributed)
+    owners = (torch, torch.cuda, torch.Tensor, torch._C._nn, torch.distributed)
     return {(id(owner), name): value for owner in owners for name, value in vars(owner).items()}
 
 
@@ -40,6 +40,12 @@ def test_every_spelling_of_a_cuda_device_lands_on_the_cpu(facade, device):
         torch.rand(2, generator=torch.Generator(device=device).manual_seed(1), device=device),
     ]
     assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
+@pytest.mark.parametrize("device", SPELLINGS, ids=str)
+def test_containers_read_every_spelling_as_the_cpu(facade, device):
+    for arguments, named in [((device,), {}), ((), {"device": device})]:
+        assert torch._C._nn._parse_to(*arguments, **named)[0].type == "cpu"
 
 
 @pytest.mark.parametrize("arguments", [("cuda",), ("cuda:3",), ("cuda", 1), (0,)], ids=str)

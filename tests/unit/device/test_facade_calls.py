@@ -1,6 +1,7 @@
 """While the facade is installed, torch.cuda answers Megatron for the cpu, and nobody else."""
 
 import contextlib
+import inspect
 import logging
 import os
 import subprocess
@@ -92,6 +93,19 @@ def test_other_libraries_hear_the_truth(cpu, truth, facades, file):
             stack.enter_context(Facade(cpu))
         assert megatron.ask() == (True, "torch.cuda.FloatTensor", True)
         assert library.ask() == (truth, "torch.FloatTensor", False)
+
+
+@pytest.mark.parametrize("facades", [1, 2])
+def test_the_compiler_of_torch_keys_its_cache_as_without_the_facade(cpu, facades):
+    from torch._inductor.codecache import CacheBase
+
+    system = inspect.unwrap(CacheBase.get_system)
+    plain = system()
+    with contextlib.ExitStack() as stack:
+        for _ in range(facades):
+            stack.enter_context(Facade(cpu))
+        assert system() == plain
+        assert torch.cuda.get_device_properties(0).name == "cpu"
 
 
 def test_copies_taken_by_megatron_before_are_found_and_given_back(cpu):
