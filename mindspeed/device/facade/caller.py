@@ -1,7 +1,8 @@
 """Who asks: Megatron and the user's scripts are answered by the facade, other libraries truthfully.
 
 torch itself, transformers and the like take "cuda is available" as leave to use real CUDA, and
-our own packages ask mindspeed.device.
+our own packages ask mindspeed.device. Projects that drive Megatron ask on its behalf: verl seeds
+Megatron's generators only where it counts a device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import PurePath
 
 import torch
 
+_DRIVERS = {"mbridge", "mcore_bridge", "megatron", "swift", "verl"}
 _OURS = ("mindspeed", "mindspeed_llm", "mindspeed_mm")
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
 # Where torch.compile asks on behalf of the code that it traces.
@@ -22,13 +24,13 @@ _LIBRARY_NAMES = {"site-packages", "dist-packages"}
 
 
 def is_other_library(depth: int = 2) -> bool:
-    """Say whether the caller `depth` frames up is a library other than Megatron."""
+    """Say whether the caller `depth` frames up is a library other than Megatron and its drivers."""
     if torch.compiler.is_dynamo_compiling():
         return False
     frame = sys._getframe(depth)
     module = str(frame.f_globals.get("__name__", ""))
     package = module.partition(".")[0]
-    if package == "megatron" or module.startswith(_TRACER):
+    if package in _DRIVERS or module.startswith(_TRACER):
         return False
     return package in _OURS or _is_installed(frame.f_code.co_filename)
 

@@ -80,18 +80,21 @@ def truth():
 
 @pytest.mark.parametrize("facades", [1, 2])
 @pytest.mark.parametrize("file", [torch.__file__, "/home/me/.local/lib/site-packages/some.py"])
-def test_other_libraries_hear_the_truth(cpu, truth, facades, file):
+def test_libraries_that_do_not_drive_megatron_hear_the_truth(cpu, truth, facades, file):
     answer = (
         "import torch\ndef ask(): "
         "return torch.cuda.is_available(), torch.ones(1).type(), torch.ones(1).is_cuda"
     )
     megatron, library = types.ModuleType("megatron.fake"), types.ModuleType("somelibrary")
+    driver = types.ModuleType("verl.utils")
     exec(compile(answer, "/anywhere/megatron/fake.py", "exec"), vars(megatron))
-    exec(compile(answer, file, "exec"), vars(library))
+    for module in (library, driver):
+        exec(compile(answer, file, "exec"), vars(module))
     with contextlib.ExitStack() as stack:
         for _ in range(facades):
             stack.enter_context(Facade(cpu))
-        assert megatron.ask() == (True, "torch.cuda.FloatTensor", True)
+        for asked in (megatron, driver):
+            assert asked.ask() == (True, "torch.cuda.FloatTensor", True)
         assert library.ask() == (truth, "torch.FloatTensor", False)
 
 
