@@ -12,12 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".clients"
 STAMP = ".installed"
 ANY_PYTHON = ["--ignore-requires-python", "--python-version=3.12", "--only-binary=:all:"]
+LIBRARIES = "site-packages"
+"""The adaptor tells installed libraries by this name of a folder, see mindspeed.device.facade."""
 
 
 def folders(client: Client, core: str) -> list[Path]:
     """Return what stands before the environment on the search path of the client's processes."""
     beside = [] if core == DEFAULT_CORE else [FOLDER / f"megatron-core-{core}"]
-    return [*beside, FOLDER / client.name]
+    return [each / LIBRARIES for each in (*beside, FOLDER / client.name)]
 
 
 def is_installed(client: Client) -> bool:
@@ -48,10 +50,13 @@ def _install(folder: Path, requirements: Sequence[str]) -> None:
     for each in (partial, folder):
         shutil.rmtree(each, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--target", str(partial), *requirements]
+    libraries = partial / LIBRARIES
+    command += ["--disable-pip-version-check", "--target", str(libraries), *requirements]
     subprocess.run(command, check=True)
-    if (partial / "torch").exists():
+    if (libraries / "torch").exists():
         raise RuntimeError(f"{folder.name} would bring its own torch: list no such package")
+    # verl's wheel has its tests at the top, where they hide these.
+    shutil.rmtree(libraries / "tests", ignore_errors=True)
     (partial / STAMP).write_text(_stamp(requirements))
     partial.rename(folder)
 
