@@ -14,6 +14,7 @@ _SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "rope_theta": 500000.0,
     "initializer_range": 0.1,
     "use_cache": False,
     "bos_token_id": 1,
