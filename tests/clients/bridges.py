@@ -113,7 +113,7 @@ def reference(path: str) -> Findings:
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.train()
-    weights = _saved(model)
+    weights = saved(model)
     tokens, labels = batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses, first = [], None
@@ -125,10 +125,10 @@ def reference(path: str) -> Findings:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return Findings(first, losses, weights, _saved(model))
+    return Findings(first, losses, weights, saved(model))
 
 
-def _saved(model: Any) -> dict[str, torch.Tensor]:
+def saved(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights as save_pretrained writes them."""
     import tempfile
 

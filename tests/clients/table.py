@@ -51,5 +51,16 @@ CLIENTS = (
     ),
     Client("mbridge", ("mbridge==0.15.1", *TRANSFORMERS_4)),
     Client("ms-swift", ("ms-swift==4.6.0", "mcore-bridge==1.6.5")),
-    Client("verl", ("verl==0.9.1", "mbridge==0.15.1")),
+    Client(
+        "verl",
+        (
+            *("verl==0.9.1", "megatron-bridge==0.3.1", "mbridge==0.15.1", "ray==2.55.1"),
+            *("tensordict==0.10.0", "pyvers==0.2.3", "cloudpickle==3.1.2", "codetiming==1.4.0"),
+            *("hydra-core==1.3.8", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3"),
+            *("datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "pandas==3.1.1"),
+            *("fastapi==0.121.0", "starlette==0.49.3", "uvicorn==0.54.0", "msgpack==1.2.4"),
+            *("jsonschema==4.26.0", "jsonschema-specifications==2025.9.1", "attrs==26.1.0"),
+            *("referencing==0.37.0", "rpds-py==2026.9.1", "pytz==2026.6", "six==1.17.0"),
+        ),
+    ),
 )
