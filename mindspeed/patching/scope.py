@@ -15,10 +15,11 @@ _SITE, _DIST = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}
 
 def interested_modules(packages: Collection[str]) -> dict[str, ModuleType]:
     """Return the loaded modules of `packages`, of MindSpeed and of the user's own code."""
+    # By the true type: a library of cffi stands in sys.modules and only claims to be a module.
     return {
         name: module
         for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and _is_interesting(name, module, packages)
+        if issubclass(type(module), ModuleType) and _is_interesting(name, module, packages)
     }
 
 

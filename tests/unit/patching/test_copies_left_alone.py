@@ -2,7 +2,8 @@
 
 import importlib
 import json
-from types import FunctionType
+import sys
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -54,6 +55,17 @@ def test_large_collections_are_data(source, write, patcher):
     holder = importlib.import_module("crypt.holder")
     patcher.apply("x", [Patch.replace("crypt.source:hash", new_hash)])
     assert holder.data[-1](1) == "old" and patcher.report()[0].copies == 0
+
+
+def test_what_only_claims_to_be_a_module_is_passed_over(source, patcher, monkeypatch):
+    class Library:
+        """What cffi puts into sys.modules: an object of its own type with a module's __class__."""
+
+        __class__ = ModuleType
+
+    monkeypatch.setitem(sys.modules, "crypt._bindings.lib", Library())
+    patcher.apply("x", [Patch.replace("crypt.source:hash", new_hash)])
+    assert source.hash is new_hash
 
 
 SHARED = """
