@@ -101,6 +101,35 @@ def test_equals_megatrons_own():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def fused_loss_by_default(dtype):
+    from megatron.core.fusions import fused_cross_entropy
+
+    logits, target, grad = case()
+    shard = logits.to(dtype).chunk(2, -1)[dist.get_rank()].clone().requires_grad_()
+    served = fused_cross_entropy.fused_vocab_parallel_cross_entropy
+    results = []
+    for function in (served, served.__wrapped__):
+        loss = function(shard * 1.0, target, dist.group.WORLD)
+        results.append((loss.detach(), *torch.autograd.grad(loss, shard, grad.to(loss.dtype))))
+    return results
+
+
+def test_the_fused_loss_of_float32_logits_has_a_float32_gradient():
+    logits, target, grad = case()
+    whole = logits.double().requires_grad_()
+    want = cross_entropy(whole.flatten(0, 1), target.flatten(), reduction="none").view(S, B)
+    want.backward(grad.double())
+    results = [served for served, _ in run_ranks(fused_loss_by_default, 2, torch.float32)]
+    gradient = torch.cat([shard for _, shard in results], -1)
+    torch.testing.assert_close(gradient.double(), whole.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[0][0], want.detach().float(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_fused_loss_of_bfloat16_logits_is_megatrons():
+    for served, theirs in run_ranks(fused_loss_by_default, 2, torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(served, theirs, strict=True))
+
+
 def served_by_the_operator():
     """Return what each of Megatron's three functions gives without and with the feature."""
     import mindspeed

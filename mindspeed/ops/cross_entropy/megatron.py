@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -40,6 +41,20 @@ def wrap_fused_vocab_parallel_cross_entropy(
     def fused_vocab_parallel_cross_entropy(
         vocab_parallel_logits: Tensor, target: Tensor, tp_group: ProcessGroup
     ) -> Tensor:
+        return _loss(vocab_parallel_logits, target, tp_group)
+
+    return fused_vocab_parallel_cross_entropy
+
+
+def wrap_unless_bfloat16(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Serve logits wider than the bfloat16 that the gradient of Megatron's function always is."""
+
+    @functools.wraps(original)
+    def fused_vocab_parallel_cross_entropy(
+        vocab_parallel_logits: Tensor, target: Tensor, tp_group: ProcessGroup
+    ) -> Tensor:
+        if vocab_parallel_logits.dtype == torch.bfloat16:
+            return original(vocab_parallel_logits, target, tp_group)
         return _loss(vocab_parallel_logits, target, tp_group)
 
     return fused_vocab_parallel_cross_entropy
