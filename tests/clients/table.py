@@ -50,7 +50,18 @@ CLIENTS = (
         ),
     ),
     Client("mbridge", ("mbridge==0.15.1", *TRANSFORMERS_4)),
-    Client("ms-swift", ("ms-swift==4.6.0", "mcore-bridge==1.6.5")),
+    Client(
+        "ms-swift",
+        (
+            *("ms-swift==4.6.0", "mcore-bridge==1.6.5"),
+            *("transformers==5.19.0", "peft==0.20.0", "trl==0.29.1"),  # the newest it allows
+            *("datasets==4.8.4", "dill==0.4.1", "multiprocess==0.70.19", "pandas==3.1.1"),
+            *("httpx==0.28.1", "httpcore==1.0.9", "simplejson==4.3.0", "json-repair==0.64.2"),
+            *("modelscope==1.40.2", "modelscope-hub==0.5.1", "cryptography==50.0.2", "cffi==2.1.1"),
+            *("aiohttp==3.14.5", "aiohappyeyeballs==2.7.1", "aiosignal==1.4.0", "attrs==26.1.0"),
+            *("frozenlist==1.8.0", "multidict==7.2.1", "propcache==0.5.4", "yarl==1.25.1"),
+        ),
+    ),
     Client(
         "verl",
         (
