@@ -30,6 +30,11 @@ def finish(
     """Pack, index and publish what was encoded."""
     if not summary.written:
         raise ConfigError(_nothing_left(options, summary))
+    if not summary.tokens:
+        raise ConfigError(
+            f"{summary.written} records and not one token: check --json-keys, and whether "
+            f"{options.tokenizer_name_or_path} is the tokenizer of such text"
+        )
     folder, prefix = workspace.folder, token_files(options)
     if options.pack:
         writers, summary.rows = write_rows(

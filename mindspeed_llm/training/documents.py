@@ -25,7 +25,13 @@ class DocumentWindows(Sequence[Sample]):
         self._name = _find(prefix)
         index = IndexedTokens(self._name)
         self._length = length
-        self._tokens: Any = np.memmap(f"{self._name}.bin", index.dtype, "r")
+        # numpy maps no empty file.
+        is_empty = len(index) == 0 or not index.lengths.any()
+        self._tokens: Any = (
+            np.zeros(0, index.dtype)
+            if is_empty
+            else np.memmap(f"{self._name}.bin", index.dtype, "r")
+        )
         if len(self) < 1:
             raise ConfigError(
                 f"{prefix}: its {len(self._tokens)} tokens are fewer than the {length + 1} of one "
@@ -33,7 +39,7 @@ class DocumentWindows(Sequence[Sample]):
             )
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._length
+        return max(0, len(self._tokens) - 1) // self._length
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
         start = index * self._length

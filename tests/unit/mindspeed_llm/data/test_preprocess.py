@@ -87,6 +87,18 @@ def test_a_bad_line_stops_the_run_and_leaves_nothing(tmp_path, facts, size, work
     assert os.listdir(tmp_path) == ["d.jsonl"]
 
 
+def test_records_without_a_token_are_no_data(tmp_path, facts):
+    (tmp_path / "d.jsonl").write_text('{"text": ""}\n' * 3)
+    options = PreprocessOptions(
+        input=str(tmp_path / "d.jsonl"),
+        output_prefix=str(tmp_path / "out"),
+        handler_name="GeneralPretrainHandler",
+    )
+    with pytest.raises(ConfigError, match="3 records and not one token: check --json-keys"):
+        preprocess(options, facts)
+    assert os.listdir(tmp_path) == ["d.jsonl"]
+
+
 def test_bad_lines_are_skipped_when_asked(tmp_path, facts, caplog):
     records = make_records(60)
     lines = [json.dumps(record) for record in records]

@@ -28,3 +28,11 @@ def test_every_token_but_the_first_is_learnt_once(prefix):
 def test_too_few_tokens_are_told(prefix):
     with pytest.raises(ConfigError, match="its 11 tokens are fewer than the 12 of one sample"):
         DocumentWindows(prefix, 11)
+
+
+def test_files_without_a_token_are_told(tmp_path):
+    writer = TokenWriter(tmp_path, "data", np.dtype("<u2"))
+    writer.append(np.zeros(0, int), np.zeros(0, int), np.array([0]))
+    writer.build_index(tmp_path / "data.idx")
+    with pytest.raises(ConfigError, match="its 0 tokens are fewer than the 4 of one sample"):
+        DocumentWindows(str(tmp_path / "data"), 3)
