@@ -45,6 +45,8 @@ def _spread(copies: Tensor, places: Places, num_rows: int) -> Tensor:
 def _without_last(out: Tensor) -> Tensor:
     # Not a slice: autograd forbids to change a view that such an operator returns, and Megatron
     # adds the output of shared experts in place.
+    if torch.compiler.is_compiling():  # which does not trace resize_
+        return out[:-1].clone()
     return out.resize_(len(out) - 1, out.shape[1])
 
 

@@ -38,9 +38,11 @@ def test_packages_hear_where_to_keep_kernels(monkeypatch, tmp_path, has_folder):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path if has_folder else tmp_path / "file"))
     monkeypatch.setattr(type(device.current()), "capability", lambda _: hopper.CAPABILITY)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.6.5")
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    names = ("QUACK_CACHE_DIR", "QUACK_CACHE_ENABLED")
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    monkeypatch.setattr(os, "environ", kept)
     monkeypatch.setattr(hopper.importlib, "import_module", lambda _: types.ModuleType("quack"))
     assert hopper.QUACK.is_here()
-    kept = str(tmp_path / "mindspeed" / "kernels" / "quack") if has_folder else None
-    assert os.environ.get("QUACK_CACHE_DIR") == kept
+    folder = str(tmp_path / "mindspeed" / "kernels" / "quack") if has_folder else None
+    assert os.environ.get("QUACK_CACHE_DIR") == folder
     assert os.environ.get("QUACK_CACHE_ENABLED") == (None if has_folder else "0")
