@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.models.common.embeddings.rope_utils import (
     _apply_rotary_pos_emb_bshd,
@@ -118,13 +119,18 @@ def test_rotary_in_the_wrapped_call(options, call):
 
 
 @pytest.mark.parametrize("options", [{}, {"rotary_interleaved": True}])
-def test_rotary_of_packed_documents_is_megatrons(options):
+def test_rotary_of_packed_documents_is_megatrons(options, monkeypatch):
     given, alone = config(**options), SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    group = {"cp_group": alone}
+    if "cp_group" not in inspect.signature(_apply_rotary_pos_emb_thd).parameters:
+        group = {}
+        monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 0)
     wrapped = wrap_apply_rotary_pos_emb(lambda *_: pytest.fail("Megatron's own was called"))
     torch.manual_seed(0)
     t, freqs, bounds = torch.randn(9, 3, 8), torch.randn(5, 1, 1, 8), torch.tensor([0, 3, 8, 9])
     for borders in (bounds, bounds.int(), torch.tensor([0, 5, 9])):
-        kinds = {"rotary_interleaved": given.rotary_interleaved, "cp_group": alone}
+        kinds = {"rotary_interleaved": given.rotary_interleaved, **group}
         expected = _apply_rotary_pos_emb_thd(t, borders, freqs, **kinds)
         for _ in range(2):  # the second time positions are known
             torch.testing.assert_close(wrapped(t, freqs, given, cu_seqlens=borders), expected)
