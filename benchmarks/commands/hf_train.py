@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, DataCollatorWithFlattening, Trainer, Tra
 
 
 def encode(tokenizer, path, length):
-    """Return token ids and labels of every conversation; only answers are learnt."""
+    """Return token ids and labels of every conversation; only answers are trained."""
     samples = []
     for question, answer in steps.conversations(path):
         asked = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)

@@ -10,7 +10,7 @@ def main():
     """Train."""
     options = steps.parse()
     records = steps.conversations(options.data)
-    data = Dataset.from_list([{"prompt": asked, "completion": told} for asked, told in records])
+    data = Dataset.from_list([{"prompt": asked, "completion": answer} for asked, answer in records])
     model = steps.build(options)
     trainer = SFTTrainer(
         model=model,

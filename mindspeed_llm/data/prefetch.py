@@ -1,4 +1,4 @@
-"""Prepare items on a thread while whoever takes them is busy."""
+"""Prepare items on a thread, ahead of the loop that consumes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prefetcher(Generic[T]):
         item, error = self._ready.get()
         if error is None:
             return item  # type: ignore[return-value]
-        self._ready.put((None, error))  # whoever asks again hears the same
+        self._ready.put((None, error))  # a second call raises the same
         raise error
 
     def close(self) -> None:

@@ -84,10 +84,12 @@ class Loop(Course):
         count = self._setup.options.eval_iters
         sums: dict[str, float] = {}
         batches = self._prefetch(self._valid, 0)
-        for _ in range(count):
-            losses = self._stepper.evaluate(self._next_step(batches), self._sizes)
-            sums = {name: sums.get(name, 0.0) + value for name, value in losses.items()}
-        batches.close()
+        try:
+            for _ in range(count):
+                losses = self._stepper.evaluate(self._next_step(batches), self._sizes)
+                sums = {name: sums.get(name, 0.0) + value for name, value in losses.items()}
+        finally:
+            batches.close()
         return {name: total / count for name, total in sums.items()}
 
     def note(self, iteration: int, consumed: int) -> Progress:

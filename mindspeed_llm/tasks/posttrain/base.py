@@ -83,11 +83,7 @@ class BaseTrainer(ABC):
 
     def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
         """Take the next micro-batch, as tensors on the device."""
-        here, batch = device.current().torch_device, next(data_iterator)
-        return {
-            name: values.to(here, non_blocking=True) if values.dim() else values
-            for name, values in batch.items()
-        }
+        return on_device(next(data_iterator))
 
     @abstractmethod
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
@@ -124,3 +120,12 @@ class BaseTrainer(ABC):
             epoch_multiple=self.setup.layout.global_batch if options.padded_samples else 1,
             seq_length=options.seq_length,
         )
+
+
+def on_device(batch: Batch) -> dict[str, torch.Tensor]:
+    """Copy a micro-batch to the device; numbers for the host stay where they are."""
+    here = device.current().torch_device
+    return {
+        name: values.to(here, non_blocking=True) if values.dim() else values
+        for name, values in batch.items()
+    }

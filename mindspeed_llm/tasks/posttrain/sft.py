@@ -12,7 +12,7 @@ from mindspeed_llm.data.collate import collate_fixed, collate_packed, collate_va
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.stream import Sample
 from mindspeed_llm.losses.token_loss import token_loss
-from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
+from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch, on_device
 
 
 class SFTTrainer(BaseTrainer):
@@ -84,7 +84,7 @@ class SFTTrainer(BaseTrainer):
         from mindspeed.te.pytorch.attention.core import remember
 
         on_host = next(data_iterator)
-        batch = super().get_batch(iter([on_host]))
+        batch = on_device(on_host)
         if "cu_seqlens" in batch:
             remember(batch["cu_seqlens"], on_host["cu_seqlens"].tolist())
         return batch
