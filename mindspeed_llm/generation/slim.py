@@ -47,6 +47,8 @@ def slim(model: torch.nn.Module) -> None:
 def _is_simple(layer: torch.nn.Module) -> bool:
     if not isinstance(layer, LinearBase) or layer.sequence_parallel or len(layer._parts) > 1:
         return False
+    if layer.low_rank is not None:
+        return False
     if not isinstance(layer, LayerNormLinear):
         return True
     is_plain = layer.normalization == "RMSNorm" and not layer.zero_centered_gamma

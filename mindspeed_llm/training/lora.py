@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mindspeed.config import ConfigError
+from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
+from mindspeed.te.pytorch.module.linear import LinearBase
 from mindspeed_llm.checkpoint.adapters import Factors, read_peft
 from mindspeed_llm.checkpoint.dcp_source import ADAPTERS
 from mindspeed_llm.models.rules import Cut
@@ -59,7 +61,11 @@ def add_adapters(
 
 
 class LoraLinear(nn.Module):
-    """The adapters of one linear layer; what they add comes in by a hook on it."""
+    """The adapters of one linear layer.
+
+    They take part in its product where the layer lets them; with dropout, which the product's own
+    input does not get, and beside Megatron's local layers they add to its output.
+    """
 
     def __init__(
         self,
@@ -76,7 +82,9 @@ class LoraLinear(nn.Module):
         self._rank = parallel_state.get_tensor_model_parallel_rank()
         self._is_row = weight.cut is Cut.COLUMNS
         self._is_sequence = bool(getattr(linear, "sequence_parallel", False)) and self._tp > 1
+        self._is_inside = isinstance(linear, LinearBase) and not plan.dropout
         self._plan = plan
+        self._scale = plan.alpha / plan.r
         self._sizes = projections(weight)
         self.hf_names = {n for n in self._sizes if n.rpartition(".")[2] in plan.modules}
         for name in sorted(self.hf_names):
@@ -86,36 +94,37 @@ class LoraLinear(nn.Module):
             part.lora_A, part.lora_B = map(_Factor, self._local(factors, linear))
             self._mark(part.lora_A.weight, part.lora_B.weight)
             self.add_module(name.rpartition(".")[2], part)
-        self._order = _local_order(weight, self._sizes, self._tp)
-        self._attach(linear)
+        order = _local_order(weight, self._sizes, self._tp)
+        # On the device from the start: a copy in every forward would make the host wait for it.
+        device = next(linear.parameters()).device
+        self._order = None if order is None else order.to(device)
+        if self._is_inside:
+            linear.low_rank = self.factors
+        else:
+            self._add_to_output(linear)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and B of the whole layer, scaled: what is added to its weight is B A."""
+        return torch.cat(self._inner()) * self._scale, self._outer()
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
-        """Add what the adapters make of x to this rank's part of the layer's output.
+        """Add what the adapters make of x, each with its own dropout, to the output."""
+        low = torch.cat([F.linear(self._dropped(x), factor) for factor in self._inner()], -1)
+        low = (self._exchange(low) * self._scale).to(out.dtype)
+        return out + F.linear(low, self._outer().to(out.dtype))
 
-        Two products with small matrices: scaling, padding and the order of rows are done on those
-        and on the factors, not on activations.
-        """
-        scale = self._plan.alpha / self._plan.r
-        low = (self._exchange(self._inner(x)) * scale).to(out.dtype)
+    def _inner(self) -> list[Tensor]:
+        """Return the inner factors as the layer has its projections."""
+        children = dict(self.named_children())
+        names = [name.rpartition(".")[2] for name in self._sizes]
+        return [children[name].lora_A() for name in names if name in children]
+
+    def _outer(self) -> Tensor:
+        """Return the outer factors, each in the rows of its projection and columns of its own."""
         blocks = {name: part.lora_B() for name, part in self.named_children()}
         pieces = [self._piece(name, blocks) for name in self._sizes]
         outer = torch.block_diag(*pieces) if len(pieces) > 1 else pieces[0]
-        if self._order is not None:
-            outer = outer.index_select(0, self._order.to(outer.device))
-        rows, product = out.flatten(0, -2), (low.flatten(0, -2), outer.to(out.dtype).t())
-        if out._is_view() or not out.is_contiguous():  # autograd has no way back into these
-            return torch.addmm(rows, *product).view_as(out)
-        rows.addmm_(*product)
-        return out
-
-    def _inner(self, x: Tensor) -> Tensor:
-        """Return the low-rank values of all adapters, one behind the other."""
-        children = dict(self.named_children())  # as the layer has its projections
-        names = [name.rpartition(".")[2] for name in self._sizes]
-        factors = [children[name].lora_A() for name in names if name in children]
-        if not self._plan.dropout or not self.training:
-            return F.linear(x, torch.cat(factors).to(x.dtype))
-        return torch.cat([F.linear(self._dropped(x), factor) for factor in factors], -1)
+        return outer if self._order is None else outer.index_select(0, self._order)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -131,8 +140,8 @@ class LoraLinear(nn.Module):
         )
         return sharded
 
-    def _attach(self, linear: Any) -> None:
-        has_norm = hasattr(linear, "return_layernorm_output")
+    def _add_to_output(self, linear: Any) -> None:
+        has_norm = isinstance(linear, LayerNormLinear)
         if has_norm:  # the adapters want what the product gets, not what the norm does
             linear.return_layernorm_output = True
 
@@ -144,14 +153,7 @@ class LoraLinear(nn.Module):
                 x = output[2]
             return self(x, out), bias
 
-        def see_plainly(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            return arguments[0].view_as(arguments[0]), *arguments[1:]
-
         linear.register_forward_hook(add)
-        if not has_norm:
-            # A product that computes the SwiGLU of its input again in backward would have it
-            # computed twice: the adapters keep that input anyway.
-            linear.register_forward_pre_hook(see_plainly)
 
     def _local(self, factors: Factors, linear: Any) -> tuple[Tensor, Tensor]:
         """Return this rank's part of the factors, as the layer's weight is kept."""
@@ -169,7 +171,9 @@ class LoraLinear(nn.Module):
 
         cut, whole = (a, b) if self._is_row else (b, a)
         set_tensor_model_parallel_attributes(cut, True, 1 if self._is_row else 0, 1)
-        whole.sequence_parallel = self._is_sequence  # type: ignore[attr-defined]
+        # Inside the layer's product the layer sums the gradients of a whole factor.
+        is_partial = self._is_sequence and not self._is_inside
+        whole.sequence_parallel = is_partial  # type: ignore[attr-defined]
 
     def _exchange(self, low: Tensor) -> Tensor:
         """Bring the low-rank values from how the input is shared to how the output is."""
@@ -194,6 +198,8 @@ class LoraLinear(nn.Module):
         return next(iter(blocks.values())).new_zeros(rows, 0)
 
     def _dropped(self, x: Tensor) -> Tensor:
+        if not self._plan.dropout or not self.training:
+            return x
         with self._random():
             return F.dropout(x, self._plan.dropout)
 

@@ -129,7 +129,7 @@ def check(folder, script, arguments, allowed, environment=None):
     command = [sys.executable, "-m", "tests.gpu.profiled", out, LENGTH * HIDDEN, script, *arguments]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if environment:
-        path = os.pathsep.join([path, environment["PYTHONPATH"]])
+        path = os.pathsep.join([environment["PYTHONPATH"], path])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -16,6 +16,7 @@ from mindspeed.parallel.tensor import (
     copy_to_ranks,
     gated_linear,
     linear,
+    low_rank_linear,
     reduce_partial,
     reduce_scatter_sequence,
 )
@@ -24,6 +25,10 @@ from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activa
 
 class LinearBase(TransformerEngineBaseModule):
     """Weight, bias and product of a linear layer; what precedes the product is the subclass's."""
+
+    low_rank: Callable[[], tuple[Tensor, Tensor]] | None = None
+    """Where a trained A (rank, in) and B (out, rank) come beside a frozen weight: returns this
+    rank's shards of both. B of a row shard and A of a column shard are whole."""
 
     def __init__(
         self,
@@ -95,12 +100,26 @@ class LinearBase(TransformerEngineBaseModule):
             self._ahead.pairs = gated_linear(x, weight, **options)
             return self._ahead.pairs
         bias = self._whole("bias") if self.apply_bias and not row else None
-        out = linear(x, weight, bias, **options)
+        if self.low_rank is None:
+            out = linear(x, weight, bias, **options)
+        else:
+            out = self._low_rank_product(x, weight, bias)
         if not row:
             return out
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_partial
         out = reduce(out, group)
         return out + self._whole("bias").to(out.dtype) if self.apply_bias else out
+
+    def _low_rank_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.low_rank is not None
+        inner, outer = self.low_rank()
+        group, gather_group = self._group(), None
+        if self.parallel_mode == "column":  # each rank has part of the gradient of what is whole
+            inner = copy_to_ranks(inner, group)
+            gather_group = group if self.sequence_parallel else None
+        elif self.parallel_mode == "row":
+            outer = copy_to_ranks(outer, group)
+        return low_rank_linear(x, weight, bias, inner, outer, gather_group=gather_group)
 
     def swiglu_ahead(self) -> AbstractContextManager[None]:
         """Compute SwiGLU along with the product while this is entered, where a kernel does both.
@@ -115,7 +134,7 @@ class LinearBase(TransformerEngineBaseModule):
             every_module._global_backward_hooks,
             every_module._global_backward_pre_hooks,
         )
-        is_exchanged = "forward" in vars(self)
+        is_exchanged = "forward" in vars(self) or self.low_rank is not None
         self._ahead.is_wanted = not (self.use_bias or is_exchanged or any(hooks))
         return self._ahead
 

@@ -1,0 +1,90 @@
+"""y = x (W + B A)^T + b for one shard of a frozen W, where only A and B have gradients.
+
+A and B go along in the product with W, so that no wide activation is read or written for them: as
+columns beside W where its output is the wider side, as rows below it where its input is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
+
+
+class _LowRankLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inner: Tensor,
+        outer: Tensor,
+        gather_group: ProcessGroup | None,
+    ) -> Tensor:
+        rows = all_gather(x, gather_group)
+        factors = weight.to(x.dtype), inner.to(x.dtype), outer.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+        out, low = _multiply(rows.flatten(0, -2), *factors, bias)
+        ctx.save_for_backward(x, weight, inner, outer, low)
+        ctx.gather_group = gather_group
+        return out.view(*rows.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inner, outer, low = ctx.saved_tensors
+        rows, grad_x = grad.flatten(0, -2), None
+        a, b = inner.to(grad.dtype), outer.to(grad.dtype)
+        if ctx.needs_input_grad[0]:
+            # What x goes through, the other way round: the factors change places.
+            out, grad_low = _multiply(rows, weight.to(grad.dtype).t(), b.t(), a.t())
+            grad_x = reduce_scatter(out.view(*grad.shape[:-1], -1), ctx.gather_group)
+        else:
+            grad_low = rows @ b
+        grad_inner = grad_low.t() @ all_gather(x, ctx.gather_group).flatten(0, -2)
+        grad_outer = rows.t() @ low
+        return grad_x, None, None, grad_inner.to(inner.dtype), grad_outer.to(outer.dtype), None
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, inner: Tensor, outer: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return x (W + B A)^T + b and x A^T."""
+    size_out, size_in = weight.shape
+    if size_out >= size_in:
+        low = x @ inner.t()
+        return F.linear(torch.cat((x, low), 1), torch.cat((weight, outer), 1), bias), low
+    both = x @ torch.cat((weight, inner)).t()
+    low = both[:, size_out:]
+    out = torch.addmm(both[:, :size_out], low, outer.t())
+    return out if bias is None else out.add_(bias), low
+
+
+def low_rank_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inner: Tensor,
+    outer: Tensor,
+    *,
+    gather_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Multiply by one shard of a frozen weight and of the product of two factors.
+
+    Args:
+        x: (..., in); with `gather_group`, this rank's part along dim 0.
+        weight: (out, in), without a gradient.
+        bias: (out,), without a gradient.
+        inner: (rank, in)
+        outer: (out, rank)
+        gather_group: ranks that hold the other parts of the sequence.
+    """
+    return _LowRankLinear.apply(x, weight, bias, inner, outer, gather_group)

@@ -1,0 +1,42 @@
+"""A frozen weight with two trained factors, against the same sums written out by autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mindspeed.parallel.tensor import low_rank_linear
+
+RANK = 3
+
+
+def make(sizes, has_bias, x_has_gradient):
+    generator = torch.Generator().manual_seed(1)
+    size_in, size_out = sizes
+
+    def draw(*shape, requires_grad=True):
+        values = torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return values.requires_grad_(requires_grad)
+
+    x = draw(2, 5, size_in, requires_grad=x_has_gradient)
+    weight = draw(size_out, size_in, requires_grad=False)
+    bias = draw(size_out, requires_grad=False) if has_bias else None
+    return x, weight, bias, draw(RANK, size_in), draw(size_out, RANK)
+
+
+@pytest.mark.parametrize("sizes", [(4, 7), (7, 4), (5, 5)], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("x_has_gradient", [True, False])
+def test_values_and_gradients(sizes, has_bias, x_has_gradient):
+    found, expected = (make(sizes, has_bias, x_has_gradient) for _ in range(2))
+    out = low_rank_linear(*found)
+    x, weight, bias, inner, outer = expected
+    whole = F.linear(x, weight, bias) + F.linear(F.linear(x, inner), outer)
+    assert torch.allclose(out, whole, rtol=1e-12)
+    grad = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(2))
+    out.backward(grad)
+    whole.backward(grad)
+    for one, other in zip(found, expected, strict=True):
+        if one is None or other.grad is None:
+            assert one is None or one.grad is None
+        else:
+            assert torch.allclose(one.grad, other.grad, rtol=1e-12)
