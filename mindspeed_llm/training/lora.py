@@ -4,15 +4,20 @@ So what is trained here is what peft trains: a fused layer has as many adapters 
 projections. Each layer's are a module beside it, and the names of its weights stay what they are.
 """
 
+from __future__ import annotations
+
 import math
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from mindspeed.config import ConfigError
 from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
@@ -84,47 +89,49 @@ class LoraLinear(nn.Module):
         self._is_sequence = bool(getattr(linear, "sequence_parallel", False)) and self._tp > 1
         self._is_inside = isinstance(linear, LinearBase) and not plan.dropout
         self._plan = plan
-        self._scale = plan.alpha / plan.r
         self._sizes = projections(weight)
         self.hf_names = {n for n in self._sizes if n.rpartition(".")[2] in plan.modules}
-        for name in sorted(self.hf_names):
+        for name in (name for name in self._sizes if name in self.hf_names):
             factors = _first_values(name, self._sizes[name], plan.r, seed, loaded)
             # Layers of their own, since a gather of weights that overlaps ends as a layer begins.
             part = nn.Module()
             part.lora_A, part.lora_B = map(_Factor, self._local(factors, linear))
             self._mark(part.lora_A.weight, part.lora_B.weight)
             self.add_module(name.rpartition(".")[2], part)
-        order = _local_order(weight, self._sizes, self._tp)
-        # On the device from the start: a copy in every forward would make the host wait for it.
-        device = next(linear.parameters()).device
-        self._order = None if order is None else order.to(device)
+        self._blocks = self._plan_blocks(_local_order(weight, self._sizes, self._tp), linear)
         if self._is_inside:
             linear.low_rank = self.factors
         else:
             self._add_to_output(linear)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and B of the whole layer, scaled: what is added to its weight is B A."""
-        return torch.cat(self._inner()) * self._scale, self._outer()
+        """Return A and B of the whole layer: what is added to its weight is B A."""
+        inner = [part.lora_A() for part in self.children()]
+        outer = [part.lora_B() for part in self.children()]
+        factors: tuple[Tensor, Tensor] = _Join.apply(self._blocks, *inner, *outer)
+        return factors
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
         """Add what the adapters make of x, each with its own dropout, to the output."""
-        low = torch.cat([F.linear(self._dropped(x), factor) for factor in self._inner()], -1)
-        low = (self._exchange(low) * self._scale).to(out.dtype)
-        return out + F.linear(low, self._outer().to(out.dtype))
+        inner, outer = self.factors()
+        parts = [F.linear(self._dropped(x), factor) for factor in inner.split(self._plan.r)]
+        low = self._exchange(torch.cat(parts, -1))
+        return out + F.linear(low, outer).to(out.dtype)
 
-    def _inner(self) -> list[Tensor]:
-        """Return the inner factors as the layer has its projections."""
-        children = dict(self.named_children())
-        names = [name.rpartition(".")[2] for name in self._sizes]
-        return [children[name].lora_A() for name in names if name in children]
-
-    def _outer(self) -> Tensor:
-        """Return the outer factors, each in the rows of its projection and columns of its own."""
-        blocks = {name: part.lora_B() for name, part in self.named_children()}
-        pieces = [self._piece(name, blocks) for name in self._sizes]
-        outer = torch.block_diag(*pieces) if len(pieces) > 1 else pieces[0]
-        return outer if self._order is None else outer.index_select(0, self._order)
+    def _plan_blocks(self, order: Tensor | None, linear: Any) -> _Blocks:
+        """Say where the outer factors are in that of the whole layer."""
+        rows, start = {}, 0
+        for name, (size, _) in self._sizes.items():
+            stop = start + size // (1 if self._is_row else self._tp)
+            rows[name.rpartition(".")[2]] = slice(start, stop)
+            start = stop
+        # On the device from the start: a copy in every forward would make the host wait for it.
+        device = next(linear.parameters()).device
+        order = None if order is None else order.to(device)
+        back = None if order is None else order.argsort()
+        names = [name for name, _ in self.named_children()]
+        scale = self._plan.alpha / self._plan.r
+        return _Blocks([rows[name] for name in names], start, self._plan.r, scale, order, back)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -189,14 +196,6 @@ class LoraLinear(nn.Module):
             return tp.gather_from_sequence_parallel_region(low)
         return tp.copy_to_tensor_model_parallel_region(low)
 
-    def _piece(self, name: str, blocks: Mapping[str, Tensor]) -> Tensor:
-        """Return the outer factor of a projection; without an adapter it has no columns."""
-        short = name.rpartition(".")[2]
-        if short in blocks:
-            return blocks[short]
-        rows = self._sizes[name][0] // (1 if self._is_row else self._tp)
-        return next(iter(blocks.values())).new_zeros(rows, 0)
-
     def _dropped(self, x: Tensor) -> Tensor:
         if not self._plan.dropout or not self.training:
             return x
@@ -210,6 +209,47 @@ class LoraLinear(nn.Module):
         is_part = self._tp > 1 and (self._is_row or self._is_sequence)
         context: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
         return context if is_part else nullcontext()
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The place of every projection's factors in those of the layer."""
+
+    rows: list[slice]
+    size: int
+    rank: int
+    scale: float
+    order: Tensor | None
+    """Which row of the projections, one behind the other, a row of the layer is."""
+    back: Tensor | None
+
+    def place(self, number: int) -> tuple[slice, slice]:
+        """Return the rows and columns of one projection's outer factor."""
+        return self.rows[number], slice(number * self.rank, (number + 1) * self.rank)
+
+
+class _Join(Function):
+    """The factors of a layer from those of its projections: A below A, B diagonal and scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: _Blocks, *factors: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.blocks = blocks
+        count = len(blocks.rows)
+        inner, parts = torch.cat(factors[:count]), factors[count:]
+        outer = parts[0].new_empty(blocks.size, count * blocks.rank)
+        if count > 1 or len(parts[0]) < blocks.size:
+            outer.zero_()
+        for number, part in enumerate(parts):
+            torch.mul(part, blocks.scale, out=outer[blocks.place(number)])
+        return inner, outer if blocks.order is None else outer.index_select(0, blocks.order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, inner: Tensor, outer: Tensor) -> tuple[Tensor | None, ...]:
+        blocks = ctx.blocks
+        outer = outer if blocks.back is None else outer.index_select(0, blocks.back)
+        parts = [outer[blocks.place(number)] * blocks.scale for number in range(len(blocks.rows))]
+        return None, *inner.split(blocks.rank), *parts
 
 
 class _Factor(nn.Module):

@@ -38,6 +38,12 @@ CASES: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "local"},
     ),
+    "qwen2 tp 2 sp, almost no dropout": (
+        "qwen2",
+        ALL,
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "lora_dropout": 1e-12},
+    ),
     "tied pp 2, recompute": (
         "llama_tied",
         ALL,

@@ -115,7 +115,8 @@ def test_megatrons_own_script_is_fused(tmp_path):
     sizes = {"num-layers": 4, "hidden-size": HIDDEN, "ffn-hidden-size": 1024, "lr": 1e-4}
     sizes |= {"num-attention-heads": 4, "num-query-groups": 2, "seq-length": LENGTH}
     sizes |= {"max-position-embeddings": LENGTH, "micro-batch-size": 2, "global-batch-size": 4}
-    sizes |= {"train-iters": 4, "eval-iters": 0, "vocab-size": VOCABULARY - 1}
+    sizes |= {"train-iters": 4, "eval-iters": 0, "eval-interval": 4}
+    sizes |= {"vocab-size": VOCABULARY - 1}
     sizes |= {"tokenizer-type": "NullTokenizer", "normalization": "RMSNorm"}
     sizes |= {"position-embedding-type": "rope", "attention-dropout": 0, "hidden-dropout": 0}
     flags = ["--group-query-attention", "--swiglu", "--bf16", "--mock-data"]

@@ -61,11 +61,22 @@ def _multiply(
     size_out, size_in = weight.shape
     if size_out >= size_in:
         low = x @ inner.t()
-        return F.linear(torch.cat((x, low), 1), torch.cat((weight, outer), 1), bias), low
-    both = x @ torch.cat((weight, inner)).t()
-    low = both[:, size_out:]
+        return F.linear(_join(x, low, 1), _join(weight, outer, 1), bias), low
+    both = x @ _join(weight, inner, 0).t()
+    low = both[:, size_out:].contiguous()  # a part would keep the whole
     out = torch.addmm(both[:, :size_out], low, outer.t())
     return out if bias is None else out.add_(bias), low
+
+
+def _join(a: Tensor, b: Tensor, dim: int) -> Tensor:
+    """Return two matrices one behind the other, as they lie in memory."""
+    if not a.is_contiguous() and a.t().is_contiguous():
+        return _join(a.t(), b.t(), 1 - dim).t()
+    sizes = {one.shape[1] * one.element_size() % 8 for one in (a, b)}
+    if dim == 0 or sizes != {0} or not (a.is_contiguous() and b.is_contiguous()):
+        return torch.cat((a, b), dim)
+    # Rows are copied element by element: four times as fast as elements of eight bytes.
+    return torch.cat((a.view(torch.int64), b.view(torch.int64)), 1).view(a.dtype)
 
 
 def low_rank_linear(

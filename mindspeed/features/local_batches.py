@@ -1,4 +1,4 @@
-"""Batches of Megatron's scripts on a stream of their own."""
+"""Batches of Megatron's scripts without broadcasts where there is nobody to send them to."""
 
 import sys
 from collections.abc import Iterator
@@ -9,22 +9,22 @@ from mindspeed.features.base import Feature, Level
 from mindspeed.patching import Patch
 
 
-class BatchStream(Feature):
-    """Fetch batches beside the stream of the model, so that the host does not wait for it."""
+class LocalBatches(Feature):
+    """Hand batches on without broadcasts where a tensor-parallel group has one rank."""
 
-    name = "batch_stream"
-    title = "Batches on their own stream"
+    name = "local_batches"
+    title = "Batches without broadcasts"
     group = "Affinity"
     level = Level.AFFINITY
-    enabled_by = "fetch_batches_on_stream"
+    enabled_by = "skip_batch_broadcasts"
     default_devices = ("cuda",)
 
     class Options(config.Options):
         """The switch."""
 
-        fetch_batches_on_stream: bool | None = None
-        """Let the batches of Megatron's scripts come on a stream of their own. Default: on
-        CUDA."""
+        skip_batch_broadcasts: bool | None = None
+        """Send no batch of Megatron's scripts where its tensor-parallel group has one rank.
+        Default: on CUDA."""
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Wrap the function through which the scripts get their batches."""
@@ -32,6 +32,6 @@ class BatchStream(Feature):
         if "megatron.training.arguments" in sys.modules:
             yield Patch.wrap(
                 "megatron.training.utils:get_batch_on_this_tp_rank",
-                "mindspeed.compat.batch_stream:wrap_get_batch",
+                "mindspeed.compat.local_batches:wrap_get_batch",
                 why="the host waits for the device in every micro-batch",
             )
