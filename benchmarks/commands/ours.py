@@ -160,9 +160,9 @@ CASES = {
     "pretrain-deterministic": Case(deterministic, "the same with --npu-deterministic"),
     "first-start": Case(first_start, "pretrain_gpt.py with empty caches", (2,), ALL),
     "second-start": Case(second_start, "the same once more", (2,), ALL),
-    "sft-packed": Case(packed, "posttrain_gpt.py --stage sft, rows packed", (2, 4)),
+    "sft-packed": Case(packed, "posttrain_gpt.py --stage sft, rows packed", (2, 4, 8)),
     "sft-padded": Case(padded, "conversations padded to the sequence length", (2,)),
     "sft-variable": Case(variable, "--variable-seq-lengths: no padding", (4, 22)),
-    "lora-packed": Case(lora, "--lora-r 16 on packed rows", (2, 4)),
+    "lora-packed": Case(lora, "--lora-r 16 on packed rows", (2, 4, 8)),
     "vlm": Case(vlm, "pretrain_transformers.py, Qwen2.5-VL-3B's shape with 18 layers", (2,)),
 }

@@ -18,6 +18,8 @@ from mindspeed_llm.training.options import TrainOptions
 logger = logging.getLogger(__name__)
 
 LARGEST_SEED = 2**31
+MOST_MICRO_BATCHES = 100_000
+"""A step of more would not end in a day: a number with too many zeros."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ def share_batch(global_batch: int | None, micro_batch: int, dp: int) -> tuple[in
         raise ConfigError(
             f"--global-batch-size {batch} is not a multiple of {step} (--micro-batch-size "
             f"{micro_batch} x {dp} data-parallel ranks): use {step} or a multiple"
+        )
+    if micro_batches > MOST_MICRO_BATCHES:
+        raise ConfigError(
+            f"--global-batch-size {batch}: one step would be {micro_batches:,} micro-batches of a "
+            f"rank: use at most {MOST_MICRO_BATCHES * step}"
         )
     return batch, micro_batches
 

@@ -130,6 +130,9 @@ def test_the_first_signal_is_noted(number: signal.Signals, usual: list[str]) -> 
 def test_a_batch_is_shared_evenly_or_refused() -> None:
     assert share_batch(None, 2, 3) == (6, 1)
     assert share_batch(24, 2, 3) == (24, 4)
+    assert share_batch(6 * 10**5, 2, 3) == (6 * 10**5, 10**5)
+    with pytest.raises(ConfigError, match="use at most 600000$"):
+        share_batch(6 * 10**5 + 6, 2, 3)
     for batch in (3, 10, 25):
         with pytest.raises(
             ConfigError, match=f"--global-batch-size {batch} is not a multiple of 6"
