@@ -10,7 +10,7 @@ from mindspeed.parallel.tensor.collectives import (
 from mindspeed.parallel.tensor.gated_linear import gated_linear
 from mindspeed.parallel.tensor.grouped_linear import grouped_linear
 from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, linear
-from mindspeed.parallel.tensor.low_rank_linear import low_rank_linear
+from mindspeed.parallel.tensor.low_rank_linear import low_rank_gated_linear, low_rank_linear
 from mindspeed.parallel.tensor.mappings import (
     copy_to_ranks,
     gather_sequence,
@@ -30,6 +30,7 @@ __all__ = [
     "group_size",
     "grouped_linear",
     "linear",
+    "low_rank_gated_linear",
     "low_rank_linear",
     "reduce_partial",
     "reduce_scatter",

@@ -7,7 +7,12 @@ from torch.nn.functional import silu
 from mindspeed.device import hopper
 from mindspeed.ops.swiglu import paired
 from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl
-from mindspeed.parallel.tensor import gated_linear, linear
+from mindspeed.parallel.tensor import (
+    gated_linear,
+    linear,
+    low_rank_gated_linear,
+    low_rank_linear,
+)
 
 pytestmark = pytest.mark.gpu
 TOKENS, HIDDEN, COLUMNS = 1152, 520, 776  # no multiple of a kernel's tile
@@ -98,3 +103,32 @@ def test_an_mlp_keeps_no_output_and_adds_to_main_grad(offset):
     exact = gradients(*(each.double() for each in tensors))
     for results in zip(found, gradients(*tensors), exact):
         assert is_no_worse(*results)
+
+
+RANK = 16
+
+
+def low_rank(x, first, second, grad, factors, gated):
+    """Return the output of an MLP with adapters, and all its gradients."""
+    x, *factors = (one.detach().clone().requires_grad_() for one in (x, *factors))
+    if gated:
+        assert paired.serves(x, first, RANK)
+        pairs = low_rank_gated_linear(x, first, *factors[:2])
+        activated = swiglu_of_megatron(pairs, None, False, False)
+        out = low_rank_linear(activated, second, None, *factors[2:])
+    else:
+        inner, outer, inner_second, outer_second = factors
+        gate, up = (x @ first.t() + x @ inner.t() @ outer.t()).chunk(2, -1)
+        activated = silu(gate) * up
+        out = activated @ second.t() + activated @ inner_second.t() @ outer_second.t()
+    return out, *torch.autograd.grad(out, (x, *factors), grad)
+
+
+def test_adapters_inside_the_products_are_no_worse_than_beside_them():
+    inputs = draw(torch.bfloat16)
+    sizes = (RANK, HIDDEN), (2 * COLUMNS, RANK), (RANK, COLUMNS), (HIDDEN, RANK)
+    factors = [torch.randn(size, device="cuda", dtype=torch.bfloat16) / 8 for size in sizes]
+    got, other = (low_rank(*inputs, factors, gated) for gated in (True, False))
+    exact = low_rank(*(x.double() for x in inputs), [x.double() for x in factors], False)
+    for one, plain_one, exact_one in zip(got, other, exact, strict=True):
+        assert is_no_worse(one, plain_one, exact_one)

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mindspeed.ops.swiglu import swiglu
+from mindspeed.ops.swiglu.origin import remember
 from mindspeed.parallel.tensor import low_rank_linear
 
 RANK = 3
@@ -40,3 +42,29 @@ def test_values_and_gradients(sizes, has_bias, x_has_gradient):
             assert one is None or one.grad is None
         else:
             assert torch.allclose(one.grad, other.grad, rtol=1e-12)
+
+
+def run(note, values):
+    """Return an output and its gradients, and the shape of what is kept of the input."""
+    packed, weight, *factors = (one.detach().clone() for one in values)
+    for one in (packed, *factors):
+        one.requires_grad_()
+    x, kept = note(swiglu(packed), packed), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, _same):
+        out = low_rank_linear(x, weight, None, *factors)
+    out.square().sum().backward()
+    return kept[0], out, packed.grad, *(one.grad for one in factors)
+
+
+def _same(t):
+    return t
+
+
+def test_a_swiglu_output_is_computed_again_instead_of_kept():
+    _, weight, _, *factors = make((12, 7), has_bias=False, x_has_gradient=False)
+    generator = torch.Generator().manual_seed(3)
+    packed = torch.randn(5, 2, 24, dtype=torch.float64, generator=generator)
+    noted, plain = (run(note, (packed, weight, *factors)) for note in (remember, lambda y, x: y))
+    assert (noted[0], plain[0]) == ((5, 2, 24), (5, 2, 12))
+    for one, other in zip(noted[1:], plain[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

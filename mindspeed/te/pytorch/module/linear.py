@@ -16,6 +16,7 @@ from mindspeed.parallel.tensor import (
     copy_to_ranks,
     gated_linear,
     linear,
+    low_rank_gated_linear,
     low_rank_linear,
     reduce_partial,
     reduce_scatter_sequence,
@@ -91,35 +92,38 @@ class LinearBase(TransformerEngineBaseModule):
         if column and not self.sequence_parallel:
             x = copy_to_ranks(x, group)
         x = x.to(activation_dtype(x, weight))
+        gather_group = group if column and self.sequence_parallel else None
         options = {
-            "gather_group": group if column and self.sequence_parallel else None,
+            "gather_group": gather_group,
             "fused": self.fuse_wgrad_accumulation,
             "deferred": self._deferred,
         }
-        if self._ahead.is_wanted and paired.serves(x, weight):
-            self._ahead.pairs = gated_linear(x, weight, **options)
-            return self._ahead.pairs
+        factors = None if self.low_rank is None else self._shared(*self.low_rank())
+        rank = 0 if factors is None else len(factors[0])
+        is_gated = self._ahead.is_wanted and paired.serves(x, weight, rank)
         bias = self._whole("bias") if self.apply_bias and not row else None
-        if self.low_rank is None:
+        if is_gated and factors is None:
+            out = gated_linear(x, weight, **options)
+        elif factors is None:
             out = linear(x, weight, bias, **options)
+        elif is_gated:
+            out = low_rank_gated_linear(x, weight, *factors, gather_group=gather_group)
         else:
-            out = self._low_rank_product(x, weight, bias)
+            out = low_rank_linear(x, weight, bias, *factors, gather_group=gather_group)
+        self._ahead.pairs = out if is_gated else None
         if not row:
             return out
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_partial
         out = reduce(out, group)
         return out + self._whole("bias").to(out.dtype) if self.apply_bias else out
 
-    def _low_rank_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        assert self.low_rank is not None
-        inner, outer = self.low_rank()
-        group, gather_group = self._group(), None
-        if self.parallel_mode == "column":  # each rank has part of the gradient of what is whole
-            inner = copy_to_ranks(inner, group)
-            gather_group = group if self.sequence_parallel else None
-        elif self.parallel_mode == "row":
-            outer = copy_to_ranks(outer, group)
-        return low_rank_linear(x, weight, bias, inner, outer, gather_group=gather_group)
+    def _shared(self, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum the gradients of the factor that is whole: each rank has a part of them."""
+        if self.parallel_mode == "column":
+            return copy_to_ranks(inner, self._group()), outer
+        if self.parallel_mode == "row":
+            return inner, copy_to_ranks(outer, self._group())
+        return inner, outer
 
     def swiglu_ahead(self) -> AbstractContextManager[None]:
         """Compute SwiGLU along with the product while this is entered, where a kernel does both.
@@ -134,7 +138,7 @@ class LinearBase(TransformerEngineBaseModule):
             every_module._global_backward_hooks,
             every_module._global_backward_pre_hooks,
         )
-        is_exchanged = "forward" in vars(self) or self.low_rank is not None
+        is_exchanged = "forward" in vars(self)
         self._ahead.is_wanted = not (self.use_bias or is_exchanged or any(hooks))
         return self._ahead
 
