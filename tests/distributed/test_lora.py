@@ -44,6 +44,12 @@ CASES: dict[str, tuple[str, list[str], int, dict[str, Any]]] = {
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "lora_dropout": 1e-12},
     ),
+    "llama tp 2, almost no dropout": (
+        "llama",
+        ALL,
+        2,
+        {"tensor_model_parallel_size": 2, "lora_dropout": 1e-12},
+    ),
     "tied pp 2, recompute": (
         "llama_tied",
         ALL,
