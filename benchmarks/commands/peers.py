@@ -15,7 +15,7 @@ LINE = "import mindspeed.megatron_adaptor"
 
 def megatron(job, batch, *flags):
     """Build Megatron-LM's pretrain_gpt.py as it is; without Transformer Engine it is local."""
-    local = ["--transformer-impl", "local", "--no-gradient-accumulation-fusion"]
+    local = ["--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-rope-fusion"]
     script = job.site("megatron_lm") / "pretrain_gpt.py"
     return _megatron(job, batch, script, [*local, "--no-persist-layer-norm", *flags])
 
