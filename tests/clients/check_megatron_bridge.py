@@ -22,8 +22,6 @@ def build(path: str, layout: Layout) -> Built:
     provider.sequence_parallel = layout.tp > 1  # experts with TP need it
     provider.params_dtype = provider.pipeline_dtype = torch.float32
     provider.bf16 = provider.fp16 = False
-    # Megatron's fused loss rounds its gradient to bf16 (fusions/fused_cross_entropy.py).
-    provider.cross_entropy_loss_fusion = False
     # transformers balances no experts.
     provider.moe_aux_loss_coeff = provider.moe_router_bias_update_rate = 0.0
     provider.finalize()
