@@ -67,7 +67,8 @@ def test_flags() -> None:
         told.add(end(*FLAGS, *words))
 
     check()
-    assert len(told) > 100, "hardly any of them was refused"
+    # Many flags are switches, which have no value that could be refused in a way of its own.
+    assert len(told) > 80, "hardly any of them was refused"
 
 
 def test_yaml(tmp_path: Path) -> None:
