@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from mindspeed.ops.swiglu import swiglu
 from mindspeed.ops.swiglu.origin import remember
 from mindspeed.parallel.tensor import low_rank_linear
+from mindspeed.parallel.tensor.low_rank_linear import rows_of_pairs
 
 RANK = 3
 
@@ -68,3 +69,14 @@ def test_a_swiglu_output_is_computed_again_instead_of_kept():
     assert (noted[0], plain[0]) == ((5, 2, 24), (5, 2, 12))
     for one, other in zip(noted[1:], plain[1:], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("size_in", "rank"), [(8, 4), (5, 3)], ids=["aligned", "not aligned"])
+def test_rows_of_pairs_go_with_columns_of_pairs(size_in, rank):
+    generator = torch.Generator().manual_seed(4)
+    weight, outer = (torch.randn(6, n, generator=generator).bfloat16() for n in (size_in, rank))
+    pairs = torch.randn(7, 3, 2, generator=generator).bfloat16()
+    apart = torch.cat((pairs[..., 0], pairs[..., 1]), 1).double()
+    found = pairs.flatten(1).double() @ rows_of_pairs(weight, outer).double()
+    expected = torch.cat((apart @ weight.double(), apart @ outer.double()), 1)
+    torch.testing.assert_close(found, expected)
