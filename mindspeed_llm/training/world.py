@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 LARGEST_SEED = 2**31
 MOST_MICRO_BATCHES = 100_000
 """A step of more would not end in a day: a number with too many zeros."""
+MOST_MINUTES = 10**6
+"""Two years; clocks of some backends do not count much further."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def limit_waits(timeout_minutes: int) -> None:
     Groups that a device mesh makes, and some of Megatron's, would wait for half an hour.
     """
     for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+        distributed_c10d._set_pg_timeout(_longest_wait(timeout_minutes), group)
 
 
 def meet(timeout_minutes: int, backend: str | None = None) -> None:
@@ -177,9 +179,15 @@ def meet(timeout_minutes: int, backend: str | None = None) -> None:
         backend or here.backend,
         rank=rank,
         world_size=world,
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=_longest_wait(timeout_minutes),
         **alone,
     )
+
+
+def _longest_wait(minutes: int) -> timedelta:
+    if not 1 <= minutes <= MOST_MINUTES:
+        raise ConfigError(f"--distributed-timeout-minutes {minutes}: give 1 to {MOST_MINUTES}")
+    return timedelta(minutes=minutes)
 
 
 def seed_everything(seed: int, step: int = 0) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
@@ -14,7 +15,7 @@ from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.stop import StopRequest
-from mindspeed_llm.training.world import plan_layout, share_batch
+from mindspeed_llm.training.world import limit_waits, meet, plan_layout, share_batch
 
 SHAPE = ModelShape(
     family="llama",
@@ -138,3 +139,18 @@ def test_a_batch_is_shared_evenly_or_refused() -> None:
             ConfigError, match=f"--global-batch-size {batch} is not a multiple of 6"
         ):
             share_batch(batch, 2, 3)
+
+
+@pytest.mark.parametrize("minutes", [0, 10**6 + 1, 10**20])
+def test_a_time_out_that_no_clock_counts_is_refused(minutes):
+    with pytest.raises(ConfigError, match=f"--distributed-timeout-minutes {minutes}: give 1 to"):
+        meet(minutes)
+    assert not torch.distributed.is_initialized()
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(ConfigError, match="give 1 to 1000000$"):
+            limit_waits(minutes)
+    finally:
+        torch.distributed.destroy_process_group()
