@@ -41,5 +41,7 @@ def mark(model: nn.Module) -> None:
 
 
 def _are_apart(config: Any) -> bool:
+    """With expert parallelism Megatron marks experts itself."""
     size = config.expert_tensor_parallel_size
-    return size is not None and size != config.tensor_model_parallel_size
+    is_alone = config.expert_model_parallel_size == 1
+    return is_alone and size is not None and size != config.tensor_model_parallel_size

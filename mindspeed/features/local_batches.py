@@ -1,4 +1,4 @@
-"""Batches of Megatron's scripts without broadcasts where there is nobody to send them to."""
+"""Batches of Megatron's scripts without broadcasts in tensor-parallel groups of one rank."""
 
 import sys
 from collections.abc import Iterator
