@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed import device
+from mindspeed.te.pytorch.optimizers.clipped_update import gradient_norm, retract, update
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.world import Layout
 
@@ -55,19 +56,24 @@ class Stepper:
         self._optimizer.zero_grad()
         reports = self._run(batches, sizes, forward_only=False)
         # With --fp16 overflows are usual, and the loss scaler deals with them.
-        gradients = None if self._options.fp16 else self._gradient_sum()
-        losses, tokens, bad, stops = self._share(reports, gradients, stop)
-        is_finite = not bad and all(map(math.isfinite, losses.values()))
-        updated, norm = False, math.nan
-        if is_finite or self._options.fp16:
-            updated, grad_norm, _ = self._optimizer.step()
-            norm = float(grad_norm) if grad_norm is not None else math.nan
+        is_fp16 = self._options.fp16
+        is_skipped = self._optimizer.prepare_grads()
+        norm = torch.tensor(math.nan) if is_skipped else gradient_norm(self._optimizer)
+        row = self._share(reports, None if is_fp16 else norm, stop)
+        # Queued before anything is read: the host is ahead of the device until the step ends.
+        is_good = torch.ones_like(row[0], dtype=torch.bool) if is_fp16 else self._is_good(row)
+        is_updated = not is_skipped and update(self._optimizer, norm, is_good)
+        losses, tokens, is_bad, stops, grad_norm = self._read(row, norm)
+        is_finite = not is_bad and all(map(math.isfinite, losses.values()))
+        if is_updated and not is_finite and not is_fp16:
+            retract(self._optimizer)
+            is_updated = False
         return StepResult(
             losses=losses,
-            grad_norm=norm,
+            grad_norm=grad_norm if is_updated else math.nan,
             tokens=tokens,
             loss_scale=float(self._optimizer.get_loss_scale()),
-            is_updated=bool(updated),
+            is_updated=is_updated,
             is_finite=is_finite,
             is_asked_to_stop=stops,
         )
@@ -80,7 +86,7 @@ class Stepper:
             reports = self._run(batches, sizes, forward_only=True)
         for chunk in self._wrapped:
             chunk.train()
-        return self._share(reports, None, False)[0]
+        return self._read(self._share(reports, None, False))[0]
 
     def _run(
         self, batches: list[Iterator[Any]], sizes: tuple[int, int], *, forward_only: bool
@@ -98,23 +104,14 @@ class Stepper:
         )
         return reports
 
-    def _gradient_sum(self) -> torch.Tensor:
-        """Return the sum of all gradients, on the device: not a number if one of them is none."""
-        buffers = [
-            buffer
-            for chunk in self._wrapped
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-        return torch.stack([buffer.grad_data.sum().float() for buffer in buffers]).sum()
-
     def _share(
-        self, reports: list[dict[str, torch.Tensor]], gradients: torch.Tensor | None, stop: bool
-    ) -> tuple[dict[str, float], int, bool, bool]:
-        """Give every rank the losses of all, and whether one of them has trouble or must end.
+        self, reports: list[dict[str, torch.Tensor]], norm: torch.Tensor | None, stop: bool
+    ) -> torch.Tensor:
+        """Add up on the device what all ranks report, and whether one of them is to stop.
 
         A report holds the sum of losses and how many they are, and the tokens of its micro-batch.
-        Only one rank of each model copy reports: the last stage's first. The host waits for the
-        device once, when it reads what all ranks together have.
+        Only one rank of each model copy reports: the last stage's first. With a norm that is not
+        finite on one rank no rank may update.
         """
         from megatron.core import parallel_state
 
@@ -128,10 +125,24 @@ class Stepper:
             losses = torch.stack([report["lm loss"].float() for report in counted])
             row[:2] = losses.sum(0)
             row[2] = (losses[:, 0] / losses[:, 1].clamp(min=1.0)).sum()
-        if gradients is not None:
-            row[5] = ~torch.isfinite(gradients)
+        if norm is not None:
+            row[5] = ~torch.isfinite(norm)
         torch.distributed.all_reduce(row)
-        total, count, means, batches, tokens, bad, stops = row.tolist()
+        return row
+
+    def _is_good(self, row: torch.Tensor) -> torch.Tensor:
+        """Whether the loss and the gradients of all ranks are numbers, on the device."""
+        return torch.isfinite(row[0 if self._options.calculate_per_token_loss else 2]) & (
+            row[5] == 0
+        )
+
+    def _read(
+        self, row: torch.Tensor, norm: torch.Tensor | None = None
+    ) -> tuple[dict[str, float], int, bool, bool, float]:
+        """Wait for the device, once: losses, tokens, is a gradient no number, stop, the norm."""
+        norm = row.new_tensor(math.nan) if norm is None else norm
+        both = torch.cat([row.double(), norm.to(row.device, torch.float64).reshape(1)])
+        total, count, means, batches, tokens, bad, stops, grad_norm = both.tolist()
         per_token = self._options.calculate_per_token_loss
         loss = total / max(count, 1.0) if per_token else means / max(batches, 1.0)
-        return {"lm loss": loss}, int(tokens), bad > 0, stops > 0
+        return {"lm loss": loss}, int(tokens), bad > 0, stops > 0, grad_norm

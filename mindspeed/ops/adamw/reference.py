@@ -47,6 +47,7 @@ def adamw(
     *,
     averages: Tensors = (),
     copies: Tensors = (),
+    grad_scale: Tensor | None = None,
 ) -> None:
     """Update params, exp_avgs and exp_avg_sqs in place.
 
@@ -55,12 +56,16 @@ def adamw(
         grads: of any type, one type for all.
         averages: exponential moving averages of the params, updated after them; or none.
         copies: where the new params are written too, rounded to the copies' type; or none.
+        grad_scale: a scalar on the device that the grads are multiplied by. If it is NaN, nothing
+            is updated: the host need not know before the launch whether the step is skipped.
     """
-    if not params:
+    if not params or (grad_scale is not None and bool(grad_scale.isnan())):
         return
     beta1, beta2 = hyper.betas
     correction1, correction2 = hyper.corrections
     grads = [grad.to(param.dtype) for grad, param in zip(grads, params)]
+    if grad_scale is not None:
+        grads = torch._foreach_mul(grads, grad_scale.to(params[0].dtype))
 
     if hyper.weight_decay and hyper.decoupled:
         torch._foreach_mul_(params, 1 - hyper.lr * hyper.weight_decay)
@@ -70,6 +75,7 @@ def adamw(
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    del grads  # scaled ones are as large as the denominators
 
     denominators = torch._foreach_sqrt(exp_avg_sqs)
     torch._foreach_div_(denominators, math.sqrt(correction2))
@@ -90,6 +96,7 @@ def check(
     *,
     averages: Tensors = (),
     copies: Tensors = (),
+    grad_scale: Tensor | None = None,
 ) -> None:
     """Refuse lists that do not belong together."""
     lists = {
@@ -110,6 +117,8 @@ def check(
             raise ValueError(f"adamw needs {name} of the type of the params")
     if wide not in ({torch.float32}, {torch.float64}):
         raise ValueError("adamw updates params of float32, or all of float64")
+    if grad_scale is not None and grad_scale.dim():
+        raise ValueError(f"adamw takes a scalar grad_scale, got {tuple(grad_scale.shape)}")
     if hyper.step < 1:
         raise ValueError(f"adamw counts steps from 1, got {hyper.step}")
     if not 0.0 <= hyper.ema_decay <= 1.0:

@@ -34,14 +34,16 @@ def adamw(
     *,
     averages: Tensors = (),
     copies: Tensors = (),
+    grad_scale: Tensor | None = None,
 ) -> None:
     """Update params, exp_avgs and exp_avg_sqs in place, and averages and copies where given."""
     lists = (params, grads, exp_avgs, exp_avg_sqs, averages, copies)
     if torch.compiler.is_compiling():  # it has no addresses, and fuses lists by itself
-        reference.adamw(*lists[:4], hyper, averages=averages, copies=copies)
+        reference.adamw(*lists[:4], hyper, averages=averages, copies=copies, grad_scale=grad_scale)
         return
+    scale = None if grad_scale is None else grad_scale.float()
     if _is_uniform(lists):
-        _run_uniform(lists, hyper)
+        _run_uniform(lists, hyper, scale)
         return
     kinds: dict[object, list[int]] = defaultdict(list)
     for index, row in enumerate(zip(*filter(None, lists))):
@@ -50,9 +52,11 @@ def adamw(
     for members in kinds.values():
         part = tuple([tensors[i] for i in members] if tensors else () for tensors in lists)
         if _is_uniform(part):
-            _run_uniform(part, hyper)
+            _run_uniform(part, hyper, scale)
         else:
-            reference.adamw(*part[:4], hyper, averages=part[4], copies=part[5])
+            reference.adamw(
+                *part[:4], hyper, averages=part[4], copies=part[5], grad_scale=grad_scale
+            )
 
 
 def _is_uniform(lists: tuple[Tensors, ...]) -> bool:
@@ -63,7 +67,7 @@ def _is_uniform(lists: tuple[Tensors, ...]) -> bool:
     return known and is_float32 and all(all(map(Tensor.is_contiguous, t)) for t in lists)
 
 
-def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper) -> None:
+def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper, scale: Tensor | None) -> None:
     params, grads, *_, averages, copies = lists
     if not params:
         return
@@ -75,6 +79,7 @@ def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper) -> None:
             table.lines,
             table.owners,
             table.starts,
+            scale,
             hyper.lr / correction1,
             1 / math.sqrt(correction2),
             hyper.eps,
@@ -154,6 +159,7 @@ def _update(
     averages,
     copies,
     mask,
+    scale,
     numbers,
     DECOUPLED: tl.constexpr,
     AVERAGES: tl.constexpr,
@@ -162,6 +168,8 @@ def _update(
     rate, inverse_root, eps, toward_grad, beta2, toward_square, decay, toward_new = numbers
     param = tl.load(params, mask=mask)
     grad = tl.load(grads, mask=mask).to(tl.float32)
+    if scale is not None:
+        grad *= scale
     exp_avg = tl.load(exp_avgs, mask=mask)
     exp_avg_sq = tl.load(exp_avg_sqs, mask=mask)
     if DECOUPLED:
@@ -186,6 +194,7 @@ def _step(
     table,
     owners,
     starts,
+    grad_scale,
     rate,
     inverse_root,
     eps,
@@ -213,6 +222,10 @@ def _step(
     averages = _address(line, 4, tl.float32, ALIGNED)
     copies = _address(line, 5, COPY, ALIGNED)
     size = tl.load(line + 6)
+    scale = None
+    if grad_scale is not None:
+        scale = tl.load(grad_scale)
+        size = tl.where(scale == scale, size, 0)  # NaN: the mask of the last piece covers all
     numbers = (rate, inverse_root, eps, toward_grad, beta2, toward_square, decay, toward_new)
     begin = (tl.program_id(0) - first).to(tl.int64) * PIECE
     if begin + PIECE <= size:  # a mask would make the loads narrow, so only the last piece has one
@@ -226,6 +239,7 @@ def _step(
                 averages + at,
                 copies + at,
                 None,
+                scale,
                 numbers,
                 DECOUPLED,
                 AVERAGES,
@@ -242,6 +256,7 @@ def _step(
                 averages + at,
                 copies + at,
                 at < size,
+                scale,
                 numbers,
                 DECOUPLED,
                 AVERAGES,

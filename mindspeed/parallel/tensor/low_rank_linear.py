@@ -36,7 +36,8 @@ class _LowRankLinear(Function):
         factors = weight.to(x.dtype), inner.to(x.dtype), outer.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
         out, low = _multiply(rows.flatten(0, -2), *factors, bias)
-        ctx.save_for_backward(x, weight, inner, outer, low)
+        # A part would keep the whole that it was computed in.
+        ctx.save_for_backward(x, weight, inner, outer, low.contiguous())
         ctx.gather_group = gather_group
         return out.view(*rows.shape[:-1], out.shape[-1])
 
@@ -69,7 +70,7 @@ class _LowRankLinearOfSwiGLU(Function):
     ) -> Tensor:
         factors = weight.to(x.dtype), inner.to(x.dtype), outer.to(x.dtype)
         out, low = _multiply(x.flatten(0, -2), *factors)
-        ctx.save_for_backward(packed, weight, inner, outer, low)
+        ctx.save_for_backward(packed, weight, inner, outer, low.contiguous())
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -119,7 +120,7 @@ class _LowRankGatedLinear(Function):
         a, b = inner.to(grad.dtype), outer.to(grad.dtype)
         rows = grad.flatten(-2).flatten(0, -2)
         both = rows @ rows_of_pairs(weight.to(grad.dtype), b)
-        grad_low = both[:, x.shape[-1] :].contiguous()
+        grad_low = both[:, x.shape[-1] :]
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = both[:, : x.shape[-1]].addmm_(grad_low, a)
@@ -132,13 +133,13 @@ class _LowRankGatedLinear(Function):
 def _multiply(
     x: Tensor, weight: Tensor, inner: Tensor, outer: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x (W + B A)^T + b and x A^T."""
+    """Return x (W + B A)^T + b and x A^T, which may be a part of a larger matrix."""
     size_out, size_in = weight.shape
     if size_out >= size_in:
         low = x @ inner.t()
         return F.linear(_join(x, low, 1), _join(weight, outer, 1), bias), low
     both = x @ _join(weight, inner, 0).t()
-    low = both[:, size_out:].contiguous()  # a part would keep the whole
+    low = both[:, size_out:]
     out = both[:, :size_out].addmm_(low, outer.t())  # rows with a gap: norms read such as they are
     return out if bias is None else out.add_(bias), low
 

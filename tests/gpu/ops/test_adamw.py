@@ -56,3 +56,20 @@ def test_no_memory_but_the_table():
     current.reset_peak_memory()
     adamw(params, grads[0], *moments, hyper(2), averages=averages)
     assert current.max_memory_allocated() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_on_the_device(dtype):
+    where = device.current().torch_device
+    params, moments, _, grads = inputs()
+    given = [grad.to(dtype) for grad in grads[0]]
+    before = [tensor.clone() for tensor in (*params, *moments[0], *moments[1])]
+    adamw(params, given, *moments, hyper(1), grad_scale=torch.tensor(torch.nan, device=where))
+    assert all(map(torch.equal, (*params, *moments[0], *moments[1]), before))
+    exact = [[tensor.double() for tensor in some] for some in (params, *moments)]
+    scale = torch.tensor(0.3, device=where)
+    wide = [grad.double() for grad in given]
+    reference.adamw(exact[0], wide, *exact[1:], hyper(1), grad_scale=scale)
+    adamw(params, given, *moments, hyper(1), grad_scale=scale)
+    for some, wanted in zip((params, *moments), exact):
+        torch.testing.assert_close([t.double() for t in some], wanted, rtol=2e-6, atol=1e-6)

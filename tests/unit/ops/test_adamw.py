@@ -1,3 +1,6 @@
+import importlib
+import math
+
 import pytest
 import torch
 
@@ -90,6 +93,35 @@ def test_kernel_equals_float64(grad_type, copy_type, averaged, decoupled):
             torch.testing.assert_close(one.double(), wanted, rtol=1e-6, atol=1e-6)
     for copy, param in zip(copies, params):
         assert torch.equal(copy, param.to(copy_type))
+
+
+def scaled_step(function, scale, grads):
+    """Take one step on tensors of all alignments; return everything it may change."""
+    torch.manual_seed(1)
+    params = [torch.randn(s) for s in SHAPES] + [torch.randn(9)[1:], torch.randn(6, 4).t()]
+    moments = [[torch.rand_like(p) for p in params] for _ in range(2)]
+    averages = [p.clone() for p in params]
+    copies = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
+    hyper = AdamHyper(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=2, ema_decay=0.9)
+    grad_scale = None if scale is None else torch.tensor(scale)
+    function(
+        *(params, grads, *moments, hyper), averages=averages, copies=copies, grad_scale=grad_scale
+    )
+    return [*params, *moments[0], *moments[1], *averages, *copies]
+
+
+@pytest.mark.parametrize("name", ["reference", "triton_impl"])
+def test_gradients_are_scaled_and_nan_skips_the_step(name):
+    function = importlib.import_module(f"mindspeed.ops.adamw.{name}").adamw
+    shapes = [*SHAPES, (8,), (4, 6)]
+    grads = [torch.randn(shape) for shape in shapes]
+    kept = [grad.clone() for grad in grads]
+    before = scaled_step(lambda *a, **k: None, None, grads)
+    assert all(map(torch.equal, scaled_step(function, math.nan, grads), before))
+    halved = scaled_step(function, 0.5, grads)
+    assert all(map(torch.equal, halved, scaled_step(function, None, [g * 0.5 for g in grads])))
+    assert not all(map(torch.equal, halved, scaled_step(function, 1.0, grads)))
+    assert all(map(torch.equal, grads, kept))
 
 
 @pytest.mark.parametrize("mode", [0, 1])

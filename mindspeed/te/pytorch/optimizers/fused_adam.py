@@ -62,6 +62,8 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
+        self.grad_scale: Tensor | None = None
+        """A scalar on the device that the next steps multiply the gradients by; NaN: no update."""
         self.store_param_remainders = (
             store_param_remainders and master_weights and master_weight_dtype == torch.float32
         )
@@ -199,7 +201,7 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         """Take one step on the float32 weights of some parameters."""
         grads = [self._grad(param) for param in params]
-        adamw(weights, grads, *moments, hyper, copies=copies)
+        adamw(weights, grads, *moments, hyper, copies=copies, grad_scale=self.grad_scale)
 
     def _work(self, param: Tensor, name: str) -> Tensor:
         # float32 tensors come back themselves, so that the update happens in place.

@@ -68,6 +68,7 @@ class FusedEmaAdam(FusedAdam):
             replace(hyper, ema_decay=decay),
             averages=[self.state[param][AVERAGE] for param in params],
             copies=copies,
+            grad_scale=self.grad_scale,
         )
 
     def _start_average(self, param: Tensor, weight: Tensor) -> None:
