@@ -16,6 +16,7 @@ LINE = "import mindspeed.megatron_adaptor"
 def megatron(job, batch, *flags):
     """Build Megatron-LM's pretrain_gpt.py as it is; without Transformer Engine it is local."""
     local = ["--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-rope-fusion"]
+    local += ["--no-masked-softmax-fusion"]  # its kernels are compiled extensions, as are these
     script = job.site("megatron_lm") / "pretrain_gpt.py"
     return _megatron(job, batch, script, [*local, "--no-persist-layer-norm", *flags])
 
