@@ -29,10 +29,7 @@ def one_matrix(x, weight, ends):
 
 def case(rows, wide_in, wide_out, groups, dtype=torch.bfloat16):
     """Race one shape."""
-    grouped_mm, triton = (
-        optional("torch:_grouped_mm"),
-        optional("mindspeed.ops.gmm.triton_impl:gmm"),
-    )
+    grouped_mm = optional("torch:_grouped_mm")
 
     def make_inputs(device):
         x = torch.randn(rows, wide_in, device=device, dtype=dtype, requires_grad=True)
@@ -51,7 +48,6 @@ def case(rows, wide_in, wide_out, groups, dtype=torch.bfloat16):
         peers={
             "ours": lambda x, w, ends: gmm(x, w, group_list=ends),
             "grouped_mm": grouped_mm and (lambda x, w, ends: grouped_mm(x, w, offs=ends)),
-            "our Triton": triton and (lambda x, w, ends: triton(x, w, group_list=ends)),
             "loop": loop,
         },
         reference=loop,

@@ -1,4 +1,4 @@
-"""Reads the packages as syntax trees, once, for every convention test."""
+"""Parse the packages as syntax trees, once, for every convention test."""
 
 import ast
 import functools
@@ -12,19 +12,18 @@ PACKAGES = ("mindspeed", "mindspeed_llm", "mindspeed_mm")
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file of a package."""
+    """One Python file."""
 
     path: Path
     tree: ast.Module
-    lines: int
 
     @property
     def name(self) -> str:
         return self.path.as_posix()
 
     @property
-    def room(self) -> str:
-        """The package and its first folder; files beside the rooms stand for themselves."""
+    def folder(self) -> str:
+        """The package and its first subfolder; files beside the subfolders name themselves."""
         return "/".join(self.path.parts[:2])
 
     @property
@@ -34,14 +33,13 @@ class Source:
 
 
 @functools.cache
-def sources() -> tuple[Source, ...]:
-    """Parse every file of the three packages."""
-    found = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            text = path.read_text()
-            found.append(Source(path.relative_to(ROOT), ast.parse(text), text.count("\n")))
-    return tuple(found)
+def sources(*folders: str) -> tuple[Source, ...]:
+    """Parse every file of some folders; without any, of the three packages."""
+    return tuple(
+        Source(path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8")))
+        for folder in folders or PACKAGES
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    )
 
 
 def imports(source: Source) -> Iterator[tuple[str, int]]:
@@ -70,3 +68,9 @@ def allowed(rule: str) -> dict[str, str]:
             if name == rule:
                 entries[where] = reason
     return entries
+
+
+def assert_none(violations: Iterator[str]) -> None:
+    """Fail with every violation of a rule, one a line."""
+    found = list(violations)
+    assert not found, "\n" + "\n".join(found)

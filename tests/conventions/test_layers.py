@@ -1,8 +1,6 @@
-"""Imports point down only, and each room knows its neighbours."""
+"""Imports point down only, and each folder of mindspeed imports only those below it."""
 
-import pytest
-
-from tests.conventions.source import imports, sources
+from tests.conventions.source import assert_none, imports, sources
 
 BELOW = {
     "mindspeed/device": (),
@@ -21,27 +19,30 @@ BELOW = {
     "mindspeed/core": (),
     "mindspeed/doctor": ("config", "device", "launch", "compat", "ops"),
 }
-FLOORS = {"mindspeed": 1, "mindspeed_llm": 2, "mindspeed_mm": 3}
+LAYERS = {"mindspeed": 1, "mindspeed_llm": 2, "mindspeed_mm": 3}
 
 
-@pytest.mark.parametrize("source", sources(), ids=lambda source: source.name)
-def test_imports_point_down(source):
-    package = source.path.parts[0]
-    for name, line in imports(source):
-        top, *rest = name.split(".")
-        where = f"{source.name}:{line} imports {name}"
-        if top not in FLOORS:
-            continue
-        assert FLOORS[top] <= FLOORS[package], f"{where}, a floor above"
-        if top == package == "mindspeed" and rest:
-            is_command = source.room in ("mindspeed/cli", "mindspeed/__main__.py")
-            assert is_command or rest[0] != "cli", f"{where}: only commands may"
-            if source.room in BELOW and f"mindspeed/{rest[0]}" != source.room:
-                assert rest[0] in BELOW[source.room], f"{where}: {BELOW[source.room]} are below it"
+def upward_imports():
+    for source in sources():
+        package = source.path.parts[0]
+        for name, line in imports(source):
+            top, *rest = name.split(".")
+            where = f"{source.name}:{line} imports {name}"
+            if top in LAYERS and LAYERS[top] > LAYERS[package]:
+                yield f"{where}, a layer above"
+            if not (top == package == "mindspeed" and rest):
+                continue
+            if rest[0] == "cli" and source.folder not in ("mindspeed/cli", "mindspeed/__main__.py"):
+                yield f"{where}: only commands may"
+            below = BELOW.get(source.folder)
+            if below is not None and rest[0] not in (*below, source.path.parts[1]):
+                yield f"{where}: only {below} are below {source.folder}"
 
 
-def test_every_room_has_its_place():
-    folders = {
-        s.room for s in sources() if len(s.path.parts) > 2 and s.path.parts[0] == "mindspeed"
-    }
-    assert folders - {"mindspeed/cli"} == set(BELOW) & folders, "add the new room to BELOW"
+def test_imports_point_down():
+    assert_none(upward_imports())
+
+
+def test_every_folder_has_its_layer():
+    folders = {s.folder for s in sources("mindspeed") if len(s.path.parts) > 2}
+    assert folders - {"mindspeed/cli"} == set(BELOW), "BELOW in this file lists other folders"
