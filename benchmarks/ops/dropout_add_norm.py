@@ -3,7 +3,7 @@
 import torch
 from op_case import Case, Work, compiled, optional
 
-from mindspeed.ops.dropout_add_norm import dropout_add_layer_norm
+from mindspeed.ops.norm import dropout_add_layer_norm
 
 EPS = 1e-5
 

@@ -3,7 +3,7 @@
 import torch
 from op_case import Case, Work, compiled, optional
 
-from mindspeed.ops.rms_norm import rms_norm
+from mindspeed.ops.norm import rms_norm
 
 EPS = 1e-6
 

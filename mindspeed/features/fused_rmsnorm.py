@@ -38,6 +38,6 @@ class FusedRmsnorm(Feature):
         """Wrap the construction of the local specs' norm."""
         yield Patch.wrap(
             "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-            "mindspeed.ops.rms_norm.megatron:wrap_wrapped_torch_norm_new",
+            "mindspeed.ops.norm.megatron:wrap_wrapped_torch_norm_new",
             why="local specs name this class, and it builds torch.nn.RMSNorm by itself",
         )

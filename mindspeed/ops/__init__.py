@@ -13,8 +13,6 @@ from mindspeed.ops.bmm_reduce_scatter_all_to_all import (
 from mindspeed.ops.bmm_reduce_scatter_all_to_all import (
     bmm_reduce_scatter_all_to_all as npu_bmm_reducescatter_alltoall,
 )
-from mindspeed.ops.dropout_add_norm import dropout_add_layer_norm as npu_dropout_add_layer_norm
-from mindspeed.ops.dropout_add_norm import dropout_add_rms_norm as npu_dropout_add_rms_norm
 from mindspeed.ops.ffn import ffn as npu_ffn
 from mindspeed.ops.fusion_attention import fusion_attention as npu_fusion_attention
 from mindspeed.ops.fusion_attention import fusion_attention as npu_fusion_attention_v2
@@ -36,12 +34,14 @@ from mindspeed.ops.moe_token_permute import moe_token_permute as npu_fused_moe_t
 from mindspeed.ops.moe_token_permute import moe_token_permute as npu_moe_token_permute
 from mindspeed.ops.moe_token_unpermute import moe_token_unpermute as npu_fused_moe_token_unpermute
 from mindspeed.ops.moe_token_unpermute import moe_token_unpermute as npu_moe_token_unpermute
+from mindspeed.ops.norm import dropout_add_layer_norm as npu_dropout_add_layer_norm
+from mindspeed.ops.norm import dropout_add_rms_norm as npu_dropout_add_rms_norm
+from mindspeed.ops.norm import rms_norm as npu_rms_norm
 from mindspeed.ops.quant_gmm import quant_gmm as npu_quant_gmm
 from mindspeed.ops.quant_gmm import quant_gmm_v2 as npu_quant_gmm_v2
 from mindspeed.ops.ring_attention_update import (
     ring_attention_update as npu_ring_attention_update,
 )
-from mindspeed.ops.rms_norm import rms_norm as npu_rms_norm
 from mindspeed.ops.rotary_position_embedding import (
     rotary_position_embedding as npu_rotary_position_embedding,
 )

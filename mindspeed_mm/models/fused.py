@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import mindspeed.device
 from mindspeed.ops.fusion_attention import sdpa
-from mindspeed.ops.rms_norm import rms_norm
+from mindspeed.ops.norm import rms_norm
 from mindspeed.ops.swiglu import silu_mul
 
 logger = logging.getLogger(__name__)

@@ -149,7 +149,7 @@ def _train_recomputed(layout, is_on, use_reentrant, layers):
     """Train with torch's checkpoint around single layers, and the kernels of a GPU."""
     os.environ["TRITON_INTERPRET"] = "1"
     import mindspeed
-    from mindspeed.ops.rms_norm import triton_impl
+    from mindspeed.ops.norm import triton_impl
     from mindspeed.te.pytorch.module import normalize
     from tests.gpt.training import Training
 

@@ -5,7 +5,7 @@ import torch
 
 from mindspeed.compat.fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 from mindspeed.ops.cross_entropy import cross_entropy
-from mindspeed.ops.rms_norm import rms_norm
+from mindspeed.ops.norm import rms_norm
 from mindspeed.ops.swiglu import swiglu
 from mindspeed.te.pytorch.attention.core import Documents, Softmax, attend_batch, attend_documents
 from mindspeed.te.pytorch.attention.masks import MaskRule

@@ -15,7 +15,7 @@ import torch_npu
 from torch import Tensor
 
 from mindspeed.ops.collectives import Group, group_of
-from mindspeed.ops.rms_norm import rms_norm
+from mindspeed.ops.norm import rms_norm
 
 
 def mm_all_reduce_add_rms_norm(

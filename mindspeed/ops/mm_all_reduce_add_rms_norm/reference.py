@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops.collectives import Group, all_reduce_each, refuse_gradient
+from mindspeed.ops.norm import rms_norm
 from mindspeed.ops.quant_gmm.reference import exact_product
-from mindspeed.ops.rms_norm import rms_norm
 
 _NAME = "mm_all_reduce_add_rms_norm"
 _SLICES = 4

@@ -1,6 +1,7 @@
-"""The Triton kernels of all norms; the formulas are told in triton_impl.
+"""Triton kernels of all norms; the formulas are in triton_impl.
 
-A tensor that is not there is None, and its part of the kernel is not compiled.
+M rows of N elements. An optional tensor that was not given is None, and its part of the kernel is
+not compiled.
 """
 
 import triton
@@ -8,172 +9,177 @@ import triton.language as tl
 
 
 @triton.jit
-def _kept(seed, row, drop, BLOCK: tl.constexpr):
-    """Draw which numbers of a tile survive, four at a time, from their place alone."""
-    place = row[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-    a, b, c, d = tl.rand4x(tl.load(seed), place)
+def _draw_keep_mask(seed_ptr, offs_m, dropout_p, BLOCK_N: tl.constexpr):
+    """Draw the dropout mask of a tile, four elements at a time, from seed and offset alone."""
+    offs = offs_m[:, None] * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)[None, :]
+    a, b, c, d = tl.rand4x(tl.load(seed_ptr), offs)
     drawn = tl.join(tl.join(a, c), tl.join(b, d))
-    return tl.reshape(drawn, (row.shape[0], BLOCK)) >= drop
+    return tl.reshape(drawn, (offs_m.shape[0], BLOCK_N)) >= dropout_p
 
 
 @triton.jit
 def norm_forward(
-    x,
-    residual,
-    weight,
-    bias,
-    row_scale,
-    column_scale,
-    seed,
-    y,
-    z,
-    mask,
-    statistics,
-    num_rows,
-    width,
-    x_stride,
-    residual_stride,
-    epsilon,
-    drop,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    row_scale_ptr,
+    col_scale_ptr,
+    seed_ptr,
+    y_ptr,
+    z_ptr,
+    keep_ptr,
+    stats_ptr,
+    M,
+    N,
+    stride_xm,
+    stride_rm,
+    eps,
+    dropout_p,
     IS_RMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Normalise ROWS whole rows: one program, one tile."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    is_row, is_column = row < num_rows, column < width
-    inside = is_row[:, None] & is_column[None, :]
-    place = row[:, None] * width + column[None, :]
-    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    value = value.to(tl.float32)
-    if row_scale is not None:
-        value *= tl.load(row_scale + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    if column_scale is not None:
-        value *= tl.load(column_scale + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if seed is not None:
-        kept = _kept(seed, row, drop, BLOCK)
-        value = tl.where(kept, value / (1.0 - drop), 0.0)
-        if mask is not None:
-            tl.store(mask + place, kept, mask=inside)
-    if residual is not None:
-        other = residual + row[:, None] * residual_stride + column[None, :]
-        value += tl.load(other, mask=inside, other=0.0).to(tl.float32)
-    if z is not None:
-        rounded = value.to(z.dtype.element_ty)
-        tl.store(z + place, rounded, mask=inside)
-        value = rounded.to(tl.float32)
+    """Normalise BLOCK_M whole rows: one program, one tile."""
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    mask = mask_m[:, None] & mask_n[None, :]
+    offs = offs_m[:, None] * N + offs_n[None, :]
+    z = tl.load(x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :], mask=mask, other=0.0)
+    z = z.to(tl.float32)
+    if row_scale_ptr is not None:
+        z *= tl.load(row_scale_ptr + offs_m, mask=mask_m, other=0.0).to(tl.float32)[:, None]
+    if col_scale_ptr is not None:
+        z *= tl.load(col_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if seed_ptr is not None:
+        keep = _draw_keep_mask(seed_ptr, offs_m, dropout_p, BLOCK_N)
+        z = tl.where(keep, z / (1.0 - dropout_p), 0.0)
+        if keep_ptr is not None:
+            tl.store(keep_ptr + offs, keep, mask=mask)
+    if residual_ptr is not None:
+        residual_ptrs = residual_ptr + offs_m[:, None] * stride_rm + offs_n[None, :]
+        z += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if z_ptr is not None:
+        rounded = z.to(z_ptr.dtype.element_ty)
+        tl.store(z_ptr + offs, rounded, mask=mask)
+        z = rounded.to(tl.float32)
     if not IS_RMS:
-        mean = tl.sum(value, axis=1) / width
-        tl.store(statistics + num_rows + row, mean, mask=is_row)
-        value = tl.where(inside, value - mean[:, None], 0.0)
-    r = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / width + epsilon)
-    tl.store(statistics + row, r, mask=is_row)
-    value *= r[:, None]
-    value *= tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if bias is not None:
-        value += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=inside)
+        mean = tl.sum(z, axis=1) / N
+        tl.store(stats_ptr + M + offs_m, mean, mask=mask_m)
+        z = tl.where(mask, z - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(z * z, axis=1) / N + eps)
+    tl.store(stats_ptr + offs_m, rstd, mask=mask_m)
+    z *= rstd[:, None]
+    z *= tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + offs, z.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def norm_backward(
-    grad,
-    grad_z,
-    z,
-    weight,
-    row_scale,
-    column_scale,
-    seed,
-    x,
-    statistics,
-    grad_x,
-    grad_residual,
-    grad_rows,
-    partial,
-    num_rows,
-    width,
-    z_stride,
-    grad_stride,
-    drop,
+    dy_ptr,
+    dz_ptr,
+    z_ptr,
+    weight_ptr,
+    row_scale_ptr,
+    col_scale_ptr,
+    seed_ptr,
+    x_ptr,
+    stats_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    drow_scale_ptr,
+    partial_ptr,
+    M,
+    N,
+    stride_zm,
+    stride_dym,
+    dropout_p,
     IS_RMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """Write the gradients of every `programs`-th tile, and this program's sums over its rows."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
-    is_column = column < width
-    gamma = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if column_scale is not None:
-        scale = tl.load(column_scale + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        sum_scale = tl.zeros((ROWS, BLOCK), tl.float32)
-    sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
+    """Write the gradients of every `num_programs`-th tile and this program's sums over its rows."""
+    pid, num_programs = tl.program_id(0), tl.num_programs(0)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    weight = tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if col_scale_ptr is not None:
+        col_scale = tl.load(col_scale_ptr + offs_n, mask=mask_n, other=0.0)
+        col_scale = col_scale.to(tl.float32)[None, :]
+        acc_col_scale = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc_weight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if HAS_BIAS:
-        sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in tl.range(program * ROWS, num_rows, programs * ROWS, num_stages=STAGES):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        is_row = row < num_rows
-        inside = is_row[:, None] & is_column[None, :]
-        place = row[:, None] * width + column[None, :]
-        normed = tl.load(z + row[:, None] * z_stride + column[None, :], mask=inside, other=0.0)
-        dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0)
-        normed, dy = normed.to(tl.float32), dy.to(tl.float32)
-        r = tl.load(statistics + row, mask=is_row, other=0.0)[:, None]
+        acc_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start_m in tl.range(pid * BLOCK_M, M, num_programs * BLOCK_M, num_stages=NUM_STAGES):
+        offs_m = (start_m + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & mask_n[None, :]
+        offs = offs_m[:, None] * N + offs_n[None, :]
+        z_hat = tl.load(z_ptr + offs_m[:, None] * stride_zm + offs_n[None, :], mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + offs_m[:, None] * stride_dym + offs_n[None, :], mask=mask, other=0.0)
+        z_hat, dy = z_hat.to(tl.float32), dy.to(tl.float32)
+        rstd = tl.load(stats_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
         if not IS_RMS:
-            normed -= tl.load(statistics + num_rows + row, mask=is_row, other=0.0)[:, None]
-        normed *= r
-        if partial is not None:
-            sum_weight += dy * normed
+            z_hat -= tl.load(stats_ptr + M + offs_m, mask=mask_m, other=0.0)[:, None]
+        z_hat *= rstd
+        if partial_ptr is not None:
+            acc_weight += dy * z_hat
             if HAS_BIAS:
-                sum_bias += dy
-        dy *= gamma
-        dz = dy - normed * (tl.sum(dy * normed, axis=1) / width)[:, None]
+                acc_bias += dy
+        dy *= weight
+        dz = dy - z_hat * (tl.sum(dy * z_hat, axis=1) / N)[:, None]
         if not IS_RMS:
-            dz -= (tl.sum(dy, axis=1) / width)[:, None]
-        dz *= r
-        if grad_z is not None:
-            dz += tl.load(grad_z + place, mask=inside, other=0.0).to(tl.float32)
-        if grad_residual is not None:
-            tl.store(grad_residual + place, dz.to(grad_residual.dtype.element_ty), mask=inside)
-        if seed is not None:
-            dz = tl.where(_kept(seed, row, drop, BLOCK), dz / (1.0 - drop), 0.0)
-        if x is not None:
-            product = dz * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        if row_scale is not None:
-            factor = tl.load(row_scale + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
-            sum_row = tl.sum(product if column_scale is None else product * scale, axis=1)
-            tl.store(grad_rows + row, sum_row.to(grad_rows.dtype.element_ty), mask=is_row)
-            dz *= factor
-            product *= factor
-        if column_scale is not None:
-            sum_scale += tl.where(inside, product, 0.0)
-            dz *= scale
-        tl.store(grad_x + place, dz.to(grad_x.dtype.element_ty), mask=inside)
-    if partial is not None:
-        slot = partial + program * width + column
-        tl.store(slot, tl.sum(sum_weight, axis=0), mask=is_column)
+            dz -= (tl.sum(dy, axis=1) / N)[:, None]
+        dz *= rstd
+        if dz_ptr is not None:
+            dz += tl.load(dz_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        if dresidual_ptr is not None:
+            tl.store(dresidual_ptr + offs, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
+        if seed_ptr is not None:
+            keep = _draw_keep_mask(seed_ptr, offs_m, dropout_p, BLOCK_N)
+            dz = tl.where(keep, dz / (1.0 - dropout_p), 0.0)
+        if x_ptr is not None:
+            dscale = dz * tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        if row_scale_ptr is not None:
+            row_scale = tl.load(row_scale_ptr + offs_m, mask=mask_m, other=0.0)
+            row_scale = row_scale.to(tl.float32)[:, None]
+            drow = tl.sum(dscale if col_scale_ptr is None else dscale * col_scale, axis=1)
+            tl.store(drow_scale_ptr + offs_m, drow.to(drow_scale_ptr.dtype.element_ty), mask=mask_m)
+            dz *= row_scale
+            dscale *= row_scale
+        if col_scale_ptr is not None:
+            acc_col_scale += tl.where(mask, dscale, 0.0)
+            dz *= col_scale
+        tl.store(dx_ptr + offs, dz.to(dx_ptr.dtype.element_ty), mask=mask)
+    if partial_ptr is not None:
+        partial_ptrs = partial_ptr + pid * N + offs_n
+        tl.store(partial_ptrs, tl.sum(acc_weight, axis=0), mask=mask_n)
         if HAS_BIAS:
-            slot += programs * width
-            tl.store(slot, tl.sum(sum_bias, axis=0), mask=is_column)
-        if column_scale is not None:
-            slot += programs * width
-            tl.store(slot, tl.sum(sum_scale, axis=0), mask=is_column)
+            partial_ptrs += num_programs * N
+            tl.store(partial_ptrs, tl.sum(acc_bias, axis=0), mask=mask_n)
+        if col_scale_ptr is not None:
+            partial_ptrs += num_programs * N
+            tl.store(partial_ptrs, tl.sum(acc_col_scale, axis=0), mask=mask_n)
 
 
 @triton.jit
-def norm_reduce(partial, out, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the programs' sums up, in the order of the programs."""
+def norm_reduce(
+    partial_ptr, out_ptr, num_partials, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Add up the partial sums of all programs, in program order."""
     which = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_column = column < width
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(0, programs, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < programs)[:, None] & is_column[None, :]
-        place = (which * programs + row)[:, None] * width + column[None, :]
-        total += tl.load(partial + place, mask=inside, other=0.0)
-    sums = tl.sum(total, axis=0).to(out.dtype.element_ty)
-    tl.store(out + which * width + column, sums, mask=is_column)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start_m in range(0, num_partials, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        mask = (offs_m < num_partials)[:, None] & mask_n[None, :]
+        offs = (which * num_partials + offs_m)[:, None] * N + offs_n[None, :]
+        acc += tl.load(partial_ptr + offs, mask=mask, other=0.0)
+    sums = tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + which * N + offs_n, sums, mask=mask_n)

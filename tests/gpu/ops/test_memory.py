@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from mindspeed import device
-from mindspeed.ops.dropout_add_norm import dropout_add_layer_norm
 from mindspeed.ops.gmm import gmm
-from mindspeed.ops.layer_norm import layer_norm
+from mindspeed.ops.norm import add_rms_norm, dropout_add_layer_norm, layer_norm
 from mindspeed.ops.ring_attention_update import ring_attention_update
-from mindspeed.ops.rms_norm import add_rms_norm
 from mindspeed.ops.rotary_position_embedding import rotate_qk
 
 pytestmark = pytest.mark.gpu

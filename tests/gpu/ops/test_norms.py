@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mindspeed.ops.dropout_add_norm import dropout_add_layer_norm, dropout_add_rms_norm
-from mindspeed.ops.layer_norm import layer_norm
-from mindspeed.ops.rms_norm import add_rms_norm, rms_norm
+from mindspeed.ops.norm import (
+    add_rms_norm,
+    dropout_add_layer_norm,
+    dropout_add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from tests.gpu.ops.forth_and_back import run
 
 pytestmark = pytest.mark.gpu

@@ -167,7 +167,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         (_random(4, 9, grad=True), torch.tensor([0, 8, -100, 3])),
         {"smoothing": 0.1},
     ),
-    "layer_norm:layer_norm": lambda: (
+    "norm:layer_norm": lambda: (
         (_random(3, 8, grad=True), _random(8, grad=True), _random(8, grad=True), 1e-5),
         {},
     ),
@@ -175,7 +175,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         (_random(4, 6, grad=True), _random(9, 6, grad=True), torch.tensor([0, 8, -100, 3])),
         {},
     ),
-    "rms_norm:add_rms_norm": lambda: (
+    "norm:add_rms_norm": lambda: (
         (_random(3, 8, grad=True), _random(3, 8, grad=True) + 1, _random(8, grad=True)),
         {},
     ),
@@ -199,7 +199,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         {},
     ),
 }
-"""Arguments of one call by the name of an export, or by the room and name of another operator."""
+"""Arguments of one call by the name of an export, or by the package and name of another operator."""
 
 
 _IN_FLIGHT = "torch.compile does not trace a collective that is left in flight"
@@ -217,10 +217,10 @@ BREAKS = {
 
 
 def find(name: str) -> Callable[..., Any]:
-    """Return an export, a method of one, or another operator by its room and name."""
-    room, _, inner = name.rpartition(":")
-    place = importlib.import_module(f"mindspeed.ops.{room}") if room else mindspeed.ops
-    operator: Callable[..., Any] = attrgetter(inner)(place)
+    """Return an export, a method of one, or another operator by its package and name."""
+    package, _, inner = name.rpartition(":")
+    module = importlib.import_module(f"mindspeed.ops.{package}") if package else mindspeed.ops
+    operator: Callable[..., Any] = attrgetter(inner)(module)
     return operator
 
 
@@ -248,7 +248,7 @@ def main(names: list[str]) -> None:
         torch._dynamo.reset()  # each is a program of its own
         try:
             compare(find(name), CALLS[name](), fullgraph=name not in BREAKS)
-        except Exception:  # told here, and by the line that is not printed
+        except Exception:  # reported here, and by the line that is not printed
             traceback.print_exc()
         else:
             print(name)

@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.rope_utils import (
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mindspeed.ops.rms_norm.megatron import FusedRMSNorm, wrap_wrapped_torch_norm_new
+from mindspeed.ops.norm.megatron import FusedRMSNorm, wrap_wrapped_torch_norm_new
 from mindspeed.ops.rotary_position_embedding.megatron import wrap_apply_rotary_pos_emb
 from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl, wrap_weighted_bias_swiglu_impl
 

@@ -56,7 +56,7 @@ def main(names: list[str]) -> None:
     for name in names:
         try:
             trace(name)
-        except Exception:  # told here, and by the line that is not printed
+        except Exception:  # reported here, and by the line that is not printed
             traceback.print_exc()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed.ops.layer_norm import layer_norm as plain_layer_norm
-from mindspeed.ops.rms_norm import add_rms_norm as plain_add_rms_norm
-from mindspeed.ops.rms_norm import rms_norm as plain_rms_norm
+from mindspeed.ops.norm import add_rms_norm as plain_add_rms_norm
+from mindspeed.ops.norm import layer_norm as plain_layer_norm
+from mindspeed.ops.norm import rms_norm as plain_rms_norm
 
 
 def layer_norm(

@@ -1,4 +1,4 @@
-"""RMSNorm in the place of the one that Megatron's local layer specs build."""
+"""Replaces the RMSNorm that Megatron's local layer specs build."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mindspeed.ops.rms_norm import rms_norm
+from mindspeed.ops.norm import rms_norm
 
 
 class FusedRMSNorm(nn.Module):
-    """The parameter and options of another RMSNorm, computed by the operator."""
+    """Takes over the parameter and options of a torch RMSNorm and runs the fused operator."""
 
     def __init__(self, plain: nn.RMSNorm) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class FusedRMSNorm(nn.Module):
         self.zero_centered_gamma = getattr(plain, "zero_centered_gamma", False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x."""
+        """Normalise over the last dimension of x."""
         return rms_norm(x, self.weight + 1 if self.zero_centered_gamma else self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -30,7 +30,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def wrap_wrapped_torch_norm_new(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `WrappedTorchNorm.__new__` build this norm wherever it would build torch's RMSNorm."""
+    """Make `WrappedTorchNorm.__new__` return a FusedRMSNorm instead of torch's RMSNorm."""
 
     @functools.wraps(original)
     def build(cls: type, *args: Any, **kwargs: Any) -> Any:
