@@ -4,9 +4,8 @@ import os
 from typing import Any
 
 from mindspeed.config import Spelling, build, load_yaml
-from mindspeed.features.activation import current
+from mindspeed.features.activation import Report, current
 from mindspeed.features.base import Context, Feature
-from mindspeed.features.report import Report
 
 
 def enable(*, config: str | os.PathLike[str] | None = None, **options: Any) -> None:

@@ -4,7 +4,7 @@ import argparse
 
 from mindspeed import features_manager
 from mindspeed.config import add_flags
-from mindspeed.features.options import combine
+from mindspeed.features.registry import combine
 
 __all__ = ["process_args"]
 

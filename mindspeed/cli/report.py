@@ -8,8 +8,7 @@ from typing import Any
 from mindspeed.config import ConfigError, Spelling, add_flags, from_namespace, load_yaml
 from mindspeed.features.activation import Activation, current
 from mindspeed.features.base import Context
-from mindspeed.features.options import CommonOptions
-from mindspeed.features.registry import registry
+from mindspeed.features.registry import CommonOptions, registry
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

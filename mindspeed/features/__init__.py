@@ -1,4 +1,4 @@
-"""One file a feature: its options, its level, what it needs and excludes, which hooks it uses."""
+"""What a user can switch: a folder a group, a file a feature with its options, level and hooks."""
 
 from mindspeed.features.base import ALL_DEVICES, Context, Effect, Feature, Level, bind
 

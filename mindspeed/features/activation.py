@@ -1,30 +1,81 @@
-"""Switches features on and off in this process, and knows which are on."""
+"""Switches features on and off in this process, and reports which are on."""
 
 import functools
 import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.features.base import Context, Feature
-from mindspeed.features.options import CommonOptions
-from mindspeed.features.registry import Registry, registry
-from mindspeed.features.report import Report
-from mindspeed.features.selection import Choice, select
-from mindspeed.patching import Patcher
+from mindspeed.compat.table import TABLE, Entry
+from mindspeed.config import one_of
+from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.registry import CommonOptions, Registry, registry
+from mindspeed.features.selection import Choice, device_name, select
+from mindspeed.patching import Effect, Patch, Patcher, PatchRecord
 
 logger = logging.getLogger(__name__)
 
+HEADER = ("feature", "level", "state", "why")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A snapshot of compat entries, features, patches and effects; `str()` is a table."""
+
+    compat: Mapping[str, str]
+    """Why each compat entry is off, by name; empty where it is on."""
+    choices: Sequence[Choice]
+    patches: Sequence[PatchRecord]
+    effects: Mapping[str, Sequence[str]]
+    """What was changed by other means than patches, by name of the entry or feature."""
+
+    @property
+    def on(self) -> tuple[str, ...]:
+        """The names of the compat entries and features that are on."""
+        return tuple(name for name, _, state, _ in self._rows() if state == "on")
+
+    def __str__(self) -> str:
+        listed = sorted(self._rows(), key=lambda row: row[2] != "on")
+        rows = [HEADER, *listed]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = []
+        for row in rows:
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+            lines.extend(f"    {line}" for line in self._changes(row[0]))
+        applied = sum(patch.state == "applied" for patch in self.patches)
+        lines.append(
+            f"{len(self.on)} of {len(listed)} features on; patches: {applied} applied, "
+            f"{len(self.patches) - applied} waiting for their module to be imported"
+        )
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        level = str(int(Level.COMPAT))
+        for name, why_off in self.compat.items():
+            yield name, level, "off" if why_off else "on", why_off or "always on"
+        for choice in self.choices:
+            yield choice.feature.name, str(int(choice.feature.level)), choice.state, choice.why
+
+    def _changes(self, name: str) -> Iterator[str]:
+        yield from self.effects.get(name, ())
+        for patch in self.patches:
+            if patch.owner == name:
+                copies = f", {patch.copies} copies rebound" if patch.state == "applied" else ""
+                yield f"{patch.kind} {patch.target}: {patch.state}{copies}"
+
 
 class Activation:
-    """The patcher, the options in force and the features that are on."""
+    """The patcher, the options in force, the compat entries and the features that are on."""
 
-    def __init__(self, features: Registry) -> None:
+    def __init__(self, features: Registry, compat: Iterable[Entry] = ()) -> None:
         self.registry = features
         self.options: CommonOptions = features.options_class()
         self.preset = self.options
         """What was set from Python: the defaults of a Megatron-LM script's flags."""
         self.patcher = Patcher()
         """The patches of features, and those that other projects register by name."""
+        self._compat = tuple(compat)
         self._choices: list[Choice] = []
         self._active: dict[str, _Active] = {}
 
@@ -35,9 +86,9 @@ class Activation:
         same options are not touched.
         """
         choices = select(self.registry, options, context or Context())
-        before = self.options, self._choices
+        before = self.options, self._choices, bool(self._active)
         try:
-            self._switch(options, choices)
+            self._switch(options, choices, is_enabled=True)
         except BaseException:
             self._switch(*before)
             raise
@@ -45,53 +96,74 @@ class Activation:
     def deactivate(self) -> None:
         """Undo everything, last feature first."""
         self.preset = self.registry.options_class()
-        self._switch(self.preset, [])
+        self._switch(self.preset, [], is_enabled=False)
 
     def report(self) -> Report:
-        """Tell which features are on, why, and what each of them changed."""
-        off = (Choice(feature, False, "nothing is enabled") for feature in self.registry)
-        choices = self._choices or list(off)
+        """Return which features are on, why, and what each of them changed."""
+        nothing = "" if self._active else "nothing is enabled"
+        off = (Choice(feature, False, nothing) for feature in self.registry)
+        compat = {each.name: nothing or _why_off(each) for each in self._compat}
         effects = {name: active.effects for name, active in self._active.items()}
-        return Report(choices, self.patcher.report(), effects)
+        return Report(compat, self._choices or list(off), self.patcher.report(), effects)
 
-    def _switch(self, options: CommonOptions, choices: list[Choice]) -> None:
-        wanted = {choice.feature.name: choice.feature for choice in choices if choice.on}
+    def _switch(self, options: CommonOptions, choices: list[Choice], is_enabled: bool) -> None:
+        needed = [entry for entry in self._compat if is_enabled and not _why_off(entry)]
+        wanted: dict[str, Entry | Feature] = {entry.name: entry for entry in needed}
+        wanted.update((each.feature.name, each.feature) for each in choices if each.on)
         for name, active in reversed(list(self._active.items())):
             if name not in wanted or active.values != _values(wanted[name], options):
                 self._leave(name)
         self.options, self._choices = options, choices
-        entering = [feature for name, feature in wanted.items() if name not in self._active]
+        entering = [owner for name, owner in wanted.items() if name not in self._active]
         # Effects first: a patch may import code that needs the device facade or an alias.
-        for feature in entering:
-            self._active[feature.name] = _Active(feature, options)
-        for feature in entering:
-            self.patcher.apply(feature.name, feature.patches(options), level=int(feature.level))
-            logger.debug("feature %s is on", feature.name)
+        for owner in entering:
+            self._active[owner.name] = _Active(owner, options)
+        for owner in entering:
+            patches, level = _patches(owner, options)
+            self.patcher.apply(owner.name, patches, level=int(level))
+            logger.debug("%s is on", owner.name)
 
     def _leave(self, name: str) -> None:
         self.patcher.revert(name)
         self._active.pop(name).undo.close()
-        logger.debug("feature %s is off", name)
+        logger.debug("%s is off", name)
 
 
 class _Active:
-    """A feature that is on: the option values it was switched on with, and how to undo it."""
+    """A feature or entry that is on: the values it was switched on with, and how to undo it."""
 
-    def __init__(self, feature: Feature, options: CommonOptions) -> None:
-        self.values = _values(feature, options)
+    def __init__(self, owner: Entry | Feature, options: CommonOptions) -> None:
+        self.values = _values(owner, options)
         self.effects: list[str] = []
         with ExitStack() as undo:
-            for effect in feature.effects(options):
+            for effect in _effects(owner, options):
                 undo.enter_context(effect.context)
                 self.effects.append(effect.what)
             self.undo = undo.pop_all()
 
 
-def _values(feature: Feature, options: CommonOptions) -> dict[str, Any]:
-    return {field: getattr(options, field) for field in feature.fields}
+def _patches(owner: Entry | Feature, options: CommonOptions) -> tuple[Iterable[Patch], Level]:
+    if isinstance(owner, Entry):
+        return owner.patches, Level.COMPAT
+    return owner.patches(options), owner.level
+
+
+def _effects(owner: Entry | Feature, options: CommonOptions) -> Iterable[Effect]:
+    return owner.effects() if isinstance(owner, Entry) else owner.effects(options)
+
+
+def _values(owner: Entry | Feature, options: CommonOptions) -> dict[str, Any]:
+    fields = () if isinstance(owner, Entry) else owner.fields
+    return {field: getattr(options, field) for field in fields}
+
+
+def _why_off(entry: Entry) -> str:
+    if entry.devices is None or (here := device_name()) in entry.devices:
+        return ""
+    return f"for {one_of(entry.devices)}, not {here}"
 
 
 @functools.cache
 def current() -> Activation:
     """Return the one activation of this process."""
-    return Activation(registry())
+    return Activation(registry(), TABLE)

@@ -3,33 +3,15 @@
 import argparse
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from mindspeed.config import ConfigError, Spelling, add_flags, from_namespace, suggest_flags
 from mindspeed.features.activation import current
-from mindspeed.features.base import Context, Feature, Level
-from mindspeed.patching import Patch
+from mindspeed.features.base import Context
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 MISUSE = 2
-
-
-class ArgumentHook(Feature):
-    """Parse our flags together with Megatron's, then switch on what they ask for."""
-
-    name = "argument_hook"
-    title = "Flags in Megatron-LM scripts"
-    group = "Foundation"
-    level = Level.COMPAT
-
-    def patches(self, options: Any) -> Iterator[Patch]:
-        """Wrap the one function through which every Megatron-LM script reads its command line."""
-        yield Patch.wrap(
-            "megatron.training.arguments:parse_args",
-            wrap_parse_args,
-            why="a script does not pass our flags through extra_args_provider by itself",
-        )
 
 
 def wrap_parse_args(original: Callable[..., argparse.Namespace]) -> Callable[..., Any]:

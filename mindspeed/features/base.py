@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
 from mindspeed import config
 from mindspeed.config import Spelling, flag_name
-from mindspeed.patching import Patch
+from mindspeed.patching import Effect, Patch
+
+__all__ = ["ALL_DEVICES", "Context", "Effect", "Feature", "Level", "MegatronFeature", "bind"]
 
 ALL_DEVICES = ("cpu", "cuda", "npu")
 
@@ -22,15 +23,6 @@ class Level(IntEnum):
     COMPAT = 0
     AFFINITY = 1
     ALGORITHM = 2
-
-
-@dataclass(frozen=True)
-class Effect:
-    """A change that is not a patch: entered when the feature goes on, left when it goes off."""
-
-    what: str
-    """One phrase for the report."""
-    context: AbstractContextManager[object]
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class Feature:
     level: ClassVar[Level]
     Options: ClassVar[type[config.Options] | None] = None
     enabled_by: ClassVar[str | None] = None
-    """The field that switches the feature on; None (always on) is for level 0 only."""
+    """The field that switches the feature on; None where a flag of Megatron does."""
     default_devices: ClassVar[tuple[str, ...]] = ()
     """Devices where the feature is on without being asked for, as long as its `check` passes. The
     field is `bool | None` then, and None where nobody said yes or no."""
@@ -127,3 +119,14 @@ class Feature:
         if self.enabled_by is not None:
             return spelling.name_of(self.enabled_by)
         return self.megatron_flags[0] if self.megatron_flags else self.name
+
+
+class MegatronFeature(Feature):
+    """A feature that Megatron implements, on when its first flag is set."""
+
+    level = Level.COMPAT
+    is_native = True
+
+    def is_on(self, options: Any, context: Context) -> bool:
+        """Read Megatron's own argument."""
+        return bool(context.argument(self.megatron_flags[0].lstrip("-").replace("-", "_")))

@@ -24,7 +24,7 @@ class Choice:
 
     @property
     def state(self) -> str:
-        """The choice in one word."""
+        """on, off, or - where it is not known."""
         return "on" if self.on else "off" if self.is_known else "-"
 
 
@@ -41,11 +41,11 @@ def select(registry: Registry, options: Any, context: Context) -> list[Choice]:
     choices = [choose(feature) for feature in registry]
     _check([choice.feature for choice in choices if choice.on], registry, options, context)
     for choice in choices:
-        _tell_idle(choice, options, context)
+        _warn_idle(choice, options, context)
     return choices
 
 
-def _tell_idle(choice: Choice, options: Any, context: Context) -> None:
+def _warn_idle(choice: Choice, options: Any, context: Context) -> None:
     feature, spelled = choice.feature, context.spelling.with_value
     for name in feature.idle_fields(options, choice.on):
         given, switch = getattr(options, name), feature.enabled_by
@@ -56,7 +56,7 @@ def _tell_idle(choice: Choice, options: Any, context: Context) -> None:
 
 
 def _choose(feature: Feature, needs: list[Choice], options: Any, context: Context) -> Choice:
-    switch = _word(feature, context)
+    switch = _switch_name(feature, context)
     if feature.is_native and context.megatron is None:
         return Choice(feature, False, "Megatron's own configuration decides", is_known=False)
     if feature.is_native:
@@ -70,29 +70,29 @@ def _choose(feature: Feature, needs: list[Choice], options: Any, context: Contex
         asked = context.spelling.with_value("optimization_level", options.optimization_level)
         logger.warning("%s has no effect: it is level %d, above %s", switch, feature.level, asked)
         return Choice(feature, False, f"level {feature.level:d} is above {asked}")
-    if feature.devices != ALL_DEVICES and (name := _device_name()) not in feature.devices:
+    if feature.devices != ALL_DEVICES and (name := device_name()) not in feature.devices:
         reason = f"for {one_of(feature.devices)}, not {name}"
         if feature.enabled_by is not None:
             raise ConfigError(f"{switch} is {reason}: drop it on this machine")
         return Choice(feature, False, reason)
-    return Choice(feature, True, f"{switch} is set" if feature.enabled_by else "always on")
+    return Choice(feature, True, f"{switch} is set" if feature.enabled_by else "in use")
 
 
 def _choose_by_device(
     feature: Feature, needs: list[Choice], options: Any, context: Context
 ) -> Choice:
-    name = _device_name()
+    name = device_name()
     if name not in feature.default_devices:
-        return Choice(feature, False, f"{_word(feature, context)} is not set")
+        return Choice(feature, False, f"{_switch_name(feature, context)} is not set")
     if feature.level > options.optimization_level:
         asked = context.spelling.with_value("optimization_level", options.optimization_level)
         return Choice(feature, False, f"level {feature.level:d} is above {asked}")
-    missing = [_word(need.feature, context) for need in needs if need.state == "off"]
+    missing = [_switch_name(need.feature, context) for need in needs if need.state == "off"]
     if missing:
         return Choice(feature, False, f"{', '.join(missing)} is off")
     try:
         feature.check(options, context)
-    except ConfigError as reason:  # nobody asked for it, so nobody has to hear of it
+    except ConfigError as reason:  # not requested, so no error
         return Choice(feature, False, str(reason))
     return Choice(feature, True, f"on by default on {name}")
 
@@ -111,7 +111,7 @@ def _check_requires(
     for needed in map(registry.__getitem__, feature.requires):
         unknown = needed.is_native and context.megatron is None
         if needed not in on and not unknown:
-            ours, theirs = _word(feature, context), _word(needed, context)
+            ours, theirs = _switch_name(feature, context), _switch_name(needed, context)
             raise ConfigError(f"{ours} needs {theirs}: add {theirs} or drop {ours}")
 
 
@@ -121,15 +121,16 @@ def _check_conflicts(
     for other in on:
         reason = registry.conflict(feature, other)
         if reason is not None:
-            first, second = sorted([_word(feature, context), _word(other, context)])
+            first, second = sorted([_switch_name(feature, context), _switch_name(other, context)])
             raise ConfigError(f"{first} and {second} cannot be used together: {reason}; drop one")
 
 
-def _word(feature: Feature, context: Context) -> str:
+def _switch_name(feature: Feature, context: Context) -> str:
     return feature.spelled(context.spelling)
 
 
-def _device_name() -> str:
+def device_name() -> str:
+    """Return the name of the current device."""
     # Asking for the device imports torch, which listing the features must not need.
     from mindspeed import device
 

@@ -3,7 +3,15 @@
 from mindspeed.patching.aliases import Aliases
 from mindspeed.patching.errors import PatchError
 from mindspeed.patching.finding import find_without_import
-from mindspeed.patching.patch import Patch, PatchRecord
+from mindspeed.patching.patch import Effect, Patch, PatchRecord
 from mindspeed.patching.patcher import Patcher
 
-__all__ = ["Aliases", "Patch", "PatchError", "PatchRecord", "Patcher", "find_without_import"]
+__all__ = [
+    "Aliases",
+    "Effect",
+    "Patch",
+    "PatchError",
+    "PatchRecord",
+    "Patcher",
+    "find_without_import",
+]

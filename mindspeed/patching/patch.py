@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,6 +59,15 @@ class Patch:
     def path(self) -> list[str]:
         """The attribute names that lead from the module to `target`."""
         return self.target.partition(":")[2].split(".")
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A change that is not a patch: entered when its owner goes on, left when it goes off."""
+
+    what: str
+    """One phrase for the report."""
+    context: AbstractContextManager[object]
 
 
 @dataclass(frozen=True)

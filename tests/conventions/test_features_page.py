@@ -13,7 +13,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "features" / "README.md"
 _COLUMNS = ["| feature | what it is for | level | switch |", "|---|---|---|---|"]
 _HEAD = """# Features
 
-One page each. `mindspeed features` shows which are on here, [levels](../levels.md) tells when.
+What a user can switch, one page each. `mindspeed features` shows which are on here,
+[levels](../levels.md) explains when; what is always on is on [the compat page](../compat.md).
 FSDP2 from a YAML file has [a page of its own](fsdp2.md).
 """
 
@@ -34,8 +35,6 @@ def _row(feature: Feature) -> str:
 
 
 def _switch(feature: Feature) -> str:
-    if feature.enabled_by is None and not feature.megatron_flags:
-        return "always on"
     devices = ", ".join(feature.default_devices)
     return f"`{feature.flags[0]}`" + (f"; on {devices} without it" if devices else "")
 

@@ -7,7 +7,7 @@ BELOW = {
     "mindspeed/patching": (),
     "mindspeed/config": (),
     "mindspeed/checkpoint": ("config",),
-    "mindspeed/features": ("config", "patching", "device"),
+    "mindspeed/features": ("config", "patching", "device", "compat"),
     "mindspeed/ops": ("device",),
     "mindspeed/parallel": ("ops", "device"),
     "mindspeed/optim": ("ops", "parallel", "device"),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mindspeed.cli.main import main
+from mindspeed.compat.table import TABLE
 from mindspeed.features.registry import registry
 from mindspeed.ops.dispatch import Impl, known_ops
 
@@ -40,12 +41,16 @@ def test_json_has_every_feature_with_the_same_keys(capsys):
     assert all(list(feature) == KEYS for feature in found.values())
 
 
+def test_compat_entries_are_not_listed(capsys):
+    assert listed(capsys).keys().isdisjoint(entry.name for entry in TABLE)
+
+
 def test_json_of_some_features(capsys):
     found = listed(capsys)
     assert found["fused_swiglu"] == {
         "name": "fused_swiglu",
         "title": "Fused SwiGLU",
-        "group": "Affinity",
+        "group": "Fusion",
         "level": 1,
         "flags": ["--use-fused-swiglu"],
         "requires": [],
@@ -55,7 +60,7 @@ def test_json_of_some_features(capsys):
         "why": "--use-fused-swiglu is not set",
         "docs": "docs/features/fused_swiglu.md",
     }
-    assert found["argument_hook"]["on"] is True
+    assert found["weight_gradient_fusion"]["on"] is True
     assert found["overlap_param_gather"]["requires"] == ["distributed_optimizer", "async_ddp"]
 
 

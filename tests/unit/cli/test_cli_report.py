@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from mindspeed.cli.main import main
+from mindspeed.compat.table import TABLE
 
 
 def report(*words, env=None):
@@ -30,6 +31,14 @@ def test_flags():
         *("fused_swiglu", "1", "on", "--use-fused-swiglu", "is", "set"),
     ]
     assert "wrap megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl: applied, " in done.stdout
+
+
+def test_compat_entries_are_reported_at_level_0():
+    done = report("--optimization-level", "0")
+    assert done.returncode == 0, done.stderr
+    for entry in TABLE:
+        assert line_of(done.stdout, entry.name)[1:] == ["0", "on", "always", "on"]
+    assert "    torch.cuda calls land on cpu" in done.stdout
 
 
 def test_yaml(tmp_path):

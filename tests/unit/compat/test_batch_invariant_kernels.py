@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from mindspeed.compat import batch_invariant_kernels, megatron
-from mindspeed.features.stand_ins import TritonModuleStandIns
+from mindspeed.compat.table import TABLE
 
 SWITCH = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
@@ -24,8 +24,9 @@ def test_the_mode_is_off_and_asking_for_it_names_triton():
 
 def test_megatron_finds_the_switch_exactly_where_it_has_one():
     switch_file = megatron.location() / "transformer/custom_layers/batch_invariant_kernels.py"
+    [entry] = [each for each in TABLE if each.name == "triton_module_stand_ins"]
     with contextlib.ExitStack() as stack:
-        for effect in TritonModuleStandIns().effects(None):
+        for effect in entry.effects():
             stack.enter_context(effect.context)
         if not switch_file.is_file():
             assert importlib.util.find_spec(SWITCH) is None

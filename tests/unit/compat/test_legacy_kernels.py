@@ -5,7 +5,7 @@ import sys
 import types
 
 from mindspeed.compat import legacy_kernels
-from mindspeed.features.no_nvcc import NoNvcc
+from mindspeed.compat.table import TABLE
 from mindspeed.patching import Patcher
 
 
@@ -18,7 +18,8 @@ def test_the_loader_of_legacy_kernels_is_replaced_when_it_is_imported(monkeypatc
     monkeypatch.setitem(sys.modules, "megatron.legacy", package)
     monkeypatch.setitem(sys.modules, "megatron.legacy.fused_kernels", module)
     patcher = Patcher()
-    patcher.apply("no_nvcc", NoNvcc().patches(None))
+    [entry] = [each for each in TABLE if each.name == "no_nvcc"]
+    patcher.apply(entry.name, entry.patches)
     assert module.load is legacy_kernels.load and module.load(None) is None
     patcher.revert()
     assert module.load is load

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from mindspeed import config
+from mindspeed.compat.table import Entry
 from mindspeed.config import ConfigError
 from mindspeed.features.activation import Activation
 from mindspeed.features.base import Effect, Feature, Level, bind
@@ -24,17 +25,19 @@ def scale(original, factor):
     return area
 
 
-class Base(Feature):
-    name, title, group, level = "base", "Base", "Base", Level.COMPAT
+@contextmanager
+def base_switched():
+    log.append("base on")
+    yield
+    log.append("base off")
 
-    def effects(self, options):
-        @contextmanager
-        def switched():
-            log.append("base on")
-            yield
-            log.append("base off")
 
-        yield Effect("the base is there", switched())
+def base():
+    return Entry(
+        name="base",
+        reason="Nothing works without it.",
+        effects=lambda: [Effect("the base is there", base_switched())],
+    )
 
 
 class Scale(Feature):
@@ -82,7 +85,7 @@ def upstream():
 
 @pytest.fixture
 def activation(upstream):
-    activation = Activation(Registry([Base(), Scale(), Broken()]))
+    activation = Activation(Registry([Scale(), Broken()]), [base()])
     yield activation
     activation.deactivate()
 
@@ -117,8 +120,8 @@ def test_what_does_not_change_is_not_touched(activation, upstream):
 
 def test_wrong_options_change_nothing(activation, upstream):
     activation.activate(options(activation, scale=2))
-    registry = Registry([Base(), Scale(), Broken(), Picky()])
-    picky = Activation(registry)
+    registry = Registry([Scale(), Broken(), Picky()])
+    picky = Activation(registry, [base()])
     with pytest.raises(ConfigError, match="never"):
         picky.activate(registry.options_class(picky=True, scale=5))
     assert picky.report().on == ()
@@ -167,7 +170,7 @@ class Later(Feature):
 
 
 def test_the_last_feature_is_the_first_to_go(upstream):
-    activation = Activation(Registry([Base(), Later()]))
+    activation = Activation(Registry([Later()]), [base()])
     activation.activate(options(activation, later=True))
     activation.deactivate()
     assert log == ["base on", "later on", "later off", "base off"]
@@ -200,3 +203,18 @@ def test_a_patch_waits_for_its_module(activation, upstream, tmp_path, monkeypatc
 
     assert upstream_library.area(5, 5) == 4
     assert f"wrap {UPSTREAM}:area: applied" in str(activation.report())
+
+
+def test_an_entry_for_other_devices_stays_off(upstream, monkeypatch):
+    monkeypatch.setattr("mindspeed.features.activation.device_name", lambda: "cuda")
+    elsewhere = Entry(
+        name="elsewhere",
+        reason="Only a cpu needs it.",
+        devices=("cpu", "npu"),
+        patches=(Patch.replace(f"{UPSTREAM}:volume", lambda: 0),),
+    )
+    activation = Activation(Registry([]), [base(), elsewhere])
+    activation.activate(options(activation, optimization_level=0))
+    assert activation.report().on == ("base",)
+    assert "elsewhere  0      off    for cpu or npu, not cuda" in str(activation.report())
+    activation.deactivate()

@@ -26,6 +26,7 @@ NINE = [
 
 def declare(name, **attributes):
     fixed = {"name": name, "title": name, "group": "Test", "level": Level.COMPAT}
+    fixed["megatron_flags"] = () if "enabled_by" in attributes else (f"--{name}",)
     return type(name, (Feature,), {**fixed, **attributes})()
 
 
@@ -47,7 +48,7 @@ class Width(config.Options):
             [declare("a"), declare("b", conflicts={"aa": "x"})],
             "unknown feature aa; did you mean a?",
         ),
-        ([declare("a", level=Level.AFFINITY)], "a is always on, which is for level 0 only"),
+        ([declare("a", megatron_flags=())], "feature a has no switch: set enabled_by"),
         ([declare("a", enabled_by="width")], "feature a has no option width"),
     ],
 )
@@ -78,7 +79,6 @@ def test_order_is_level_then_needs_then_name():
 def test_the_nine_rows_of_the_document_are_declared():
     native = [feature for feature in registry() if feature.is_native]
     assert {feature.name for feature in native} == set(NINE)
-    assert {feature.group for feature in native} == {"Megatron"}
     assert all(feature.megatron_flags and not list(feature.patches(None)) for feature in native)
 
 
@@ -89,6 +89,13 @@ def test_every_feature_has_a_page_a_title_and_help(feature):
     assert feature.title
     fields = registry().options_class.model_fields
     assert all(fields[field].description for field in feature.fields)
+
+
+@pytest.mark.parametrize("feature", registry(), ids=lambda feature: feature.name)
+def test_a_feature_is_in_the_folder_of_its_group(feature):
+    folder = type(feature).__module__.split(".")[2]
+    assert folder == feature.group.lower()
+    assert folder in ("parallel", "memory", "fusion", "moe", "comm", "tools")
 
 
 def test_loading_imports_neither_torch_nor_megatron():

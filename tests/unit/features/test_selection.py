@@ -11,6 +11,10 @@ from mindspeed.features.selection import select
 
 class Facade(Feature):
     name, title, group, level = "facade", "Facade", "Base", Level.COMPAT
+    megatron_flags = ("--facade",)
+
+    def is_on(self, options, context):
+        return True
 
 
 class Native(Feature):
@@ -60,6 +64,10 @@ class Star(Feature):
 class NpuOnly(Feature):
     name, title, group, level = "npu_only", "NPU", "Base", Level.COMPAT
     devices = ("npu",)
+    megatron_flags = ("--npu-only",)
+
+    def is_on(self, options, context):
+        return True
 
 
 class NpuSwitch(Feature):
@@ -140,7 +148,7 @@ def test_what_the_level_keeps_off_is_said(caplog):
         "level 1 is above --optimization-level 0"
     )
     assert why("fused") == "--use-fused is not set"
-    assert why("facade") == "always on"
+    assert why("facade") == "in use"
 
 
 def test_needs():
@@ -197,7 +205,7 @@ def test_device(monkeypatch):
     ],
 )
 def test_on_by_device(monkeypatch, caplog, level, asked, forbids, device, expected):
-    monkeypatch.setattr("mindspeed.features.selection._device_name", lambda: device)
+    monkeypatch.setattr("mindspeed.features.selection.device_name", lambda: device)
     options = BY_DEVICE.options_class(optimization_level=level, use_on_cpu=asked)
     (choice,) = select(BY_DEVICE, options, Context(Spelling.FLAG, {"forbids": forbids}))
     assert (choice.on, choice.why) == expected
@@ -205,7 +213,7 @@ def test_on_by_device(monkeypatch, caplog, level, asked, forbids, device, expect
 
 
 def test_what_nobody_asked_for_stands_back_where_its_need_is_off(monkeypatch):
-    monkeypatch.setattr("mindspeed.features.selection._device_name", lambda: "cpu")
+    monkeypatch.setattr("mindspeed.features.selection.device_name", lambda: "cpu")
     options = ONE_NEEDS_ANOTHER.options_class
     found = [
         (choice.on, choice.why)

@@ -1,0 +1,1 @@
+"""Features that change when and what ranks communicate."""

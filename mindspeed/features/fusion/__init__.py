@@ -1,0 +1,1 @@
+"""Features that fuse operations into fewer kernels."""

@@ -1,0 +1,1 @@
+"""Features that change what memory holds."""

@@ -1,0 +1,1 @@
+"""Features of mixture-of-experts layers."""

@@ -1,0 +1,1 @@
+"""Features that change how the model is divided over ranks."""

@@ -1,0 +1,1 @@
+"""Features around training: reproducibility, monitoring and host overhead."""
