@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.config import add_options, read_options
+from mindspeed.training.entry import run_rank
 from mindspeed_llm.generation.options import SECTIONS, GenerateOptions, check
-from mindspeed_llm.training.rank import run_rank
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

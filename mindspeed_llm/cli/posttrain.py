@@ -3,8 +3,8 @@
 import argparse
 from typing import Any
 
+from mindspeed.training.entry import run_rank
 from mindspeed_llm.training.arguments import add_arguments, from_arguments
-from mindspeed_llm.training.rank import run_rank
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -1,15 +1,22 @@
-"""The order in which training sees samples, as a function of the position."""
+"""From data sets to the micro-batches of a rank: a fixed order of samples, prefetched."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from typing import Generic, TypeVar
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import Array
 from mindspeed_llm.data.order import Mixture, SampleOrder
 
+T = TypeVar("T")
 Sample = dict[str, Array]
+
+AHEAD = 4
+"""Items that a prefetcher holds at most."""
 
 
 class SampleStream:
@@ -29,17 +36,17 @@ class SampleStream:
             raise ConfigError("a data set of the mixture holds no samples")
         self.data = list(data)
         self.fingerprint = fingerprint
-        """A name for the data, to notice when training goes on with other data."""
+        """A name for the data, to detect a resume with other data."""
         self._mixture = Mixture([Fraction(w) for w in weights] or [Fraction(len(p)) for p in data])
         self._orders = [
-            SampleOrder(len(part), seed=seed + place, shuffle=shuffle, multiple=epoch_multiple)
-            for place, part in enumerate(data)
+            SampleOrder(len(part), seed=seed + number, shuffle=shuffle, multiple=epoch_multiple)
+            for number, part in enumerate(data)
         ]
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return which data set, and which of its samples, stands at a position."""
-        part, place = self._mixture.locate(position)
-        return part, self._orders[part][place]
+        """Return the data set, and the sample in it, at a position."""
+        part, offset = self._mixture.locate(position)
+        return part, self._orders[part][offset]
 
     def __getitem__(self, position: int) -> Sample:
         part, index = self.locate(position)
@@ -54,8 +61,8 @@ class SampleStream:
 class MicroBatches(Iterator[list[Sample]]):
     """The micro-batches of one data-parallel rank.
 
-    A position is a number of samples that all ranks have consumed together, so training can go on
-    from it with another number of ranks or another micro-batch size, and see what it would have.
+    A position is a number of samples that all ranks have consumed together, so a run can resume
+    from it with another number of ranks or another micro-batch size, and see the same samples.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class MicroBatches(Iterator[list[Sample]]):
     def __next__(self) -> list[Sample]:
         start = self.consumed + self._rank * self._size
         self.consumed += self._size * self._world
-        return [self._stream[start + place] for place in range(self._size)]
+        return [self._stream[start + offset] for offset in range(self._size)]
 
 
 class Part(Sequence[Sample]):
@@ -83,3 +90,46 @@ class Part(Sequence[Sample]):
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
         return self._data[self._first + index]
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over items that a thread prepares ahead; what it raises is raised here."""
+
+    def __init__(
+        self, items: Iterator[T], *, begin: Callable[[], None] | None = None, ahead: int = AHEAD
+    ) -> None:
+        self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(ahead)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(items, begin), daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        item, error = self._ready.get()
+        if error is None:
+            return item  # type: ignore[return-value]
+        self._ready.put((None, error))  # a second call raises the same
+        raise error
+
+    def close(self) -> None:
+        """End the thread; no item may be taken afterwards."""
+        self._is_closed.set()
+        while self._thread.is_alive():
+            try:  # the thread may be blocked by a full queue
+                self._ready.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+
+    def _work(self, items: Iterator[T], begin: Callable[[], None] | None) -> None:
+        try:
+            if begin is not None:
+                begin()
+            for item in items:
+                self._ready.put((item, None))
+                if self._is_closed.is_set():
+                    return
+            self._ready.put((None, StopIteration()))
+        except BaseException as error:  # also SystemExit: the consumer decides what it means
+            self._ready.put((None, error))

@@ -8,9 +8,7 @@ from pydantic import create_model
 
 from mindspeed.config import ConfigError, Options, Spelling
 from mindspeed.features.registry import registry
-from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.options.accepted import AcceptedOptions
-from mindspeed_llm.training.options.model import ModelOptions
+from mindspeed_llm.training.options import AcceptedOptions, ModelOptions, TrainOptions
 
 Task = Literal["greedy", "do_sample", "beam_search", "beam_search_with_sampling", "chat"]
 

@@ -14,16 +14,14 @@ import yaml
 
 from mindspeed import device
 from mindspeed.config import ConfigError
+from mindspeed.training.entry import RunFailed, Stopped, StopRequest
+from mindspeed.training.log import ProgressBar, TrainingLog
+from mindspeed.training.metrics import StepResult
+from mindspeed.training.options import RunOptions
+from mindspeed.training.schedule import make_schedule
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.commit import write_file
-from mindspeed_llm.training.bar import StepBar
 from mindspeed_llm.training.folders import Progress, newest_good
-from mindspeed_llm.training.log import TrainingLog
-from mindspeed_llm.training.options import RunOptions
-from mindspeed_llm.training.rank import RunFailed
-from mindspeed_llm.training.schedule import make_schedule
-from mindspeed_llm.training.step import StepResult
-from mindspeed_llm.training.stop import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +68,17 @@ class Course(ABC):
         self._schedule = make_schedule(options, steps)
         file = options.log_file or (f"{options.save}/log.jsonl" if options.save else None)
         self._log = TrainingLog(
-            every=options.log_interval,
+            interval=options.log_interval,
             total=steps,
-            batch=batch,
+            global_batch=batch,
             is_writer=rank == 0,
             file=Path(file) if file else None,
-            tensorboard=options.tensorboard_dir,
+            tensorboard_dir=options.tensorboard_dir,
             flops_per_step=flops,
             meter=meter,
-            world=world,
+            world_size=world,
         )
-        self._bar = StepBar(steps, is_writer=rank == 0)
+        self._bar = ProgressBar(steps, is_writer=rank == 0)
 
     @abstractmethod
     def learn(self, progress: Progress, stop: bool) -> StepResult:
@@ -113,18 +111,18 @@ class Course(ABC):
         if progress.iteration >= self.steps:
             logger.info("all %d iterations are done: more by --train-iters or --epochs", self.steps)
         self._write_config()
-        self._log.begin(progress.iteration)
-        self._bar.begin(progress.iteration)
+        self._log.start(progress.iteration)
+        self._bar.start(progress.iteration)
         gc.freeze()  # collections, which every save asks for, need not visit all that is there now
         try:
             with StopRequest() as request:
                 progress = self._steps(progress, request)
                 self._checkpoints.finish()
                 if progress.iteration < self.steps:
-                    raise self._stopped(progress, request.number or signal.SIGTERM)
+                    raise self._stopped(progress, request.signal or signal.SIGTERM)
         finally:
             gc.unfreeze()
-            self._bar.end()
+            self._bar.stop()
         if self.rank == 0:
             peak = device.current().max_memory_allocated() / 2**30
             logger.info("peak memory of rank 0: %.2f GiB", peak)
@@ -133,7 +131,7 @@ class Course(ABC):
     def _steps(self, progress: Progress, request: StopRequest) -> Progress:
         bad = progress.nan_streak
         while progress.iteration < self.steps:
-            progress, result = self._step(progress, request.came)
+            progress, result = self._step(progress, request.is_set)
             began = time.perf_counter()
             self._checkpoints.poll()
             bad = 0 if result.is_finite else bad + 1
@@ -141,11 +139,11 @@ class Course(ABC):
                 self._checkpoints.finish()
                 raise NotANumber(self._explain_nan(progress.iteration, bad))
             progress = replace(progress, nan_streak=bad)
-            self._save_if_due(progress, is_last=result.is_asked_to_stop)
+            self._save_if_due(progress, is_last=result.should_stop)
             self._evaluate_if_due(progress)
             for shown in (self._log, self._bar):
-                shown.leave_out(time.perf_counter() - began)
-            if result.is_asked_to_stop:
+                shown.exclude(time.perf_counter() - began)
+            if result.should_stop:
                 break
         return progress
 
@@ -182,7 +180,7 @@ class Course(ABC):
             return
         if (means := self.evaluate()) is not None:
             numbers = {f"validation {name}": mean for name, mean in means.items()}
-            self._log.note(progress.iteration, numbers)
+            self._log.add_evaluation(progress.iteration, numbers)
 
     def _write_config(self) -> None:
         if self._options.save is None or self.rank != 0:

@@ -19,11 +19,11 @@ import torch
 
 from mindspeed.checkpoint.digests import FileRecord, verify_small, write_digests
 from mindspeed.config import ConfigError
+from mindspeed.training import disk
+from mindspeed.training.options import RunOptions
 from mindspeed_llm.checkpoint.adapters import CONFIG
 from mindspeed_llm.checkpoint.commit import flush_tree, write_file
 from mindspeed_llm.checkpoint.detection import TRACKER, detect
-from mindspeed_llm.training import disk
-from mindspeed_llm.training.options import RunOptions
 
 logger = logging.getLogger(__name__)
 

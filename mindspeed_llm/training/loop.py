@@ -13,8 +13,7 @@ from mindspeed import device
 from mindspeed.checkpoint.digests import write_digests
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
-from mindspeed_llm.data.prefetch import Prefetcher
-from mindspeed_llm.data.stream import MicroBatches, Sample, SampleStream
+from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
 from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.setup import Setup, Training, check_data

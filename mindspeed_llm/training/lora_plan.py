@@ -10,8 +10,7 @@ from mindspeed_llm.checkpoint.adapters import CONFIG, read_config
 from mindspeed_llm.models.families import family_named
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.models.table import Weight
-from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.options.lora import LORA_TARGETS
+from mindspeed_llm.training.options import LORA_TARGETS, TrainOptions
 
 UNSUPPORTED = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "fan_in_fan_out")
 """Keys of peft's config that change what adapters add."""

@@ -21,8 +21,7 @@ from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.planning import make_plan
 from mindspeed_llm.data.preprocess import FORMAT, HARMLESS, preprocess
 from mindspeed_llm.data.readers.sources import FORMATS, Source
-from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.options.data import RAW_FIELDS
+from mindspeed_llm.training.options import RAW_FIELDS, TrainOptions
 
 logger = logging.getLogger(__name__)
 

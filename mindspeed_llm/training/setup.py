@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, build
+from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training import model
@@ -25,7 +26,6 @@ from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.reservation import Reservation, given_up_on_errors
 from mindspeed_llm.training.world import (
     Layout,
     check_experts,
@@ -49,7 +49,7 @@ class Setup:
     config: Any
     lora: LoraPlan | None
     """The adapters to train, if not the weights."""
-    reservation: Reservation | None
+    save_dir_lock: SaveDirLock | None
     """The first rank's hold on --save."""
 
 
@@ -67,8 +67,8 @@ class Training:
 def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
     """Check the options against the model and the ranks, and meet the other ranks."""
     is_first = os.environ.get("RANK", "0") == "0"
-    reservation = Reservation(options.save) if options.save and is_first else None
-    with given_up_on_errors(reservation):
+    save_dir_lock = SaveDirLock(options.save) if options.save and is_first else None
+    with release_on_error(save_dir_lock):
         resumed = to_resume(options, is_training=is_training)
         if resumed is not None:
             verify_state(resumed, options)
@@ -82,7 +82,7 @@ def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
         vocab_size = vocabulary(options, shape)
         join(options, layout)
         config = model.make_config(options, shape, layout)
-        return Setup(options, shape, folder, layout, vocab_size, config, lora, reservation)
+        return Setup(options, shape, folder, layout, vocab_size, config, lora, save_dir_lock)
 
 
 def begin(setup: Setup, provider: Callable[..., Any]) -> Training:

@@ -26,7 +26,7 @@ class StepResult:
     loss_scale: float
     is_updated: bool
     is_finite: bool
-    is_asked_to_stop: bool
+    should_stop: bool
 
 
 class Stepper:
@@ -69,13 +69,13 @@ class Stepper:
             retract(self._optimizer)
             is_updated = False
         return StepResult(
-            losses=losses,
+            metrics=losses,
             grad_norm=grad_norm if is_updated else math.nan,
             tokens=tokens,
             loss_scale=float(self._optimizer.get_loss_scale()),
             is_updated=is_updated,
             is_finite=is_finite,
-            is_asked_to_stop=stops,
+            should_stop=stops,
         )
 
     def evaluate(self, batches: list[Iterator[Any]], sizes: tuple[int, int]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from mindspeed_llm.training.rank import run_rank
+from mindspeed.training.entry import run_rank
 from mindspeed_mm.training.arguments import add_arguments, from_arguments
 
 

@@ -5,8 +5,8 @@ import os
 from mindspeed import device
 from mindspeed.config import ConfigError, Spelling, did_you_mean
 from mindspeed.fsdp import FsdpOptions
+from mindspeed.training.options import check_run
 from mindspeed_llm.checkpoint import detect
-from mindspeed_llm.training.arguments import check_run
 from mindspeed_mm.training.options import INSTEAD, MmOptions
 
 DCP = "torch_dist"

@@ -6,10 +6,10 @@ from itertools import islice
 from typing import Any
 
 from mindspeed.config import ConfigError, Options
+from mindspeed.training.entry import Stopped
+from mindspeed.training.metrics import StepResult
 from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
-from mindspeed_llm.training.step import StepResult
-from mindspeed_llm.training.stop import Stopped
 from mindspeed_llm.training.world import limit_waits
 from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
@@ -75,7 +75,9 @@ class FsdpLoop(Course):
         self._train.finish()
         if self._test is not None:
             means = self._stepper.evaluate(self._to_evaluate(self._test))
-            self._log.note(progress.iteration, {f"test {k}": mean for k, mean in means.items()})
+            self._log.add_evaluation(
+                progress.iteration, {f"test {k}": mean for k, mean in means.items()}
+            )
         return progress
 
     def learn(self, progress: Progress, stop: bool) -> StepResult:

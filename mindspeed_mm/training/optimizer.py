@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.options import RunOptions
+from mindspeed.training.options import RunOptions
 
 
 class ShardedAdamW(torch.optim.AdamW):

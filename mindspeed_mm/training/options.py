@@ -5,9 +5,13 @@ from typing import Literal
 from pydantic import Field
 
 from mindspeed.config import Options
-from mindspeed_llm.training.options import RunOptions
-from mindspeed_llm.training.options.optimizer import OptimizerOptions, ScheduleOptions
-from mindspeed_llm.training.options.run import CheckpointOptions, LogOptions
+from mindspeed.training.options import (
+    CheckpointOptions,
+    LogOptions,
+    OptimizerOptions,
+    RunOptions,
+    ScheduleOptions,
+)
 
 
 class FileOptions(Options):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed.config import ConfigError, printable
+from mindspeed.training.entry import CONFIG_ERROR, run_rank
 from mindspeed_llm.training.folders import Progress
-from mindspeed_llm.training.rank import MISUSE, run_rank
 from mindspeed_mm.training.arguments import ExtraArguments, Run, Schema, parse
 from mindspeed_mm.training.callbacks import Callbacks
 
@@ -55,7 +55,7 @@ def pretrain(
         code = run_rank(run)
     except ConfigError as error:
         sys.stderr.write(f"{sys.argv[0]}: error: {printable(str(error))}\n")
-        code = MISUSE
+        code = CONFIG_ERROR
     if code:
         raise SystemExit(code)
 
@@ -74,5 +74,5 @@ def train(run: Run, callbacks: Callbacks) -> Progress:
             logger.error("rank %d: %s", setup.layout.rank, error)
         raise
     finally:
-        if setup.reservation is not None:
-            setup.reservation.release()
+        if setup.save_dir_lock is not None:
+            setup.save_dir_lock.release()

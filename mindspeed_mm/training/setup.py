@@ -17,9 +17,9 @@ from mindspeed.compat.run_arguments import set_args
 from mindspeed.config import ConfigError
 from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
+from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.checkpoint import detect
 from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on, verify_state
-from mindspeed_llm.training.reservation import Reservation, given_up_on_errors
 from mindspeed_llm.training.world import limit_waits, seed_everything
 from mindspeed_mm.models import weights
 from mindspeed_mm.models.options import LoraConfig
@@ -39,7 +39,7 @@ class Setup:
     run: Run
     args: argparse.Namespace
     layout: Layout
-    reservation: Reservation | None
+    save_dir_lock: SaveDirLock | None
     """The first rank's hold on --save."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -58,13 +58,13 @@ def prepare(run: Run, callbacks: Callbacks) -> Setup:
     """Meet the other ranks, build the model and fill it."""
     options = run.options
     layout = plan_layout(options)
-    reservation = Reservation(options.save) if options.save and layout.rank == 0 else None
-    with given_up_on_errors(reservation):
-        return _begin_with(run, callbacks, layout, reservation)
+    save_dir_lock = SaveDirLock(options.save) if options.save and layout.rank == 0 else None
+    with release_on_error(save_dir_lock):
+        return _begin_with(run, callbacks, layout, save_dir_lock)
 
 
 def _begin_with(
-    run: Run, callbacks: Callbacks, layout: Layout, reservation: Reservation | None
+    run: Run, callbacks: Callbacks, layout: Layout, save_dir_lock: SaveDirLock | None
 ) -> Setup:
     options = run.options
     join(options)
@@ -81,7 +81,7 @@ def _begin_with(
     progress = _begin(run, checkpoints, resumed)
     limit_waits(options.distributed_timeout_minutes)  # also of groups that sharding has made
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
-    return Setup(run, args, layout, reservation, model, optimizer, checkpoints, progress=progress)
+    return Setup(run, args, layout, save_dir_lock, model, optimizer, checkpoints, progress=progress)
 
 
 def adapters(run: Run) -> dict[str, Any]:

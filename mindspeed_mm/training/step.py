@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mindspeed import device
-from mindspeed_llm.training.step import StepResult
+from mindspeed.training.metrics import StepResult
 from mindspeed_mm.training.callbacks import Callbacks, MicroLoss
 from mindspeed_mm.training.optimizer import local_shards
 from mindspeed_mm.training.reports import Reports, Shared, Totals
@@ -56,13 +56,13 @@ class FsdpStepper:
         self._optimizer.zero_grad()
         scale = 1.0 / max(shared.tokens, 1) if self._per_token else 1.0
         return StepResult(
-            losses=shared.losses,
+            metrics=shared.losses,
             grad_norm=math.sqrt(shared.sums[0]) * scale if shared.sums[0] >= 0 else math.nan,
             tokens=shared.tokens,
             loss_scale=1.0,
             is_updated=shared.is_finite,
             is_finite=shared.is_finite,
-            is_asked_to_stop=shared.sums[1] > 0,
+            should_stop=shared.sums[1] > 0,
         )
 
     def _update(self, gradients: list[torch.Tensor], totals: Totals) -> Shared:

@@ -16,6 +16,7 @@ BELOW = {
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
     "mindspeed/tune": ("device",),
+    "mindspeed/training": ("checkpoint", "config", "device", "tune"),
     "mindspeed/core": (),
     "mindspeed/doctor": ("config", "device", "launch", "compat", "ops"),
 }

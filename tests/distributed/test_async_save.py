@@ -87,7 +87,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
 FILL = """
 import sys
 from pathlib import Path
-from mindspeed_llm.training import disk
+from mindspeed.training import disk
 
 folder = Path(sys.argv[1])
 try:

@@ -64,7 +64,7 @@ def take_steps() -> dict[str, list[float]]:
         result = stepper.train(mine)
         steps = [p.full_tensor().detach() - old for p, old in zip(trained, before)]
         length = torch.nn.utils.get_total_norm(steps).item()
-        found[kind] = [result.losses["loss"], result.grad_norm, length]
+        found[kind] = [result.metrics["loss"], result.grad_norm, length]
         parallel_state.destroy_model_parallel()
     return found
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mindspeed import device
+from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed_llm.data.instruction import InstructionData, open_stream, split_parts, split_weights
 from mindspeed_llm.data.stream import Sample, SampleStream
 from mindspeed_llm.data.token_range import TokenFile
@@ -15,7 +16,6 @@ from mindspeed_llm.training.loop import Loop
 from mindspeed_llm.training.model import provide
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.raw_data import token_prefixes
-from mindspeed_llm.training.reservation import given_up_on_errors
 from mindspeed_llm.training.setup import begin, prepare
 from mindspeed_llm.training.token_check import check_tokens
 
@@ -35,7 +35,7 @@ class BaseTrainer(ABC):
     def initialize(self) -> None:
         """Meet the other ranks, open the data, build the model and load its weights."""
         self.setup = prepare(self.options)
-        with given_up_on_errors(self.setup.reservation):
+        with release_on_error(self.setup.save_dir_lock):
             self.data_path = token_prefixes(self.options, self.handler, self.setup.config_folder)
             self.train_data, self.valid_data = self.open_data()
             self.training = begin(self.setup, self.model_provider)
@@ -107,8 +107,8 @@ class BaseTrainer(ABC):
         try:
             return loop.run()
         finally:
-            if self.setup.reservation is not None:
-                self.setup.reservation.release()
+            if self.setup.save_dir_lock is not None:
+                self.setup.save_dir_lock.release()
 
     def _open(self, part: tuple[float, float]) -> SampleStream:
         options = self.options

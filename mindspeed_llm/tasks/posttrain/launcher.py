@@ -3,12 +3,12 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.training.entry import exit_on_config_error, script_mode
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
 from mindspeed_llm.training.arguments import parse
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.rank import be_a_script, told_in_one_line
 
 TRAINERS: dict[str, type[BaseTrainer]] = {"sft": SFTTrainer}
 
@@ -29,7 +29,7 @@ class AutoTrainer:
     def __init__(self, options: TrainOptions | None = None) -> None:
         self._is_script = options is None
         if self._is_script:
-            be_a_script()
+            script_mode()
         with self._errors():
             self.options = parse() if options is None else options
             self.trainer = get_trainer(self.options.stage, self.options)
@@ -40,4 +40,4 @@ class AutoTrainer:
             return self.trainer.train()
 
     def _errors(self) -> AbstractContextManager[None]:
-        return told_in_one_line() if self._is_script else nullcontext()
+        return exit_on_config_error() if self._is_script else nullcontext()

@@ -1,8 +1,11 @@
 """The order of samples: a permutation per epoch, exact mixtures, and the same from any position."""
 
 import os
+import threading
+import time
 from collections import Counter
 from fractions import Fraction
+from itertools import count, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +23,7 @@ from mindspeed_llm.data.instruction import (
     split_weights,
 )
 from mindspeed_llm.data.order import Mixture, SampleOrder
+from mindspeed_llm.data.stream import Prefetcher
 
 OPTIONS = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}
 
@@ -109,8 +113,8 @@ def test_ranks_share_a_batch_whatever_their_number():
 @pytest.fixture
 def prefixes(run, write_lines):
     made = []
-    for name, count in (("a", 6), ("b", 4)):
-        records = [{"prompt": f"{name}{n}", "response": "x"} for n in range(count)]
+    for name, number in (("a", 6), ("b", 4)):
+        records = [{"prompt": f"{name}{n}", "response": "x"} for n in range(number)]
         made.append(run(write_lines(records, f"{name}.jsonl"), name=name, **OPTIONS)[1])
     return made
 
@@ -188,3 +192,49 @@ def test_the_fingerprint_follows_the_data(prefixes):
     content[-1] ^= 1
     open(path, "wb").write(content)
     assert InstructionData(a).fingerprint != before
+
+
+def test_prefetched_items_keep_their_order_and_end():
+    items = Prefetcher(iter(range(100)), ahead=3)
+    assert list(items) == list(range(100))
+    with pytest.raises(StopIteration):
+        next(items)
+
+
+def test_a_few_are_made_ahead_and_no_more():
+    made = []
+    items = Prefetcher((made.append(number) or number for number in count()), ahead=3)
+    assert list(islice(items, 2)) == [0, 1]
+    deadline = time.monotonic() + 10
+    while len(made) < 6 and time.monotonic() < deadline:  # 2 taken, 3 wait, 1 waits for a place
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert made == list(range(6))
+    items.close()
+
+
+def test_what_the_thread_raises_comes_in_its_turn_and_stays():
+    def items():
+        yield 1
+        raise ValueError("record 2 is broken")
+
+    prefetched = Prefetcher(items())
+    assert next(prefetched) == 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="record 2 is broken"):
+            next(prefetched)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_a_closed_one_leaves_no_thread(taken):
+    before = threading.active_count()
+    items = Prefetcher(count(), ahead=2)
+    assert list(islice(items, taken)) == list(range(taken))
+    items.close()
+    assert threading.active_count() == before
+
+
+def test_the_thread_is_prepared_first():
+    seen = []
+    items = Prefetcher(iter([1]), begin=lambda: seen.append(threading.current_thread()))
+    assert next(items) == 1 and seen != [threading.current_thread()]

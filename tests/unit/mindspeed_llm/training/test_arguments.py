@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.arguments import RANGES, parse
+from mindspeed.training.options import RANGES
+from mindspeed_llm.training.arguments import parse
 from mindspeed_llm.training.options import TrainOptions
 
 SCRIPT = """
@@ -91,7 +92,7 @@ def test_an_unknown_flag_is_told_with_the_nearest(capsys: pytest.CaptureFixture[
 
 
 def test_flags_without_effect_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    from mindspeed_llm.training.options.accepted import AcceptedOptions
+    from mindspeed_llm.training.options import AcceptedOptions
 
     for field in AcceptedOptions.model_fields.values():
         assert field.description.startswith("Accepted for existing")

@@ -10,11 +10,11 @@ import torch
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
+from mindspeed.training.entry import StopRequest
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.stop import StopRequest
 from mindspeed_llm.training.world import limit_waits, meet, plan_layout, share_batch
 
 SHAPE = ModelShape(
@@ -118,12 +118,12 @@ def test_the_first_signal_is_noted(number: signal.Signals, usual: list[str]) -> 
     before = signal.signal(number, lambda *arguments: came.append("usual"))
     try:
         with StopRequest() as request:
-            assert not request.came
+            assert not request.is_set
             os.kill(os.getpid(), number)
-            assert request.came and request.number == number and not came
+            assert request.is_set and request.signal == number and not came
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
-            assert came == usual and request.number == number
+            assert came == usual and request.signal == number
     finally:
         signal.signal(number, before)
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed.training.metrics import StepResult
 from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.step import StepResult
 
 STEPS = 8
 
@@ -53,13 +53,13 @@ class Run(Course):
         self.taken.append((iteration, progress.consumed_samples, group["lr"]))
         is_finite = iteration not in self._bad
         return StepResult(
-            losses={"loss": 1.0},
+            metrics={"loss": 1.0},
             grad_norm=1.0,
             tokens=1,
             loss_scale=1.0,
             is_updated=is_finite,
             is_finite=is_finite,
-            is_asked_to_stop=False,
+            should_stop=False,
         )
 
     def evaluate(self):

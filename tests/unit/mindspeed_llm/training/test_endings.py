@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from mindspeed.config import ConfigError
+from mindspeed.training.entry import LAUNCHED, POLL_SECONDS, Stopped, run_rank
+from mindspeed.training.metrics import StepResult
+from mindspeed.training.options import RunOptions
 from mindspeed_llm.training.course import Course, NotANumber
 from mindspeed_llm.training.folders import Progress, newest, newest_good, read_progress
-from mindspeed_llm.training.options import RunOptions
-from mindspeed_llm.training.rank import LAUNCHED, LOOK_EVERY, run_rank
-from mindspeed_llm.training.step import StepResult
-from mindspeed_llm.training.stop import Stopped
 from tests.ranks import run_ranks
 
 
@@ -180,15 +179,15 @@ def test_no_thread_of_a_group_is_left(how: str, code: int) -> None:
 RANK = """
 import os, sys, time
 from pathlib import Path
-from mindspeed_llm.training.rank import run_rank
-from mindspeed_llm.training.stop import StopRequest
+from mindspeed.training.entry import run_rank
+from mindspeed.training.entry import StopRequest
 
 def train():
     with StopRequest() as request:
         Path("rank").write_text(str(os.getpid()))
-        while not request.came and not Path("go").exists():
+        while not request.is_set and not Path("go").exists():
             time.sleep(0.05)
-        Path("ended.new").write_text("asked to stop" if request.came else "done")
+        Path("ended.new").write_text("asked to stop" if request.is_set else "done")
         os.rename("ended.new", "ended")
 
 sys.exit(run_rank(train))
@@ -211,7 +210,7 @@ def test_a_rank_stops_when_its_launcher_is_killed(tmp_path: Path, is_launched: b
     launcher.kill()
     launcher.wait()
     if not is_launched:
-        time.sleep(2 * LOOK_EVERY)
+        time.sleep(2 * POLL_SECONDS)
         (tmp_path / "go").touch()
     _wait_for(tmp_path / "ended")
     expected = f"the launcher (process {launcher.pid}) has ended: stopping\n"

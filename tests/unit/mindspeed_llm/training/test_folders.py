@@ -8,11 +8,11 @@ import signal
 import pytest
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training import reservation
+from mindspeed.training import save_dir_lock
+from mindspeed.training.save_dir_lock import SaveDirLock
 from mindspeed_llm.training.folders import CheckpointFolders, Progress, newest, read_progress
 from mindspeed_llm.training.folders import to_resume as find
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.reservation import Reservation
 from tests.ranks import run_ranks
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -131,16 +131,16 @@ def test_the_tracker_names_only_what_has_been_renamed(tmp_path):
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path, monkeypatch):
     """Writers of a killed run outlive it; the next run must not wait for them."""
-    monkeypatch.setattr(reservation, "TRIES", 1)
-    held = Reservation(str(tmp_path))
+    monkeypatch.setattr(save_dir_lock, "TRIES", 1)
+    held = SaveDirLock(str(tmp_path))
     child = os.fork()
     if child == 0:
         signal.pause()
     try:
         with pytest.raises(ConfigError, match=f"process {os.getpid()} is saving there now"):
-            Reservation(str(tmp_path))
+            SaveDirLock(str(tmp_path))
         held.release()
-        Reservation(str(tmp_path)).release()
+        SaveDirLock(str(tmp_path)).release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

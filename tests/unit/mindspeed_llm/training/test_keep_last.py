@@ -9,9 +9,9 @@ import torch
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
+from mindspeed.training.save_dir_lock import SaveDirLock
 from mindspeed_llm.training.checkpoint import Checkpoints
 from mindspeed_llm.training.folders import Progress, newest, read_progress
-from mindspeed_llm.training.reservation import Reservation
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +91,14 @@ def test_the_tracker_follows_the_rename(tmp_path, monkeypatch):
 
 
 def test_a_forked_writer_does_not_keep_the_folder(tmp_path):
-    lock = Reservation(str(tmp_path))
+    lock = SaveDirLock(str(tmp_path))
     child = os.fork()
     if not child:  # outlives the run, as a process that still writes a checkpoint does
         signal.pause()
         os._exit(0)
     try:
         lock.release()
-        Reservation(str(tmp_path)).release()
+        SaveDirLock(str(tmp_path)).release()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.options import RunOptions
+from mindspeed.training.options import RunOptions
 from mindspeed_mm.training.optimizer import make_optimizer, make_state
 
 

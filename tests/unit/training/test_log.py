@@ -1,5 +1,6 @@
-"""The bar: on a terminal, and only there."""
+"""The log of a run: means over an interval, and a progress bar on terminals only."""
 
+import json
 import logging
 import os
 import pty
@@ -10,26 +11,65 @@ from typing import TextIO
 
 import pytest
 
-from mindspeed_llm.training.bar import StepBar
-from mindspeed_llm.training.step import StepResult
+from mindspeed.training.log import ProgressBar, TrainingLog
+from mindspeed.training.metrics import StepResult
+
+
+def step(loss, tokens, **more):
+    usual = {"grad_norm": 1.0, "loss_scale": 1.0, "is_updated": True, "is_finite": True}
+    usual |= {"should_stop": False}
+    return StepResult(metrics={"loss": loss}, tokens=tokens, **usual | more)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Log steps, two a line; return what was written."""
+
+    def log(*steps):
+        file = tmp_path / "log.jsonl"
+        training = TrainingLog(interval=2, total=100, global_batch=8, is_writer=True, file=file)
+        training.start(0)
+        for number, each in enumerate(steps, 1):
+            training.add(number, 8 * number, 0.1, each)
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    return log
+
+
+def test_a_line_is_the_mean_of_its_steps(written):
+    first, second = written(step(1.0, 10), step(2.0, 30), step(4.0, 10), step(5.0, 10))
+    assert (first["iteration"], first["loss"], second["loss"]) == (2, 1.5, 4.5)
+    assert first["tokens/s"] > 0 and first["consumed samples"] == 16
+
+
+def test_steps_that_are_no_numbers_are_counted_and_not_in_the_mean(written):
+    (line,) = written(step(float("nan"), 10, is_finite=False, is_updated=False), step(2.0, 10))
+    assert line["loss"] == 2.0
+    assert (line["number of nan iterations"], line["number of skipped iterations"]) == (1, 0)
+
+
+def test_without_tokens_there_is_no_speed_of_them(written):
+    (line,) = written(step(1.0, 0), step(2.0, 0))
+    assert "tokens/s" not in line
+
 
 RESULT = StepResult(
-    losses={"lm loss": 1.23456},
+    metrics={"lm loss": 1.23456},
     grad_norm=1.0,
     tokens=100,
     loss_scale=1.0,
     is_updated=True,
     is_finite=True,
-    is_asked_to_stop=False,
+    should_stop=False,
 )
 
 
-def _run(bar: StepBar) -> None:
-    bar.begin(1)
+def _run(bar: ProgressBar) -> None:
+    bar.start(1)
     for iteration in (2, 3):
         logging.getLogger("bar").warning("line %d", iteration)
         bar.add(iteration, RESULT)
-    bar.end()
+    bar.stop()
 
 
 END = "<the end>"
@@ -66,7 +106,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
 
 def test_a_terminal_shows_step_loss_speed_and_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as read:
-        _run(StepBar(4, is_writer=True))
+        _run(ProgressBar(4, is_writer=True))
         shown = read()
     assert "3/4" in shown and "loss 1.2346" in shown and "tokens/s" in shown
     assert "line 2" in shown and "line 3" in shown
@@ -74,10 +114,10 @@ def test_a_terminal_shows_step_loss_speed_and_lines(monkeypatch: pytest.MonkeyPa
 
 def test_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as read:
-        _run(StepBar(4, is_writer=False))
+        _run(ProgressBar(4, is_writer=False))
         assert "tokens/s" not in read()
 
 
 def test_without_a_terminal_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    _run(StepBar(4, is_writer=True))
+    _run(ProgressBar(4, is_writer=True))
     assert "tokens/s" not in "".join(capfd.readouterr())

@@ -1,4 +1,4 @@
-"""One process as one rank of a run: who speaks, and how it ends."""
+"""One process as one rank of a run: its logging, its signals, and how it exits."""
 
 import atexit
 import gc
@@ -11,36 +11,82 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from mindspeed.config import ConfigError, printable
-from mindspeed_llm.training import disk
-from mindspeed_llm.training.stop import Stopped
+from mindspeed.training import disk
 
 logger = logging.getLogger(__name__)
 
 LAUNCHED = "TORCHELASTIC_USE_AGENT_STORE"
 """What torchrun and `mindspeed run` set in the environment of ranks."""
-LOOK_EVERY = 1.0
-"""Seconds between two looks at the launcher."""
-MISUSE = 2
+POLL_SECONDS = 1.0
+"""Seconds between two checks that the launcher is alive."""
+CONFIG_ERROR = 2
+"""Exit code of what a user can correct."""
 FAILED = 1
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RunFailed(RuntimeError):
-    """A run cannot go on, for a reason that every rank knows and one line explains."""
+    """A run cannot continue, for a reason that every rank knows and one line explains."""
+
+
+class Stopped(SystemExit):
+    """A run that was asked to stop before its last step; its exit code is 128 + the signal."""
+
+    def __init__(self, number: int, iteration: int) -> None:
+        self.exit_code = 128 + number
+        super().__init__(self.exit_code)
+        self.iteration = iteration
+        """The last iteration that was trained."""
+
+
+class StopRequest:
+    """Records SIGTERM and the first Ctrl-C; a second Ctrl-C has its usual effect.
+
+    SIGTERM may come any number of times: a scheduler sends it to every process of a job, and each
+    launcher among them sends it to its ranks once more.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The first signal, if one was received."""
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            for number in SIGNALS:
+                self._previous[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.signal is not None
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])
 
 
 def run_rank(train: Callable[[], None]) -> int:
-    """Train and return the exit code; what concerns all ranks is reported once a machine."""
-    speak()
+    """Train and return the exit code; an error of all ranks is reported once a machine."""
+    setup_logging()
     code, misuse = 0, ""
     try:
-        with stopping_with_launcher():
+        with stop_with_launcher():
             train()
     except Stopped as stopped:
         code = stopped.exit_code
     except ConfigError as error:
-        code, misuse = MISUSE, str(error)
+        code, misuse = CONFIG_ERROR, str(error)
     except RunFailed as error:
         code = FAILED
         _report(error)
@@ -48,18 +94,18 @@ def run_rank(train: Callable[[], None]) -> int:
         if error.errno not in disk.FULL:
             raise
         code = FAILED
-        # Other ranks may have space: this one says what it lacks, whichever it is.
+        # Other ranks may have space: every rank that has none reports it.
         why = disk.explain(os.strerror(error.errno), Path(tempfile.gettempdir()))
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {why}\n")
     finally:
-        _leave()
+        _teardown()
     if misuse and _is_first_here():
         raise ConfigError(misuse)
     return code
 
 
-def speak() -> None:
-    """Let the first rank write the log, and the others only what goes wrong."""
+def setup_logging() -> None:
+    """Log everything on the first rank, and only errors on the others."""
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
         format="%(message)s",
@@ -69,17 +115,17 @@ def speak() -> None:
     logging.getLogger("megatron").setLevel(logging.WARNING if is_first else logging.ERROR)
 
 
-def be_a_script() -> None:
-    """Let a script of one's own speak and leave as the commands do."""
-    speak()
-    atexit.register(_leave)
+def script_mode() -> None:
+    """Make a user's own script log and exit as the commands do."""
+    setup_logging()
+    atexit.register(_teardown)
     watch = ExitStack()
-    watch.enter_context(stopping_with_launcher())
+    watch.enter_context(stop_with_launcher())
     atexit.register(watch.close)
 
 
 @contextmanager
-def stopping_with_launcher() -> Iterator[None]:
+def stop_with_launcher() -> Iterator[None]:
     """Stop this rank, as SIGTERM does, when the process that launched it has ended.
 
     torchrun that is killed leaves its ranks behind, which would train on. A rank that no launcher
@@ -91,7 +137,7 @@ def stopping_with_launcher() -> Iterator[None]:
     launcher, is_over = os.getppid(), threading.Event()
 
     def watch() -> None:
-        while not is_over.wait(LOOK_EVERY):
+        while not is_over.wait(POLL_SECONDS):
             if os.getppid() != launcher:
                 if _is_first_here():
                     logger.error("the launcher (process %d) has ended: stopping", launcher)
@@ -108,13 +154,13 @@ def stopping_with_launcher() -> Iterator[None]:
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """End a script of one's own as the commands end where a user can put something right."""
+def exit_on_config_error() -> Iterator[None]:
+    """Exit a user's own script as the commands exit: one line for what a user can correct."""
     try:
         yield
     except (ConfigError, RunFailed) as error:
         _report(error)
-        raise SystemExit(MISUSE if isinstance(error, ConfigError) else FAILED) from None
+        raise SystemExit(CONFIG_ERROR if isinstance(error, ConfigError) else FAILED) from None
 
 
 def _report(error: Exception) -> None:
@@ -126,11 +172,11 @@ def _is_first_here() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _leave() -> None:
-    """Leave the other ranks in order, and end the threads of all groups.
+def _teardown() -> None:
+    """Destroy all process groups and end their threads.
 
-    A thread of a group that is there when the interpreter ends may abort the process. Groups end
-    with the last that holds them: Megatron, and models in cycles or in the frames of an error.
+    A thread of a group that is alive when the interpreter ends may abort the process. Groups end
+    with their last reference: Megatron, and models in cycles or in the frames of an error.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
@@ -142,10 +188,10 @@ def _leave() -> None:
                 setattr(megatron, name, None)
     torch.distributed.destroy_process_group()
     gc.collect()
-    atexit.register(_forget_error)
+    atexit.register(_drop_last_error)
 
 
-def _forget_error() -> None:
+def _drop_last_error() -> None:
     """Drop the frames of an error that ended the program, once it is printed."""
     for name in ("last_exc", "last_value", "last_traceback"):
         if hasattr(sys, name):

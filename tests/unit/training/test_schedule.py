@@ -7,8 +7,8 @@ import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
+from mindspeed.training.schedule import make_schedule
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.schedule import make_schedule
 
 STEPS = 40
 

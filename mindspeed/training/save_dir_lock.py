@@ -1,4 +1,4 @@
-"""Keeps other runs out of the folder that a run saves in."""
+"""Keeps other runs out of the directory that a run saves in."""
 
 import fcntl
 import os
@@ -12,14 +12,14 @@ from mindspeed.config import ConfigError
 TRIES, PAUSE = 20, 0.5
 
 
-class Reservation:
-    """A folder that is this process's alone until it ends, in whatever way."""
+class SaveDirLock:
+    """An exclusive lock on a directory, held until this process ends, in whatever way."""
 
     def __init__(self, folder: str) -> None:
-        place = Path(folder)
+        path = Path(folder)
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            self._file = (place / ".lock").open("a")
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = (path / ".lock").open("a")
         except OSError as error:
             raise ConfigError(f"--save {folder}: cannot be written ({error.strerror})") from None
         for _ in range(TRIES):
@@ -31,30 +31,30 @@ class Reservation:
             except BlockingIOError:
                 time.sleep(PAUSE)  # a run that was just killed may need a moment to end
         self._file.close()
-        raise ConfigError(f"--save {folder}: process {_holder(place)} is saving there now")
+        raise ConfigError(f"--save {folder}: process {_holder(path)} is saving there now")
 
     def release(self) -> None:
-        """Let another run have the folder."""
+        """Let another run have the directory."""
         self._file.close()
 
 
 @contextmanager
-def given_up_on_errors(reservation: Reservation | None) -> Iterator[None]:
-    """Release the folder if what comes before training fails: a Python program may try again."""
+def release_on_error(lock: SaveDirLock | None) -> Iterator[None]:
+    """Release the lock if setting up a run fails: a Python program may try again."""
     try:
         yield
     except BaseException:
-        if reservation is not None:
-            reservation.release()
+        if lock is not None:
+            lock.release()
         raise
 
 
 def _holder(folder: Path) -> str:
-    """Return the number of the process that holds the lock, as the kernel lists it."""
-    number = os.stat(folder / ".lock").st_ino
+    """Return the id of the process that holds the lock, as the kernel lists it."""
+    inode = os.stat(folder / ".lock").st_ino
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return "of another run"
-    owners = [line.split()[4] for line in lines if f":{number} " in line]
+    owners = [line.split()[4] for line in lines if f":{inode} " in line]
     return owners[0] if owners else "of another run"

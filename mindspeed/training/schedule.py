@@ -5,24 +5,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.options import RunOptions
+from mindspeed.training.options import RunOptions
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, then a fall from `highest` to `lowest` in one of several shapes."""
+    """Warm-up, then a decay from `highest` to `lowest` in one of several styles."""
 
     highest: float
     lowest: float
     style: str
     warmup: float
-    """Steps until the highest rate."""
+    """Steps until the highest rate; may be a fraction."""
     decay: int
     """Steps until the lowest rate."""
     start: float = 0.0
     """Rate before the first step of the warm-up."""
     wsd_decay: int = 0
-    """Steps of the fall at the end (WSD)."""
+    """Steps of the decay at the end (WSD)."""
     wsd_style: str = "linear"
     weight_decay: float = 0.0
 
@@ -36,14 +36,14 @@ class Schedule:
         if step > self.decay:
             return self.lowest
         if self.style == "WSD":
-            begin = self.decay - self.wsd_decay
-            if step <= begin:
+            start = self.decay - self.wsd_decay
+            if step <= start:
                 return self.highest
-            return self._fall((step - begin) / self.wsd_decay, self.wsd_style)
-        return self._fall((step - self.warmup) / (self.decay - self.warmup), self.style)
+            return self._decayed((step - start) / self.wsd_decay, self.wsd_style)
+        return self._decayed((step - self.warmup) / (self.decay - self.warmup), self.style)
 
-    def _fall(self, done: float, style: str) -> float:
-        """Return the rate when a share of the fall is done."""
+    def _decayed(self, done: float, style: str) -> float:
+        """Return the rate when a share of the decay is done."""
         left = {
             "linear": 1.0 - done,
             "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
@@ -52,7 +52,7 @@ class Schedule:
         return self.lowest + left * (self.highest - self.lowest)
 
     def apply(self, optimizer: Any, step: int) -> float:
-        """Set the rate and the decay of every group of parameters; return the rate."""
+        """Set the learning rate and weight decay of every parameter group; return the rate."""
         rate = self.at(step)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
@@ -61,7 +61,7 @@ class Schedule:
 
 
 def make_schedule(options: RunOptions, steps: int) -> Schedule:
-    """Return the schedule of a run of so many steps."""
+    """Return the learning-rate schedule of a run of so many steps."""
     decay = options.lr_decay_iters or steps
     warmup: float = options.lr_warmup_iters
     if options.lr_warmup_fraction is not None:

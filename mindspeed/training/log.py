@@ -1,0 +1,252 @@
+"""The log of a run: Megatron's line on rank 0, JSON lines, TensorBoard, and a progress bar."""
+
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed.config import parse_json
+from mindspeed.training.metrics import StepResult
+from mindspeed.tune.flop_meter import HARDWARE, MODEL, FlopMeter
+
+logger = logging.getLogger(__name__)
+
+SMOOTHING = 0.8
+"""Weight of the speed so far against that of the last step, in the progress bar."""
+
+
+@dataclass
+class Interval:
+    """What happened since the last line."""
+
+    start: float
+    steps: int = 0
+    tokens: int = 0
+    finite_steps: int = 0
+    metric_sums: dict[str, float] = field(default_factory=dict)
+
+
+class TrainingLog:
+    """Collects steps and writes lines; on ranks other than the first it writes nothing."""
+
+    def __init__(
+        self,
+        *,
+        interval: int,
+        total: int,
+        global_batch: int,
+        is_writer: bool,
+        file: Path | None = None,
+        tensorboard_dir: str | None = None,
+        flops_per_step: float | None = None,
+        meter: FlopMeter | None = None,
+        world_size: int = 1,
+    ) -> None:
+        self._log_interval, self._total, self._global_batch = interval, total, global_batch
+        self._is_writer, self._world_size, self._flops = is_writer, world_size, flops_per_step
+        self._meter = meter
+        self._file = file if is_writer else None
+        self.board = _board(tensorboard_dir) if tensorboard_dir and is_writer else None
+        self._interval = Interval(time.perf_counter())
+        self.skipped = 0
+        self.nan = 0
+
+    def start(self, iteration: int) -> None:
+        """Start after an iteration; lines that an earlier run wrote beyond it are dropped."""
+        self._interval = Interval(time.perf_counter())
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        if self._file.is_file():
+            lines = self._file.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if _iteration(line) <= iteration] if iteration else []
+            temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, self._file)
+
+    def add(self, iteration: int, consumed: int, rate: float, result: StepResult) -> None:
+        """Count a step; write when a line is due."""
+        interval = self._interval
+        interval.steps += 1
+        interval.tokens += result.tokens
+        self.nan += not result.is_finite
+        self.skipped += result.is_finite and not result.is_updated
+        if result.is_finite:
+            interval.finite_steps += 1
+            for name, value in result.metrics.items():
+                interval.metric_sums[name] = interval.metric_sums.get(name, 0.0) + value
+        if iteration % self._log_interval == 0 or iteration == self._total:
+            if self._is_writer:
+                self._write(self._numbers(iteration, consumed, rate, result))
+            self._interval = Interval(time.perf_counter())
+
+    def exclude(self, seconds: float) -> None:
+        """Exclude time in which no step ran, such as that of a save."""
+        self._interval.start += seconds
+
+    def add_evaluation(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of an evaluation, which belong to no interval."""
+        if self._is_writer:
+            fields = [f"{name}: {value:.6E}" for name, value in metrics.items()]
+            logger.info(" | ".join([f"evaluation at iteration {iteration}", *fields]))
+            self._record({"iteration": iteration, **metrics})
+
+    def _numbers(
+        self, iteration: int, consumed: int, rate: float, result: StepResult
+    ) -> dict[str, Any]:
+        interval = self._interval
+        seconds = time.perf_counter() - interval.start
+        numbers: dict[str, Any] = {
+            "iteration": iteration,
+            "consumed samples": consumed,
+            "elapsed time per iteration (ms)": 1000 * seconds / interval.steps,
+        }
+        if self._flops is not None:
+            speed = self._flops * interval.steps / seconds / self._world_size / 1e12
+            numbers["throughput per GPU (TFLOP/s/GPU)"] = speed
+        if self._meter is not None:
+            numbers |= self._meter.rates(seconds / interval.steps)
+        numbers |= {"learning rate": rate, "global batch size": self._global_batch}
+        sums = interval.metric_sums.items()
+        numbers |= {name: total / interval.finite_steps for name, total in sums}
+        numbers |= {
+            "loss scale": result.loss_scale,
+            "grad norm": result.grad_norm,
+            "number of skipped iterations": self.skipped,
+            "number of nan iterations": self.nan,
+        }
+        # A model of the user's own may report no tokens.
+        return numbers | ({"tokens/s": interval.tokens / seconds} if interval.tokens else {})
+
+    def _write(self, numbers: dict[str, Any]) -> None:
+        logger.info(format_line(numbers, self._total))
+        self._record(numbers)
+
+    def _record(self, numbers: dict[str, Any]) -> None:
+        if self._file is not None:
+            try:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(numbers) + "\n")
+            except OSError as error:  # a full disk does not stop a run until it has to save
+                logger.warning("%s: no line is written (%s)", self._file, error.strerror)
+        if self.board is not None:
+            for name, value in numbers.items():
+                if name != "iteration":
+                    self.board.add_scalar(name, value, numbers["iteration"])
+            self.board.flush()
+
+
+FORMATS = {
+    "consumed samples": "{:12d}",
+    "elapsed time per iteration (ms)": "{:.1f}",
+    "throughput per GPU (TFLOP/s/GPU)": "{:.1f}",
+    MODEL: "{:.4g}",
+    HARDWARE: "{:.4g}",
+    "learning rate": "{:.6E}",
+    "global batch size": "{:5d}",
+    "loss scale": "{:.1f}",
+    "grad norm": "{:.3f}",
+    "number of skipped iterations": "{:3d}",
+    "number of nan iterations": "{:3d}",
+    "tokens/s": "{:.1f}",
+}
+"""Formats of the fields of a line; metrics of a stage are written as the learning rate is."""
+
+
+def format_line(numbers: dict[str, Any], total: int) -> str:
+    """Return the line whose fields scripts read by name and order."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    fields = [f" [{stamp}] iteration {numbers['iteration']:8d}/{total:8d}"]
+    for name, value in numbers.items():
+        if name != "iteration":
+            fields.append(f"{name}: " + FORMATS.get(name, "{:.6E}").format(value))
+    return " | ".join(fields) + " |"
+
+
+def _iteration(line: str) -> float:
+    try:
+        return float(parse_json(line)["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line that a killed run left unfinished
+
+
+def _board(folder: str) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)
+
+
+class ProgressBar:
+    """Step, loss, speed and remaining time on the first rank's terminal.
+
+    Without a terminal on stderr, and on other ranks, it does nothing.
+    """
+
+    def __init__(self, total: int, *, is_writer: bool) -> None:
+        self._total = total
+        self._is_shown = is_writer and sys.stderr.isatty()
+        self._bar: Any = None
+        self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._speed: float | None = None
+        self._last = 0.0
+
+    def start(self, iteration: int) -> None:
+        """Show the bar of a run that continues after an iteration."""
+        if not self._is_shown:
+            return
+        from rich import progress
+        from rich.console import Console
+
+        columns = (
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TextColumn("loss {task.fields[loss]}"),
+            progress.TextColumn("{task.fields[speed]} tokens/s"),
+            progress.TimeRemainingColumn(),
+        )
+        # Lines on the same terminal go above the bar; those in a file stay there.
+        self._bar = progress.Progress(
+            *columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()
+        )
+        before = sys.stdout
+        self._bar.start()
+        self._redirect(before, sys.stdout)
+        self._bar.add_task("", total=self._total, completed=iteration, loss="-", speed="-")
+        self._last = time.perf_counter()
+
+    def add(self, iteration: int, result: StepResult) -> None:
+        """Count a step."""
+        if self._bar is None:
+            return
+        now = time.perf_counter()
+        speed = result.tokens / max(now - self._last, 1e-9)
+        if self._speed is not None:
+            speed = SMOOTHING * self._speed + (1 - SMOOTHING) * speed
+        self._speed, self._last = speed, now
+        loss = next(iter(result.metrics.values()), float("nan"))
+        self._bar.update(
+            self._bar.task_ids[0], completed=iteration, loss=f"{loss:.4f}", speed=f"{speed:,.0f}"
+        )
+
+    def exclude(self, seconds: float) -> None:
+        """Exclude time in which no step ran, such as that of a save."""
+        self._last += seconds
+
+    def stop(self) -> None:
+        """Leave the last state on the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+            for handler, stream in self._moved:
+                handler.setStream(stream)
+            self._bar = None
+
+    def _redirect(self, before: Any, after: Any) -> None:
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                self._moved.append((handler, before))
+                handler.setStream(after)
