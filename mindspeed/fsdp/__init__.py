@@ -1,4 +1,4 @@
-"""The one FSDP2 engine: a file names modules by pattern, a plan says what follows, torch shards."""
+"""The FSDP2 engine: options name modules by pattern, a plan follows from them, torch shards."""
 
 from mindspeed.fsdp.options import FsdpOptions
 from mindspeed.fsdp.patterns import Pattern, fold

@@ -14,14 +14,14 @@ Children = Mapping[str, Sequence[str]]
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _ITEM = re.compile(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?")
 _WIDEST = 10_000
-"""The longest range that is taken for meant."""
+"""The longest range that is accepted."""
 
 
 class Pattern:
     """One path with braces."""
 
     def __init__(self, text: str) -> None:
-        """Parse a pattern; ConfigError if it cannot be understood."""
+        """Parse a pattern; ConfigError if it is malformed."""
         self.text = text
         self._parts = [_Part(part, text) for part in _split(text)]
 
@@ -32,12 +32,12 @@ class Pattern:
             found = [(path, name) for path in paths for name in children[path] if part.fits(name)]
             known = [name for path in paths for name in children[path]]
             if not found:
-                place = f"{_place(paths)} has no {part.text}"
-                hint = did_you_mean(part.text, known) if known else "it has nothing inside"
-                raise ConfigError(f"{self.text} matches no module: {place}; {hint}")
+                missing_name = f"{_format(paths)} has no {part.text}"
+                hint = did_you_mean(part.text, known) if known else "it has no submodules"
+                raise ConfigError(f"{self.text} matches no module: {missing_name}; {hint}")
             if missing := part.missing(name for _, name in found):
                 raise ConfigError(
-                    f"{self.text}: {_place(paths)} has no {_as_ranges(missing)}, "
+                    f"{self.text}: {_format(paths)} has no {_as_ranges(missing)}, "
                     f"only {', '.join(fold(dict.fromkeys(known)))}"
                 )
             paths = [_join(path, name) for path, name in found]
@@ -50,9 +50,9 @@ class _Part:
     def __init__(self, text: str, whole: str) -> None:
         self.text = text
         if "{" in _BRACES.sub("", text) or "}" in _BRACES.sub("", text):
-            raise ConfigError(f"{whole}: a brace is not closed or not opened")
+            raise ConfigError(f"{whole}: unbalanced braces")
         if not text:
-            raise ConfigError(f"{whole}: a name is missing between or beside dots")
+            raise ConfigError(f"{whole}: empty name between or beside dots")
         literals = _BRACES.split(text)[::2]
         insides = _BRACES.findall(text)
         self._choices = [_numbers(inside, whole) for inside in insides]
@@ -63,11 +63,11 @@ class _Part:
         self._regex = re.compile("".join(pieces))
 
     def fits(self, name: str) -> bool:
-        """Tell whether the name of a module matches."""
+        """Return whether the name of a module matches."""
         return self._regex.fullmatch(name) is not None
 
     def missing(self, names: Iterable[str]) -> set[int]:
-        """Return the numbers that were asked for and that no name has."""
+        """Return the numbers of the pattern that no name has."""
         matches = [match for name in names if (match := self._regex.fullmatch(name))]
         return {
             number
@@ -89,16 +89,16 @@ def child_names(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def fold(paths: Iterable[str]) -> list[str]:
-    """Write paths that differ in their first number as one pattern, in order of appearance."""
+    """Fold paths that differ in their first number into one pattern, in order of appearance."""
     numbers: dict[tuple[str, str | None], list[int]] = {}
     for path in paths:
         parts = path.split(".")
-        place = next((i for i, part in enumerate(parts) if _is_number(part)), None)
-        if place is None:
+        index = next((i for i, part in enumerate(parts) if _is_number(part)), None)
+        if index is None:
             numbers[path, None] = []
         else:
-            key = (".".join([*parts[:place], ""]), ".".join(["", *parts[place + 1 :]]))
-            numbers.setdefault(key, []).append(int(parts[place]))
+            key = (".".join([*parts[:index], ""]), ".".join(["", *parts[index + 1 :]]))
+            numbers.setdefault(key, []).append(int(parts[index]))
     return [
         start if end is None else f"{start}{_braces(found)}{end}"
         for (start, end), found in numbers.items()
@@ -118,12 +118,12 @@ def _numbers(inside: str, whole: str) -> frozenset[int] | None:
         match = _ITEM.fullmatch(item.strip())
         if match is None:
             raise ConfigError(
-                f"{whole}: {{{inside}}} holds {item.strip() or 'nothing'!r}: "
+                f"{whole}: {{{inside}}} contains {item.strip() or 'nothing'!r}: "
                 "give *, a number, or a range like 0-23"
             )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ConfigError(f"{whole}: {first}-{last} runs backward: write {last}-{first}")
+            raise ConfigError(f"{whole}: {first}-{last} is descending: write {last}-{first}")
         if last - first >= _WIDEST:
             raise ConfigError(f"{whole}: {first}-{last} is too long: at most {_WIDEST} modules")
         numbers.update(range(first, last + 1))
@@ -152,5 +152,5 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _place(paths: Sequence[str]) -> str:
+def _format(paths: Sequence[str]) -> str:
     return ", ".join(fold(paths)) if paths != [""] else "the model"

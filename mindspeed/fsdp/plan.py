@@ -1,101 +1,107 @@
-"""What the options mean for a model: computed on any device, meta too, before ranks start."""
+"""The sharding plan of a model, and its description as a tree.
+
+Computed from the options on any device, meta too, before ranks start.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from mindspeed.config import ConfigError
 from mindspeed.fsdp.options import FsdpOptions
-from mindspeed.fsdp.patterns import Pattern, child_names
+from mindspeed.fsdp.patterns import Pattern, child_names, fold
 
 ROOT = ""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NEVER_RUN = (nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules whose forward is never called, so no hook on it fires."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One sharded module: the parameters that are gathered together, and what they take."""
+    """One sharded module: the parameters that are gathered together, and their sizes."""
 
     name: str
     parameters: tuple[str, ...]
-    held: int
+    bytes_per_rank: int
     """Bytes of weights that every rank keeps, with the padding of uneven shards."""
-    trained: int
+    trainable_bytes: int
     """The part of them that has gradients and optimizer state."""
-    gathered: int
+    gathered_bytes: int
     """Bytes of weights while the unit is gathered."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sharded, recomputed, ignored and prefetched; names are those of named_modules."""
+    """What is sharded, recomputed, ignored and prefetched, by the names of named_modules."""
 
     options: FsdpOptions
-    ranks: int
+    world_size: int
     replicas: int
     shards: int
     units: tuple[Unit, ...]
-    """In the order of definition, so the root first; applied from the last to the first."""
+    """In definition order, so the root first; applied from the last to the first."""
     recomputed: tuple[str, ...]
     ignored: tuple[str, ...]
     experts: tuple[str, ...]
     ignored_bytes: int
-    trained_ignored: tuple[str, ...]
-    """Parameters that are ignored and yet trained: nothing would bring their gradients together."""
+    trainable_ignored: tuple[str, ...]
+    """Parameters that are ignored but trainable: nothing would reduce their gradients."""
 
     @property
-    def held(self) -> int:
+    def bytes_per_rank(self) -> int:
         """Bytes of weights that every rank keeps, ignored ones too."""
-        return sum(unit.held for unit in self.units) + self.ignored_bytes
+        return sum(unit.bytes_per_rank for unit in self.units) + self.ignored_bytes
 
     @property
-    def order(self) -> tuple[str, ...]:
-        """The sharded modules below the root, as the forward pass is expected to need them."""
+    def forward_order(self) -> tuple[str, ...]:
+        """The sharded modules below the root, in the expected order of the forward pass."""
         return tuple(unit.name for unit in self.units if unit.name != ROOT)
 
 
-def make_plan(model: nn.Module, options: FsdpOptions, ranks: int) -> Plan:
-    """Work out the plan for a model on so many ranks; ConfigError for what cannot be done."""
-    replicas, shards = options.layout(ranks)
-    names = _Names(model)
-    ignored = names.find("ignored_modules", options.ignored_modules)
+def make_plan(model: nn.Module, options: FsdpOptions, world_size: int) -> Plan:
+    """Return the plan for a model on `world_size` ranks; ConfigError if it is impossible."""
+    replicas, shards = options.mesh_shape(world_size)
+    tree = _ModuleTree(model)
+    ignored = tree.find("ignored_modules", options.ignored_modules)
     experts = (
-        names.find("moe_modules", options.moe_modules) if options.expert_parallel_size > 1 else ()
+        tree.find("moe_modules", options.moe_modules) if options.expert_parallel_size > 1 else ()
     )
-    wrapped = names.find("sub_modules_to_wrap", options.sub_modules_to_wrap)
-    recomputed = names.find("recompute_modules", options.recompute_modules)
-    names.must_run("sub_modules_to_wrap", wrapped)
-    names.must_run("recompute_modules", recomputed)
-    names.must_split(experts)
-    units = names.in_order({ROOT, *wrapped, *experts})
-    _must_not_be_ignored(units, ignored)
-    kept = {
+    wrapped = tree.find("sub_modules_to_wrap", options.sub_modules_to_wrap)
+    recomputed = tree.find("recompute_modules", options.recompute_modules)
+    tree.check_callable("sub_modules_to_wrap", wrapped)
+    tree.check_callable("recompute_modules", recomputed)
+    tree.check_experts(experts)
+    units = tree.in_order({ROOT, *wrapped, *experts})
+    _check_not_ignored(units, ignored)
+    ignored_params = {
         parameter: path
         for name in ignored
         for path, parameter in model.get_submodule(name).named_parameters(name)
     }
-    owners = names.owners(units, kept)
-    sizes = _Sizes(options, ranks, shards, frozenset(experts))
+    owners = tree.owners(units, ignored_params)
+    sizes = _Sizes(options, world_size, shards, frozenset(experts))
     return Plan(
         options=options,
-        ranks=ranks,
+        world_size=world_size,
         replicas=replicas,
         shards=shards,
         units=tuple(sizes.unit(name, owners[name]) for name in units),
         recomputed=recomputed,
         ignored=ignored,
         experts=tuple(experts),
-        ignored_bytes=sum(p.numel() * p.element_size() for p in kept),
-        trained_ignored=tuple(path for p, path in kept.items() if p.requires_grad),
+        ignored_bytes=sum(p.numel() * p.element_size() for p in ignored_params),
+        trainable_ignored=tuple(path for p, path in ignored_params.items() if p.requires_grad),
     )
 
 
-class _Names:
-    """The module tree of a model by name."""
+class _ModuleTree:
+    """The modules of a model by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -105,7 +111,7 @@ class _Names:
         self._children = child_names(every)
 
     def find(self, key: str, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Return the modules that match any of the patterns of a key, in order of definition."""
+        """Return the modules that match any pattern of a key, in definition order."""
         found: set[str] = set()
         for pattern in patterns:
             try:
@@ -119,18 +125,18 @@ class _Names:
         wanted = set(names)
         return tuple(name for name, _ in self._model.named_modules() if name in wanted)
 
-    def must_run(self, key: str, names: Iterable[str]) -> None:
-        """Refuse containers: their forward is never called, so no hook on it would fire."""
+    def check_callable(self, key: str, names: Iterable[str]) -> None:
+        """Reject containers."""
         for name in names:
             kind = type(self._model.get_submodule(name))
-            if issubclass(kind, NEVER_RUN):
+            if issubclass(kind, CONTAINERS):
                 raise ConfigError(
                     f"{key}: {name} is a {kind.__name__}, which is never called itself: "
                     f"write {name}.{{*}}"
                 )
 
-    def must_split(self, experts: Iterable[str]) -> None:
-        """Refuse experts that cannot run on a part of themselves."""
+    def check_experts(self, experts: Iterable[str]) -> None:
+        """Reject experts without an expert-parallel forward."""
         for name in experts:
             module = self._model.get_submodule(name)
             if not callable(getattr(module, "ep_forward", None)):
@@ -142,18 +148,18 @@ class _Names:
     def owners(
         self, units: Sequence[str], ignored: Mapping[nn.Parameter, object]
     ) -> dict[str, dict[str, nn.Parameter]]:
-        """Give every parameter that is not ignored to the innermost unit around it."""
+        """Assign every parameter that is not ignored to its innermost unit."""
         owned: dict[str, dict[str, nn.Parameter]] = {name: {} for name in units}
         seen: dict[nn.Parameter, tuple[str, str]] = {}
         for path, parameter in self._model.named_parameters(remove_duplicate=False):
             if parameter in ignored:
                 continue
-            unit = next(name for name in self._around(path) if name in owned)
+            unit = next(name for name in self._ancestors(path) if name in owned)
             first_unit, first_path = seen.setdefault(parameter, (unit, path))
             if first_unit != unit:
                 raise ConfigError(
-                    f"{first_path} and {path} are one tied parameter, but {_named(first_unit)} and "
-                    f"{_named(unit)} would be sharded apart and untie it: take both out of "
+                    f"{first_path} and {path} are one tied parameter, but {_name(first_unit)} and "
+                    f"{_name(unit)} would be sharded separately, which unties it: remove both from "
                     "sub_modules_to_wrap, or untie them"
                 )
             if parameter.dim() == 0:
@@ -165,7 +171,7 @@ class _Names:
                 owned[unit][path] = parameter
         return owned
 
-    def _around(self, path: str) -> Iterator[str]:
+    def _ancestors(self, path: str) -> Iterator[str]:
         while path:
             path = path.rpartition(".")[0]
             yield self._first[path]
@@ -176,36 +182,36 @@ class _Sizes:
     """Bytes of parameters on one rank."""
 
     options: FsdpOptions
-    ranks: int
+    world_size: int
     shards: int
     experts: frozenset[str]
 
     def unit(self, name: str, parameters: Mapping[str, nn.Parameter]) -> Unit:
-        """Sum up one unit."""
+        """Return the sizes of one unit."""
         is_expert = name in self.experts
-        held = {p: self._held(path, p, is_expert) for path, p in parameters.items()}
+        local = {p: self._local_bytes(path, p, is_expert) for path, p in parameters.items()}
         dtype = self.options.param_dtype
         element = DTYPES[dtype].itemsize if dtype else None
-        whole = sum(p.numel() * (element or p.element_size()) for p in held)
+        whole = sum(p.numel() * (element or p.element_size()) for p in local)
         return Unit(
             name=name,
             parameters=tuple(parameters),
-            held=sum(held.values()),
-            trained=sum(size for p, size in held.items() if p.requires_grad),
-            gathered=whole // (self.options.expert_parallel_size if is_expert else 1),
+            bytes_per_rank=sum(local.values()),
+            trainable_bytes=sum(size for p, size in local.items() if p.requires_grad),
+            gathered_bytes=whole // (self.options.expert_parallel_size if is_expert else 1),
         )
 
-    def _held(self, path: str, parameter: nn.Parameter, is_expert: bool) -> int:
+    def _local_bytes(self, path: str, parameter: nn.Parameter, is_expert: bool) -> int:
         rows, *rest = parameter.shape
         shards = self.shards
         if is_expert:
-            local = self.options.expert_parallel_size
-            if rows % local:
+            ep_size = self.options.expert_parallel_size
+            if rows % ep_size:
                 raise ConfigError(
-                    f"expert_parallel_size: {local} does not divide the {rows} experts of {path}"
+                    f"expert_parallel_size: {ep_size} does not divide the {rows} experts of {path}"
                 )
-            rows //= local
-            shards = self.ranks // local if self.options.reshard_local_experts else 1
+            rows //= ep_size
+            shards = self.world_size // ep_size if self.options.reshard_local_experts else 1
             if shard_dim((rows, *rest), shards) == 1:
                 rest[0] //= shards
                 shards = 1
@@ -217,15 +223,116 @@ def shard_dim(shape: Sequence[int], shards: int) -> int:
     return 1 if len(shape) == 3 and shape[1] % shards == 0 else 0
 
 
-def _must_not_be_ignored(units: Iterable[str], ignored: Sequence[str]) -> None:
+def _check_not_ignored(units: Iterable[str], ignored: Sequence[str]) -> None:
     for name in units:
-        around = next((i for i in ignored if f"{name}.".startswith(f"{i}.") or i == ROOT), None)
-        if around is not None:
+        parent = next((i for i in ignored if f"{name}.".startswith(f"{i}.") or i == ROOT), None)
+        if parent is not None:
             raise ConfigError(
-                f"{_named(name)} is to be sharded, but ignored_modules holds {_named(around)}: "
-                "take it out of one of the two lists"
+                f"{_name(name)} is to be sharded, but ignored_modules contains {_name(parent)}: "
+                "remove it from one of the two lists"
             )
 
 
-def _named(name: str) -> str:
+def _name(name: str) -> str:
     return name or "the root"
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One module, or several equal ones: its depth, its class, and what is applied to it."""
+
+    depth: int
+    name: str
+    kind: str
+    marks: tuple[str, ...]
+    parameters: int
+    bytes_per_rank: int
+
+
+@dataclass(frozen=True)
+class _Node:
+    row: PlanRow
+    children: tuple[_Node, ...]
+
+
+def describe(model: nn.Module, plan: Plan) -> list[PlanRow]:
+    """Return the tree of a plan, expanded only where the plan differs among modules."""
+    return list(_rows(_RowTree(model, plan).node(ROOT, ROOT, 0)))
+
+
+class _RowTree:
+    """Builds the nodes of the tree."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._modules = dict(model.named_modules())
+        self._children = child_names(self._modules)
+        self._marks = {name: tuple(_marks(name, plan)) for name in self._modules}
+        self._units = {unit.name: unit for unit in plan.units}
+        self._ignored = plan.ignored
+
+    def node(self, path: str, name: str, depth: int) -> _Node:
+        """Build the node of a module, and of its children if anything is applied to them."""
+        module = self._modules[path]
+        children: tuple[_Node, ...] = ()
+        if any(self._marks[other] for other in self._below(path)):
+            children = tuple(
+                self.node(f"{path}.{child}" if path else child, child, depth + 1)
+                for child in self._children[path]
+            )
+        row = PlanRow(
+            depth=depth,
+            name=name,
+            kind=type(module).__name__,
+            marks=self._marks[path],
+            parameters=sum(p.numel() for p in module.parameters()),
+            bytes_per_rank=self._bytes_per_rank(path),
+        )
+        return _Node(row, _merge(children))
+
+    def _below(self, path: str) -> Iterator[str]:
+        start = f"{path}." if path else ""
+        return (name for name in self._modules if name != path and name.startswith(start))
+
+    def _bytes_per_rank(self, path: str) -> int:
+        """Return the bytes that a rank keeps of units and ignored modules at and below a path."""
+        within = [path, *self._below(path)]
+        ignored = (self._modules[name] for name in within if name in self._ignored)
+        whole: int = sum(
+            p.numel() * p.element_size() for module in ignored for p in module.parameters()
+        )
+        units = (self._units[name] for name in within if name in self._units)
+        return whole + sum(unit.bytes_per_rank for unit in units)
+
+
+def _marks(name: str, plan: Plan) -> Iterator[str]:
+    if any(unit.name == name for unit in plan.units):
+        yield "experts" if name in plan.experts else "sharded"
+    if name in plan.recomputed:
+        yield "recomputed"
+    if name in plan.ignored:
+        yield "ignored"
+
+
+def _merge(nodes: tuple[_Node, ...]) -> tuple[_Node, ...]:
+    """Merge runs of numbered nodes that are otherwise equal."""
+    merged: list[tuple[_Node, list[str]]] = []
+    for node in nodes:
+        name = node.row.name
+        if merged and name.isdigit() and _unnamed(node) == _unnamed(merged[-1][0]):
+            merged[-1][1].append(name)
+        else:
+            merged.append((node, [name]))
+    return tuple(
+        replace(node, row=replace(node.row, name=fold(names)[0])) for node, names in merged
+    )
+
+
+def _unnamed(node: _Node) -> _Node:
+    is_numbered = node.row.name.isdigit()
+    return replace(node, row=replace(node.row, name="")) if is_numbered else node
+
+
+def _rows(node: _Node) -> Iterator[PlanRow]:
+    yield node.row
+    for child in node.children:
+        yield from _rows(child)

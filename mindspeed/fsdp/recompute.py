@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(module: nn.Module, use_reentrant: bool) -> None:
-    """Checkpoint the forward of a module in place: no wrapper, so no name of a weight changes."""
+    """Checkpoint the forward of a module in place: no wrapper, so parameter names stay."""
     plain = module.forward
 
     @functools.wraps(plain)
@@ -19,7 +19,7 @@ def recompute(module: nn.Module, use_reentrant: bool) -> None:
             return plain(*args, **kwargs)
         if use_reentrant:
             return _reentrant(module, plain, args, kwargs)
-        # By position, as torch keeps the random numbers of the devices that it sees there only.
+        # Positional: torch saves the RNG state only of devices it finds in positional arguments.
         return checkpoint(_call, plain, args, kwargs, use_reentrant=False)
 
     module.forward = forward
@@ -30,20 +30,20 @@ def _call(forward: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reentrant(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-    """Hand torch every tensor by position: it neither takes keywords nor looks into containers."""
-    leaves, given = tree_flatten((args, kwargs))
-    made: TreeSpec | None = None
+    """Pass every tensor by position: torch neither takes keywords nor inspects containers."""
+    leaves, input_spec = tree_flatten((args, kwargs))
+    output_spec: TreeSpec | None = None
 
     def run(_: torch.Tensor, *leaves: Any) -> tuple[Any, ...]:
-        nonlocal made
-        inner_args, inner_kwargs = tree_unflatten(leaves, given)
-        values, made = tree_flatten(forward(*inner_args, **inner_kwargs))
+        nonlocal output_spec
+        inner_args, inner_kwargs = tree_unflatten(leaves, input_spec)
+        values, output_spec = tree_flatten(forward(*inner_args, **inner_kwargs))
         return tuple(values)
 
-    # torch gives no gradients at all unless an input wants one, and behind a frozen embedding
-    # none does; this one stands for the trained weights of the module.
-    wants = any(parameter.requires_grad for parameter in module.parameters())
-    stand_in = torch.zeros((), requires_grad=wants)
-    values = checkpoint(run, stand_in, *leaves, use_reentrant=True)
-    assert made is not None
-    return tree_unflatten(values, made)
+    # torch computes no gradients at all unless an input requires one, and behind a frozen
+    # embedding none does; this one stands for the trainable weights of the module.
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    dummy = torch.zeros((), requires_grad=is_trained)
+    outputs = checkpoint(run, dummy, *leaves, use_reentrant=True)
+    assert output_spec is not None
+    return tree_unflatten(outputs, output_spec)

@@ -1,4 +1,4 @@
-"""`mindspeed-mm plan`: what a file of FSDP2 options does to a model, without starting ranks."""
+"""`mindspeed-mm plan`: show how FSDP2 options shard a model, without starting ranks."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mindspeed.fsdp import FsdpOptions, Plan
-    from mindspeed.fsdp.describe import Line
+    from mindspeed.fsdp.plan import PlanRow
 
 ADAMW_STATES = 2
 
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description=__doc__,
         allow_abbrev=False,
     )
-    parser.add_argument("config", help="YAML file of the FSDP2 options, or of a run")
+    parser.add_argument("config", help="YAML file of FSDP2 options, or of a run")
     parser.add_argument(
         "--model",
         metavar="TEXT",
@@ -42,15 +42,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tree, the order of gathers and the bytes."""
-    from mindspeed.fsdp import make_plan
-    from mindspeed.fsdp.describe import describe
+    """Print the tree, the order of all-gathers and the bytes per rank."""
+    from mindspeed.fsdp.plan import describe, make_plan
 
     options, build_model = _read(args.config, args.model)
     ranks = _ranks(options) if args.ranks is None else args.ranks
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} is too small: it must be at least 1")
-    sys.path.insert(0, os.getcwd())  # a command, unlike a script, does not look where it is run
+    sys.path.insert(0, os.getcwd())  # unlike a script, a command does not import from there
     model = build_model()
     try:
         plan = make_plan(model, options, ranks)
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(path: str, model: str | None) -> "tuple[FsdpOptions, Callable[[], nn.Module]]":
-    """Return the options, and what builds the model, of a file of options or of a whole run."""
+    """Return the options and a model builder from an FSDP2 file or the file of a run."""
     from mindspeed.config import load_yaml
     from mindspeed.config.yaml_file import read_yaml
     from mindspeed.fsdp import FsdpOptions
@@ -82,48 +81,49 @@ def _read(path: str, model: str | None) -> "tuple[FsdpOptions, Callable[[], nn.M
 def _ranks(options: "FsdpOptions") -> int:
     import mindspeed.device
 
-    asked = 1 if options.sharding_size == "auto" else options.sharding_size
-    return max(mindspeed.device.current().count(), asked)
+    minimum = 1 if options.sharding_size == "auto" else options.sharding_size
+    return max(mindspeed.device.current().count(), minimum)
 
 
-def _tree(lines: "list[Line]") -> Iterator[str]:
-    rows = [("module", "what", "parameters", "a rank keeps"), *map(_row, lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for name, what, count, held in rows:
-        yield f"{name:<{widths[0]}}  {what:<{widths[1]}}  {count:>{widths[2]}}  {held:>{widths[3]}}"
+def _tree(rows: "list[PlanRow]") -> Iterator[str]:
+    cells = [("module", "applied", "parameters", "bytes per rank"), *map(_cells, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    for name, mark, count, size in cells:
+        yield f"{name:<{widths[0]}}  {mark:<{widths[1]}}  {count:>{widths[2]}}  {size:>{widths[3]}}"
 
 
-def _row(line: "Line") -> tuple[str, str, str, str]:
-    name = f"{'  ' * line.depth}{line.name or '(root)'}: {line.kind}"
-    # What lies in a unit around it is kept with that unit.
-    held = _bytes(line.held) if line.held else ""
-    return name, ", ".join(line.marks), f"{line.parameters:,}", held
+def _cells(row: "PlanRow") -> tuple[str, str, str, str]:
+    name = f"{'  ' * row.depth}{row.name or '(root)'}: {row.kind}"
+    # Modules inside a unit are counted with that unit.
+    size = _bytes(row.bytes_per_rank) if row.bytes_per_rank else ""
+    return name, ", ".join(row.marks), f"{row.parameters:,}", size
 
 
 def _summary(plan: "Plan") -> Iterator[str]:
     from mindspeed.fsdp import fold
 
     options = plan.options
-    yield f"ranks               {plan.replicas} x {plan.shards} (copies of the model x shards)"
-    types = {"compute": options.param_dtype, "reduce": options.reduce_dtype}
-    types["reduce"] = types["reduce"] or types["compute"]
-    yield "types               " + ", ".join(f"{k} {v or 'as loaded'}" for k, v in types.items())
-    after = {True: "freed (ZeRO-3)", False: "kept (ZeRO-2)"}
+    yield f"mesh                {plan.replicas} x {plan.shards} (replicas x shards)"
+    dtypes = {"compute": options.param_dtype, "reduce": options.reduce_dtype}
+    dtypes["reduce"] = dtypes["reduce"] or dtypes["compute"]
+    yield "dtypes              " + ", ".join(f"{k} {v or 'as loaded'}" for k, v in dtypes.items())
+    after = {True: "resharded (ZeRO-3)", False: "kept (ZeRO-2)"}
     reshard = options.reshard_after_forward
-    kept = after[reshard] if isinstance(reshard, bool) else f"1/{reshard} kept"
-    yield f"after the forward   {kept}"
-    yield f"gathered in turn    {', '.join(fold(plan.order)) or 'the root only'}"
+    kept = after[reshard] if isinstance(reshard, bool) else f"resharded to {reshard} ranks"
+    yield f"after forward       {kept}"
+    yield f"all-gather order    {', '.join(fold(plan.forward_order)) or 'the root only'}"
     forward, backward = options.num_to_forward_prefetch, options.num_to_backward_prefetch
-    yield f"gathered ahead      {forward} forward, {backward} backward"
-    trained = sum(unit.trained for unit in plan.units)
+    yield f"prefetch            {forward} forward, {backward} backward"
+    trainable = sum(unit.trainable_bytes for unit in plan.units)
     where = "in host memory" if options.offload_to_cpu else "on the device"
-    yield f"a rank keeps        weights {_bytes(plan.held)}, gradients {_bytes(trained)},"
-    yield f"                    AdamW {_bytes(ADAMW_STATES * trained)}, {where}"
-    largest = max(plan.units, key=lambda unit: unit.gathered)
-    yield f"largest gather      {_bytes(largest.gathered)} ({largest.name or 'the root'})"
-    if plan.trained_ignored:
-        yield f"to freeze           {', '.join(fold(plan.trained_ignored))}"
-        yield "                    (ignored, but trained: freeze before sharding)"
+    weights = _bytes(plan.bytes_per_rank)
+    yield f"memory per rank     weights {weights}, gradients {_bytes(trainable)},"
+    yield f"                    AdamW {_bytes(ADAMW_STATES * trainable)}, {where}"
+    largest = max(plan.units, key=lambda unit: unit.gathered_bytes)
+    yield f"largest all-gather  {_bytes(largest.gathered_bytes)} ({largest.name or 'the root'})"
+    if plan.trainable_ignored:
+        yield f"must be frozen      {', '.join(fold(plan.trainable_ignored))}"
+        yield "                    (ignored but trainable: freeze before sharding)"
 
 
 def _bytes(count: int) -> str:

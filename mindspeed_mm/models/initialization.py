@@ -78,7 +78,7 @@ def initialize_adapters(model: nn.Module, names: Container[str] | None = None) -
 
 def _whole_like(parameter: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """Return memory for a parameter as it is without sharding, with the experts of all ranks."""
-    _, ranks = getattr(module, "expert_part", (0, 1))
+    _, ranks = getattr(module, "expert_shard", (0, 1))
     shape = (parameter.shape[0] * ranks, *parameter.shape[1:]) if ranks > 1 else parameter.shape
     return torch.empty(shape, dtype=parameter.dtype)
 

@@ -28,7 +28,7 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
 
 def own_experts(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
     """Return the rows of the experts that this rank has, if the ranks share those of a module."""
-    rank, size = getattr(module, "expert_part", (0, 1))
+    rank, size = getattr(module, "expert_shard", (0, 1))
     return values.chunk(size)[rank] if size > 1 else values
 
 

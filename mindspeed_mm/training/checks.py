@@ -21,7 +21,7 @@ def check(options: MmOptions, fsdp: FsdpOptions) -> None:
         if getattr(fsdp, key) == "fp16":
             raise ConfigError(f"{key}: fp16: {INSTEAD['fp16'].replace('--bf16, or ', '')}")
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    fsdp.layout(world)
+    fsdp.mesh_shape(world)
     if world % options.context_parallel_size:
         raise ConfigError(
             f"--context-parallel-size {options.context_parallel_size} does not divide {world} "

@@ -1,4 +1,4 @@
-"""A model whose batches say which of its parts run, trained in one process or sharded."""
+"""A model whose batches select the branches that run, trained in one process or sharded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ class Branching(nn.Module):
 
 
 def new_model() -> Branching:
-    """Build the same model everywhere, in a type that hides nothing."""
+    """Build the same model on every rank, in float64."""
     torch.manual_seed(11)
     return Branching().double()
 
@@ -85,9 +85,9 @@ def train(case: Case, rank: int, is_sharded: bool) -> Result:
             if is_sharded and case.is_reduced_once:
                 model.set_requires_gradient_sync(number == len(step) - 1)
             inputs = torch.randn(len(ranks), 4, WIDTH, dtype=torch.double, generator=generator)
-            for place, recipe in enumerate(ranks):
-                if not is_sharded or rank == place:
-                    loss = model(inputs[place], recipe).square().mean() / len(step)
+            for index, recipe in enumerate(ranks):
+                if not is_sharded or rank == index:
+                    loss = model(inputs[index], recipe).square().mean() / len(step)
                     # FSDP takes the mean over ranks itself.
                     (loss if is_sharded else loss / len(ranks)).backward()
                     total += loss.detach() / len(ranks)

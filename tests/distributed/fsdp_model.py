@@ -1,4 +1,4 @@
-"""A small transformer with a frozen picture encoder, and its training in one process or sharded."""
+"""A small transformer with a frozen image encoder, trained in one process or sharded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token and picture embeddings, layers, a head."""
+    """Token and image embeddings, layers, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY)
         self.image_encoder.requires_grad_(False)
 
-    def forward(self, tokens: Any, pictures: Any) -> Any:
-        x = self.embed(tokens) + self.image_encoder(pictures)
+    def forward(self, tokens: Any, images: Any) -> Any:
+        x = self.embed(tokens) + self.image_encoder(images)
         mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=x.device).tril()
         steps = torch.linspace(0.5, 1.5, SEQUENCE)[:, None]
         for layer in self.layers:
@@ -64,7 +64,7 @@ def new_model() -> Transformer:
 
 @dataclass
 class Training:
-    """What ten steps gave: the loss of all ranks, and of every gradient this rank's shard."""
+    """Losses of ten steps over all ranks, and this rank's shard of every gradient."""
 
     losses: list[float]
     gradients: list[dict[str, Any]]
@@ -79,8 +79,8 @@ def train(model: nn.Module, rank: int = 0, world: int = 1) -> Training:
     part = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     for _ in range(STEPS):
         tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)[part]
-        pictures = torch.randn(BATCH, SEQUENCE, 5, generator=generator)[part]
-        logits = model(tokens[:, :-1], pictures)
+        images = torch.randn(BATCH, SEQUENCE, 5, generator=generator)[part]
+        logits = model(tokens[:, :-1], images)
         loss = cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         mean = loss.detach() / world
@@ -107,7 +107,7 @@ def held_bytes(model: nn.Module) -> int:
 
 @dataclass
 class Outcome:
-    """A training in one rank, the bytes of weights that were planned for it, and those it held."""
+    """The training of one rank, the planned bytes of its weights, and the actual ones."""
 
     training: Training
     shards: int
@@ -116,7 +116,7 @@ class Outcome:
 
 
 def train_all(cases: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
-    """Shard and train in a rank, once for every file of options."""
+    """Shard and train on a rank, once per set of options."""
     return {name: _train_sharded(build(FsdpOptions, values)) for name, values in cases.items()}
 
 
@@ -125,4 +125,4 @@ def _train_sharded(options: FsdpOptions) -> Outcome:
     plan = shard(model, options)
     held = held_bytes(model)
     training = train(model, dist.get_rank(), dist.get_world_size())
-    return Outcome(training, plan.shards, plan.held, held)
+    return Outcome(training, plan.shards, plan.bytes_per_rank, held)

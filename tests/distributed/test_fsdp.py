@@ -1,4 +1,4 @@
-"""Sharded training is the training of one process, whatever the file says."""
+"""Sharded training equals training in one process, for every option."""
 
 import functools
 from typing import Any
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "kept after forward": (2, {**SHARD, "reshard_after_forward": False}),
     "prefetched": (2, {**SHARD, "num_to_forward_prefetch": 2, "num_to_backward_prefetch": 2}),
     "nothing prefetched": (2, {**SHARD, "num_to_backward_prefetch": 0}),
-    "fp32 said": (2, {**SHARD, "param_dtype": "fp32", "reduce_dtype": "fp32"}),
+    "fp32 given": (2, {**SHARD, "param_dtype": "fp32", "reduce_dtype": "fp32"}),
     "hsdp": (4, {"sharding_size": 2, **WRAP}),
     "resharded to two": (4, {**SHARD, "reshard_after_forward": 2}),
     "all at once": (
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @functools.cache
-def alone() -> Training:
+def single_process() -> Training:
     return train(new_model())
 
 
@@ -58,30 +58,32 @@ def sharded(world: int) -> list[dict[str, Outcome]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sharded_training_is_that_of_one_process(case):
-    expected = alone()
+def test_sharded_training_equals_one_process(case):
+    expected = single_process()
     assert expected.losses[-1] < expected.losses[0]
     for rank, outcomes in enumerate(sharded(CASES[case][0])):
         training, shards = outcomes[case].training, outcomes[case].shards
         assert training.losses == pytest.approx(expected.losses, abs=1e-6)
         for ours, whole in zip(training.gradients, expected.gradients, strict=True):
-            theirs = {name: part(tensor, rank % shards, shards) for name, tensor in whole.items()}
+            theirs = {
+                name: local_rows(tensor, rank % shards, shards) for name, tensor in whole.items()
+            }
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
 
 
-def part(tensor: torch.Tensor, rank: int, shards: int) -> torch.Tensor:
-    """Cut out the rows of one rank; the last ranks may get fewer, or none."""
+def local_rows(tensor: torch.Tensor, rank: int, shards: int) -> torch.Tensor:
+    """Return the rows of one rank; the last ranks may get fewer, or none."""
     rows = -(-len(tensor) // shards)
     return tensor[rank * rows : (rank + 1) * rows]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_hold_what_the_plan_says(case):
+def test_ranks_hold_the_planned_bytes(case):
     for rank in sharded(CASES[case][0]):
         assert rank[case].planned == rank[case].held
 
 
-def test_a_shard_is_a_share_and_ignored_modules_are_whole():
+def test_shards_are_halves_and_ignored_modules_are_replicated():
     model = new_model()
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     encoder = sum(p.numel() * p.element_size() for p in model.image_encoder.parameters())

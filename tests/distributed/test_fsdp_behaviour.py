@@ -1,4 +1,4 @@
-"""What every key does, seen from outside: types, collectives, the order of gathers, refusals."""
+"""Observable effects of every option: dtypes, collectives, order of all-gathers, errors."""
 
 import functools
 from typing import Any
@@ -34,7 +34,7 @@ LOG = {
 
 
 class Log(TorchDispatchMode):
-    """Writes down, in order, the gathers and what the hooks say."""
+    """Records, in order, the all-gathers and the events of hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,15 +47,15 @@ class Log(TorchDispatchMode):
 
 
 def observe() -> dict[str, Any]:
-    """Run everything in one rank."""
+    """Run all cases on one rank."""
     ours, theirs = new_model(), new_model()
     shard(ours, build(FsdpOptions, MIXED))
     _shard_by_hand(theirs)
     seen: dict[str, Any] = {
         "mixed": [train(model, dist.get_rank(), WORLD) for model in (ours, theirs)],
-        "types": _types(),
+        "dtypes": _dtypes(),
         "guide": _guide(),
-        "refused": _refusals(),
+        "errors": _errors(),
     }
     ahead = {**SHARD, "num_to_forward_prefetch": 1, "num_to_backward_prefetch": 2}
     seen["first pass"], seen["second pass"] = (_log(ahead, True, passes) for passes in (1, 2))
@@ -74,7 +74,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _log(values: dict[str, Any], is_reversed: bool = False, passes: int = 1) -> list[str]:
-    """Return what happens in the last pass of a model, which may run its layers from the last."""
+    """Return the events of the last pass of a model, which may run its layers in reverse."""
     model, log = new_model(), Log()
     names = dict(model.named_modules())
     for name in ("embed", *(f"layers.{n}" for n in range(LAYERS)), "head"):
@@ -102,7 +102,7 @@ def _log(values: dict[str, Any], is_reversed: bool = False, passes: int = 1) -> 
 
 
 class Probe(torch.nn.Module):
-    """Remembers the types of its input and of its weight."""
+    """Records the dtypes of its input and of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class Probe(torch.nn.Module):
         return x * 1
 
 
-def _types() -> dict[str, list[torch.dtype]]:
-    """Types of the input inside, the weight inside, the output and the kept weight."""
+def _dtypes() -> dict[str, list[torch.dtype]]:
+    """Return the dtypes of the input, the gathered weight, the output and the sharded weight."""
     found = {}
     for name, values in {
         "cast": {"param_dtype": "bf16", "output_dtype": "fp16"},
@@ -130,7 +130,7 @@ def _types() -> dict[str, list[torch.dtype]]:
 
 
 def _guide() -> tuple[list[torch.dtype], list[float]]:
-    """Train as the guide's file says: a frozen encoder in fp32 within a model in bf16."""
+    """Train with the file of the guide: a frozen encoder in fp32 within a model in bf16."""
     model = new_model()
     types = []
     model.image_encoder[0].register_forward_hook(lambda *given: types.append(given[2].dtype))
@@ -141,8 +141,8 @@ def _guide() -> tuple[list[torch.dtype], list[float]]:
     return types[:2], losses
 
 
-def _refusals() -> dict[str, str]:
-    said = {}
+def _errors() -> dict[str, str]:
+    errors = {}
     for key, values in {
         "trained": {"ignored_modules": ["layers.1"]},
         "size": {"sharding_size": 3},
@@ -153,8 +153,8 @@ def _refusals() -> dict[str, str]:
         try:
             shard(new_model(), build(FsdpOptions, values))
         except ConfigError as error:
-            said[key] = str(error)
-    return said
+            errors[key] = str(error)
+    return errors
 
 
 @functools.cache
@@ -162,7 +162,7 @@ def seen() -> dict[str, Any]:
     return run_ranks(observe, WORLD, timeout=300)[0]
 
 
-def test_mixed_precision_is_that_of_torch_in_every_bit():
+def test_mixed_precision_is_bit_equal_to_torch():
     ours, theirs = seen()["mixed"]
     assert isinstance(ours, Training)
     assert ours.losses == theirs.losses
@@ -171,15 +171,15 @@ def test_mixed_precision_is_that_of_torch_in_every_bit():
         assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
-def test_types_are_cast_where_the_file_says():
+def test_dtypes_are_cast_as_configured():
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    types = seen()["types"]
-    assert types["cast"] == [bf16, bf16, fp16, fp32]
-    assert types["not cast"] == [fp32, fp16, fp32, fp32]
-    assert types["left alone"] == [fp32] * 4
+    dtypes = seen()["dtypes"]
+    assert dtypes["cast"] == [bf16, bf16, fp16, fp32]
+    assert dtypes["not cast"] == [fp32, fp16, fp32, fp32]
+    assert dtypes["left alone"] == [fp32] * 4
 
 
-def test_an_ignored_module_keeps_its_type_within_another():
+def test_an_ignored_module_keeps_its_dtype():
     types, losses = seen()["guide"]
     assert types == [torch.float32, torch.bfloat16]
     assert losses == pytest.approx(train(new_model()).losses, rel=0.02)
@@ -191,38 +191,38 @@ def gathers(name: str) -> tuple[int, int]:
     return events[:middle].count("gather"), events[middle:].count("gather")
 
 
-def test_zero_3_gathers_twice_and_zero_2_once():
+def test_zero3_gathers_twice_and_zero2_once():
     assert gathers("zero-3") == (UNITS + 1, UNITS)  # the root stays for the backward pass
     assert gathers("zero-2") == (UNITS + 1, 0)
     assert gathers("forward prefetch") == gathers("backward prefetch") == gathers("zero-3")
 
 
 def gathered_before(name: str) -> list[int]:
-    """How many gathers were begun before each unit ran forward, the root's left out."""
+    """Return the all-gathers issued before each unit ran forward, without that of the root."""
     events = seen()[name][: seen()[name].index("backward")]
-    places = [place for place, event in enumerate(events) if event != "gather"]
-    return [events[:place].count("gather") - 1 for place in places]
+    indices = [index for index, event in enumerate(events) if event != "gather"]
+    return [events[:index].count("gather") - 1 for index in indices]
 
 
-def test_the_forward_pass_gathers_ahead():
+def test_forward_prefetch():
     assert gathered_before("zero-3") == [1, 2, 3, 4, 5]
     assert gathered_before("forward prefetch") == [3, 4, 5, 5, 5]
 
 
 def gathered_before_backward(name: str) -> list[int]:
-    """How many gathers the backward pass had begun when it reached each unit, the last first."""
+    """Return the all-gathers issued when the backward pass reached each unit, last unit first."""
     events = seen()[name][seen()[name].index("backward") :]
-    places = [place for place, event in enumerate(events) if event.endswith("reached")]
-    return [events[:place].count("gather") for place in places]
+    indices = [index for index, event in enumerate(events) if event.endswith("reached")]
+    return [events[:index].count("gather") for index in indices]
 
 
-def test_the_backward_pass_gathers_ahead():
+def test_backward_prefetch():
     assert gathered_before_backward("no backward prefetch") == [0, 1, 2, 3, 4]
     assert gathered_before_backward("zero-3") == [0, 2, 3, 4, 5]
     assert gathered_before_backward("backward prefetch") == [0, 4, 5, 5, 5]
 
 
-def test_from_the_second_pass_on_gathers_follow_the_real_order():
+def test_prefetch_follows_the_order_of_the_first_pass():
     """The layers run from the last to the first."""
     assert [e for e in seen()["second pass"] if e.startswith("layers")][:3] == [
         f"layers.{number}" for number in reversed(range(LAYERS))
@@ -231,27 +231,27 @@ def test_from_the_second_pass_on_gathers_follow_the_real_order():
     assert gathered_before_backward("second pass") == [0, 3, 4, 5, 5]
 
 
-def test_recompute_runs_the_named_layers_again():
+def test_recompute_reruns_the_named_layers():
     events = seen()["recomputed"]
     again = [event for event in events[events.index("backward") :] if event.startswith("layers")]
     assert [event for event in again if "reached" not in event] == ["layers.2", "layers.0"]
 
 
-def test_what_cannot_be_is_refused_in_a_line():
-    said = seen()["refused"]
-    assert "layers.1.input_norm.weight, which is trained" in said["trained"]
-    assert said["size"] == "sharding_size: 3 does not divide 2 rank(s): use 1, 2"
-    assert said["part"].endswith("use true, false")
-    assert said["typo"].endswith("the model has no layer; did you mean layers?")
-    assert "layers.0.proj (Linear) has no method ep_forward" in said["experts"]
+def test_impossible_options_raise_one_line_errors():
+    errors = seen()["errors"]
+    assert "layers.1.input_norm.weight, which is trainable" in errors["trained"]
+    assert errors["size"] == "sharding_size: 3 does not divide 2 rank(s): use 1, 2"
+    assert errors["part"].endswith("use true, false")
+    assert errors["typo"].endswith("the model has no layer; did you mean layers?")
+    assert "layers.0.proj (Linear) has no method ep_forward" in errors["experts"]
 
 
-def test_a_process_group_of_one_rank_is_enough():
-    (losses,) = run_ranks(_alone, 1, timeout=300)
+def test_a_process_group_of_one_rank():
+    (losses,) = run_ranks(_single_rank, 1, timeout=300)
     assert losses == pytest.approx(train(new_model()).losses, abs=1e-6)
 
 
-def _alone() -> list[float]:
+def _single_rank() -> list[float]:
     model = new_model()
     shard(model, build(FsdpOptions, SHARD))
     return train(model).losses

@@ -1,4 +1,4 @@
-"""Ranks that run different parts of a model train it as one process does."""
+"""Ranks that run different branches of a model train it like one process."""
 
 from typing import Any
 
@@ -43,21 +43,21 @@ def cases(draw: Any) -> Case:
     return Case(options, tuple(draw(st.tuples(*[step] * 4))), draw(st.booleans()))
 
 
-def alike(case: Case) -> str:
-    """Return in what this rank differs from one process, or nothing."""
-    ours, alone = (train(case, dist.get_rank(), is_sharded) for is_sharded in (True, False))
-    if ours.losses != pytest.approx(alone.losses, rel=1e-12, abs=1e-12):
-        return f"losses {ours.losses} against {alone.losses}"
-    if ours.with_gradients != alone.with_gradients or ours.with_state != alone.with_state:
-        return f"gradients {ours.with_gradients} against {alone.with_gradients}"
+def difference(case: Case) -> str:
+    """Return how this rank differs from one process, empty if it does not."""
+    ours, single = (train(case, dist.get_rank(), is_sharded) for is_sharded in (True, False))
+    if ours.losses != pytest.approx(single.losses, rel=1e-12, abs=1e-12):
+        return f"losses {ours.losses} against {single.losses}"
+    if ours.with_gradients != single.with_gradients or ours.with_state != single.with_state:
+        return f"gradients {ours.with_gradients} against {single.with_gradients}"
     for name, weight in ours.weights.items():
-        if not torch.allclose(weight, alone.weights[name], rtol=1e-10, atol=1e-12):
+        if not torch.allclose(weight, single.weights[name], rtol=1e-10, atol=1e-12):
             return f"{name} differs"
     return ""
 
 
 def search(examples: int) -> int:
-    """Look for a case that differs; all ranks draw the same ones and judge together."""
+    """Search for a case that differs; all ranks draw the same cases and judge together."""
     tried = 0
 
     @settings(
@@ -72,16 +72,16 @@ def search(examples: int) -> int:
     def run(case: Case) -> None:
         nonlocal tried
         tried += 1
-        difference = alike(case)
-        bad = torch.tensor([bool(difference)], dtype=torch.int)
+        found = difference(case)
+        bad = torch.tensor([bool(found)], dtype=torch.int)
         dist.all_reduce(bad)
-        assert not bad.item(), f"{case}: {difference}"
+        assert not bad.item(), f"{case}: {found}"
 
     run()
     return tried
 
 
-def test_any_rank_may_run_any_part():
+def test_any_rank_may_run_any_branch():
     assert min(run_ranks(search, WORLD, EXAMPLES, timeout=300)) >= EXAMPLES
 
 
@@ -100,12 +100,12 @@ FOUR = {
 
 def four_ranks() -> dict[str, str]:
     return {
-        name: alike(Case({**options, "sub_modules_to_wrap": EVERY}, STEPS, is_reduced_once))
+        name: difference(Case({**options, "sub_modules_to_wrap": EVERY}, STEPS, is_reduced_once))
         for is_reduced_once, (name, options) in zip((True, False, True), FOUR.items())
     }
 
 
-def test_on_four_ranks_in_other_layouts():
+def test_four_ranks_with_other_meshes():
     for found in run_ranks(four_ranks, 4, timeout=300):
         assert found == dict.fromkeys(FOUR, "")
 
@@ -121,6 +121,6 @@ def unequal_calls() -> None:
         model(x, TEXT)
 
 
-def test_ranks_that_call_the_model_unequally_often_are_told():
+def test_unequal_numbers_of_calls_raise():
     with pytest.raises(RankFailed, match="a rank is in a forward pass and another in a backward"):
         run_ranks(unequal_calls, WORLD, timeout=60)

@@ -1,4 +1,4 @@
-"""Experts shared among ranks learn what they learn in one process."""
+"""Expert-parallel training equals training in one process."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ STEPS = 3
 
 
 class Experts(nn.Module):
-    """Every expert sees every token, weighed by the router."""
+    """Every expert sees every token, weighted by the router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Experts(nn.Module):
         for everywhere, here in zip(spread, (x, weights)):
             everywhere[mine] = here
         tokens, routes = (all_reduce(t, group=ep_group) for t in spread)
-        share = routes.chunk(size, dim=1)[rank]
-        return all_reduce(Experts.forward(self, tokens, share), group=ep_group)[mine]
+        local = routes.chunk(size, dim=1)[rank]
+        return all_reduce(Experts.forward(self, tokens, local), group=ep_group)[mine]
 
 
 class Model(nn.Module):
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def steps(rank: int = 0, world: int = 1, values: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train on this rank's tokens; return whole weights, the share of experts this rank has."""
+    """Train on this rank's tokens; return full weights, of experts those of this rank."""
     torch.manual_seed(3)
     model = Model()
     plan = shard(model, build(FsdpOptions, values)) if values is not None else None
@@ -67,11 +67,11 @@ def steps(rank: int = 0, world: int = 1, values: dict[str, Any] | None = None) -
         model(x.chunk(world)[rank]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
-    return weights | {"bytes": (plan.held if plan else held, held)}
+    weights = {name: full(p.detach()) for name, p in model.named_parameters()}
+    return weights | {"bytes": (plan.bytes_per_rank if plan else held, held)}
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a sharded tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -81,7 +81,7 @@ def in_rank(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
-def test_experts_learn_the_same(world, size):
+def test_expert_parallel_equals_one_process(world, size):
     expected = steps()
     common = {"sharding_size": "auto", "moe_modules": ["experts"], "expert_parallel_size": size}
     cases = [common, {**common, "reshard_local_experts": False}]

@@ -1,4 +1,4 @@
-"""The file: the document's example, its defaults, and what is refused."""
+"""The example of the document, the defaults, and errors for wrong values."""
 
 import pytest
 
@@ -25,7 +25,7 @@ offload_to_cpu: False
 """
 
 
-def test_the_file_of_the_document_is_read(tmp_path):
+def test_the_example_of_the_document_loads(tmp_path):
     path = tmp_path / "fsdp2_config.yaml"
     path.write_text(DOCUMENT)
     options = load_yaml(path, FsdpOptions)
@@ -48,10 +48,10 @@ def test_defaults_are_those_of_the_document():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("sharding_sise: 2", "unknown key sharding_sise: 2; did you mean sharding_size?"),
-        ("sharding_size: 0", "give auto (all ranks) or a whole number of at least 1"),
+        ("sharding_size: 0", "give auto (all ranks) or an integer of at least 1"),
         ("sharding_size: true", "sharding_size: true is not allowed"),
         ("sharding_size: all", "sharding_size: all is not allowed"),
         ("param_dtype: bf17", "give bf16, fp16 or fp32"),
@@ -60,27 +60,27 @@ def test_defaults_are_those_of_the_document():
         ("num_to_forward_prefetch: -1", "greater than or equal to 0"),
         ("num_to_forward_prefetch: '2'", "give a whole number"),
         ("ignored_modules: image_encoder", "give a list, each element text"),
-        ("recompute_modules: ['layers.{']", "a brace is not closed or not opened"),
+        ("recompute_modules: ['layers.{']", "unbalanced braces"),
         ("expert_parallel_size: 2", "needs moe_modules"),
     ],
 )
-def test_slips_are_told(tmp_path, text, said):
+def test_wrong_values_name_the_file_and_the_allowed_values(tmp_path, text, message):
     path = tmp_path / "fsdp2_config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_yaml(path, FsdpOptions)
-    assert str(caught.value).startswith(f"{path}: ") and said in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("size", "ranks", "layout"), [("auto", 8, (1, 8)), (1, 8, (8, 1)), (2, 8, (4, 2))]
+    ("size", "world_size", "shape"), [("auto", 8, (1, 8)), (1, 8, (8, 1)), (2, 8, (4, 2))]
 )
-def test_layout(size, ranks, layout):
-    assert FsdpOptions(sharding_size=size).layout(ranks) == layout
+def test_mesh_shape(size, world_size, shape):
+    assert FsdpOptions(sharding_size=size).mesh_shape(world_size) == shape
 
 
-def test_a_part_to_reshard_to_divides_the_shards():
+def test_reshard_after_forward_divides_the_shards():
     options = build(FsdpOptions, {"sharding_size": "auto", "reshard_after_forward": 4})
-    assert options.layout(8) == (1, 8)
+    assert options.mesh_shape(8) == (1, 8)
     with pytest.raises(ConfigError, match="use 2, 3, true, false"):
-        options.layout(6)
+        options.mesh_shape(6)

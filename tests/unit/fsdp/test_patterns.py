@@ -1,4 +1,4 @@
-"""The pattern language against a plain reading of it, and what it refuses."""
+"""The pattern language against a direct interpretation, and its errors."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def test_examples(text, expected):
 
 
 @given(numbers, st.sets(st.integers(0, 2), min_size=1), st.randoms())
-def test_any_writing_of_numbers_means_those_numbers(layers, experts, random):
+def test_any_notation_of_numbers_matches_those_numbers(layers, experts, random):
     text = f"model.layers.{write(layers, random)}.mlp.experts.{write(experts, random)}"
     pairs = itertools.product(sorted(layers), sorted(experts))
     assert Pattern(text).match(TREE) == [f"model.layers.{n}.mlp.experts.{m}" for n, m in pairs]
@@ -60,20 +60,20 @@ def write(numbers, random):
 
 
 @given(numbers, st.integers(12, 2000))
-def test_every_number_needs_a_module(some, beyond):
+def test_every_number_must_exist(some, beyond):
     listed = ",".join(map(str, [*some, beyond]))
     with pytest.raises(ConfigError, match=rf"model\.layers has no {beyond}, only \{{0-11\}}"):
         Pattern(f"model.layers.{{{listed}}}").match(TREE)
 
 
 @given(st.sets(st.sampled_from(PATHS), min_size=1))
-def test_folding_is_undone_by_matching(paths):
+def test_matching_inverts_folding(paths):
     found = [path for text in fold(sorted(paths)) for path in Pattern(text).match(TREE)]
     assert sorted(found) == sorted(paths)
 
 
 @given(st.text("mo{}*-,.0123 del", max_size=20))
-def test_any_text_is_matched_or_refused_in_one_line(text):
+def test_any_text_matches_or_raises_a_one_line_error(text):
     try:
         found = Pattern(text).match(TREE)
     except ConfigError as error:
@@ -83,23 +83,23 @@ def test_any_text_is_matched_or_refused_in_one_line(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("model.layer.{*}", "matches no module: model has no layer; did you mean layers?"),
         ("modl.layers.{*}", "the model has no modl; did you mean model?"),
         ("model.layers.{0-1}.mlpp", "model.layers.{0-1} has no mlpp; did you mean mlp?"),
-        ("model.norm.{*}", "model.norm has no {*}; it has nothing inside"),
+        ("model.norm.{*}", "model.norm has no {*}; it has no submodules"),
         ("model.layers.{10-13}", "model.layers has no 12-13, only {0-11}"),
-        ("model.layers.{5-2}", "5-2 runs backward: write 2-5"),
-        ("model.layers.{}", "{} holds 'nothing': give *, a number, or a range like 0-23"),
-        ("model.layers.{a}", "{a} holds 'a'"),
-        ("model.layers.{1", "a brace is not closed or not opened"),
-        ("model.layers.1}", "a brace is not closed or not opened"),
-        ("model..norm", "a name is missing between or beside dots"),
+        ("model.layers.{5-2}", "5-2 is descending: write 2-5"),
+        ("model.layers.{}", "{} contains 'nothing': give *, a number, or a range like 0-23"),
+        ("model.layers.{a}", "{a} contains 'a'"),
+        ("model.layers.{1", "unbalanced braces"),
+        ("model.layers.1}", "unbalanced braces"),
+        ("model..norm", "empty name between or beside dots"),
         ("model.layers.{0-99999999}", "too long"),
     ],
 )
-def test_refusals_name_the_place(text, said):
+def test_errors_name_the_position(text, message):
     with pytest.raises(ConfigError) as caught:
         Pattern(text).match(TREE)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

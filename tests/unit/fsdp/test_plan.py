@@ -1,4 +1,4 @@
-"""Plans of small models: who owns which parameter, and what cannot be planned."""
+"""Plans of small models: ownership of parameters, sizes, errors, the tree."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from mindspeed.config import ConfigError, build
 from mindspeed.fsdp import FsdpOptions, make_plan
-from mindspeed.fsdp.describe import describe
+from mindspeed.fsdp.plan import describe
 
 
 class Decoder(nn.Module):
@@ -33,26 +33,29 @@ def test_the_innermost_unit_owns_a_parameter():
     assert "blocks.2.0.weight" in owned[""]
 
 
-def test_bytes_count_padding_and_gathers_count_the_type_of_the_computation():
+def test_shards_count_padding_and_all_gathers_count_the_compute_dtype():
     made = plan(Decoder(), sub_modules_to_wrap=["blocks.{*}"], param_dtype="bf16")
     block = made.units[1]
-    assert block.held == 4 * (2 * 4 + 2)  # three rows are two and one, padded
-    assert block.gathered == 2 * (3 * 4 + 3)
+    assert block.bytes_per_rank == 4 * (2 * 4 + 2)  # three rows are two and one, padded
+    assert block.gathered_bytes == 2 * (3 * 4 + 3)
 
 
 def test_nothing_is_allocated_on_meta():
     with torch.device("meta"):
         made = plan(nn.Sequential(nn.Linear(1 << 20, 1 << 20)), ranks=8)
-    assert made.held == 4 * ((1 << 40) + (1 << 20)) // 8
+    assert made.bytes_per_rank == 4 * ((1 << 40) + (1 << 20)) // 8
 
 
-def test_modules_come_in_the_order_of_their_definition():
+def test_units_are_in_definition_order():
     made = plan(Decoder(), sub_modules_to_wrap=["head", "blocks.{*}", "embed"])
-    assert made.order == ("embed", "head", "blocks.0", "blocks.1", "blocks.2")
+    assert made.forward_order == ("embed", "head", "blocks.0", "blocks.1", "blocks.2")
 
 
-def test_tied_weights_may_share_a_unit_only():
-    assert plan(Decoder(tied=True), sub_modules_to_wrap=["blocks.{*}"]).units[0].held == 4 * 6 * 4
+def test_tied_weights_must_be_in_one_unit():
+    assert (
+        plan(Decoder(tied=True), sub_modules_to_wrap=["blocks.{*}"]).units[0].bytes_per_rank
+        == 4 * 6 * 4
+    )
     with pytest.raises(ConfigError, match="embed.weight and head.weight are one tied parameter"):
         plan(Decoder(tied=True), sub_modules_to_wrap=["embed"])
 
@@ -65,7 +68,7 @@ def test_a_module_with_two_names_is_one_unit():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"sub_modules_to_wrap": ["blocks"]}, "a ModuleList, which is never called itself"),
         ({"recompute_modules": ["blocks"]}, "write blocks.{*}"),
@@ -74,29 +77,29 @@ def test_a_module_with_two_names_is_one_unit():
         ({"ignored_modules": [""]}, "the root is to be sharded"),
     ],
 )
-def test_what_cannot_be_planned(values, said):
+def test_impossible_plans_raise(values, message):
     with pytest.raises(ConfigError) as caught:
         plan(Decoder(), **values)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_scalars_are_refused_before_torch_does():
+def test_scalar_parameters_raise():
     model = Decoder()
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="scale is a scalar"):
         plan(model)
 
 
-def test_ignored_and_trained_is_noted():
-    assert plan(Decoder(), ignored_modules=["head"]).trained_ignored == ("head.weight",)
+def test_trainable_ignored_parameters_are_listed():
+    assert plan(Decoder(), ignored_modules=["head"]).trainable_ignored == ("head.weight",)
 
 
-def test_the_tree_is_opened_where_something_differs_and_sums_up():
+def test_the_tree_expands_where_modules_differ_and_sums_up():
     model = Decoder()
     values = {"sub_modules_to_wrap": ["blocks.{*}"], "recompute_modules": ["blocks.2"]}
     made = plan(model, **values, ignored_modules=["head"])
-    lines = describe(model, made)
-    assert [(line.depth, line.name, line.marks) for line in lines] == [
+    rows = describe(model, made)
+    assert [(row.depth, row.name, row.marks) for row in rows] == [
         (0, "", ("sharded",)),
         (1, "embed", ()),
         (1, "head", ("ignored",)),
@@ -104,4 +107,4 @@ def test_the_tree_is_opened_where_something_differs_and_sums_up():
         (2, "{0-1}", ("sharded",)),
         (2, "2", ("sharded", "recomputed")),
     ]
-    assert lines[0].held == made.held
+    assert rows[0].bytes_per_rank == made.bytes_per_rank

@@ -1,4 +1,4 @@
-"""Recompute gives the gradients of the plain forward, however a module is called."""
+"""Recompute gives the gradients of the plain forward for any call signature."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from mindspeed.fsdp.recompute import recompute
 
 
 class Block(nn.Module):
-    """Counts its calls; takes keywords and a tuple, returns a dict, draws random numbers."""
+    """Counts its calls; takes keywords and a tuple, returns a dict, uses dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_the_plain_forward(reentrant, needs):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_without_gradients_nothing_is_run_again(reentrant):
+def test_nothing_is_recomputed_without_gradients(reentrant):
     block = Block()
     recompute(block, use_reentrant=reentrant)
     x = torch.ones(2, 3)
@@ -55,8 +55,8 @@ def test_without_gradients_nothing_is_run_again(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_torch_is_shown_all_tensors(reentrant, monkeypatch):
-    """By them it knows which devices' random numbers to keep; a cpu's it keeps in any case."""
+def test_torch_receives_all_tensors(reentrant, monkeypatch):
+    """From them it infers the devices whose RNG state to save; that of the cpu is always saved."""
     shown = []
     plain = torch.utils.checkpoint._infer_device_type
     monkeypatch.setattr(
@@ -94,9 +94,9 @@ def kept_bytes(how):
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def test_activations_are_not_kept():
+def test_activations_are_not_saved():
     """The inputs of layers stay, 32 x 8 each; what is inside them, 32 x 64 twice, does not."""
     inputs, inside = 4 * 32 * 8 * 4, 4 * 2 * 32 * 64 * 4
     assert kept_bytes(None) == inputs + inside
-    assert kept_bytes(True) <= inputs + 4 * 4  # a stand-in each
+    assert kept_bytes(True) <= inputs + 4 * 4  # a dummy input each
     assert kept_bytes(False) <= inputs

@@ -1,4 +1,4 @@
-"""What sharding needs of the process group, and models without weights, in one rank."""
+"""Requirements on the process group, and models on the meta device, on one rank."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def group(request):
 
 
 @pytest.mark.parametrize("group", ["cuda:gloo"], indirect=True)
-def test_offload_needs_a_group_for_host_memory(group):
+def test_offload_needs_a_cpu_backend(group):
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="start with --distributed-backend .*cpu:gloo$"):
         shard(model, FsdpOptions(offload_to_cpu=True))

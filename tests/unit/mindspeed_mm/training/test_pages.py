@@ -46,4 +46,4 @@ def test_a_config_is_valid(path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     run = parse([str(path), "--save", "out"])
     assert run.mm.model.init_from_hf_path and run.mm.data is not None
-    assert run.fsdp.layout(8) == (1, 8)
+    assert run.fsdp.mesh_shape(8) == (1, 8)

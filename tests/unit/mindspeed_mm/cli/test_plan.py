@@ -1,4 +1,4 @@
-"""`mindspeed-mm plan` on small models: what it prints, and how it refuses."""
+"""`mindspeed-mm plan` on small models: its output and its errors."""
 
 import json
 import sys
@@ -40,7 +40,6 @@ def folder(tmp_path):
 
 def test_the_plan_of_a_hugging_face_folder(folder, capsys):
     assert main(["plan", str(folder / "fsdp2_config.yaml"), "--ranks", "4"]) == 0
-    # Words of a line apart by two spaces or more.
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     # 16 x 16 and two 16 x 8 with biases, 16 x 16, three 16 x 24, two norms
     layer = 16 * 16 + 16 + 2 * (16 * 8 + 8) + 16 * 16 + 3 * 16 * 24 + 2 * 16
@@ -57,15 +56,15 @@ def test_the_plan_of_a_hugging_face_folder(folder, capsys):
     assert ["2:", "Qwen2DecoderLayer", "sharded", f"{layer:,}", kept, "KiB"] in rows
     assert ["embed_tokens:", "Embedding", "ignored", "1,024", "4.00", "KiB"] in rows
     assert ["lm_head:", "Linear", "sharded", "1,024", "2.00", "KiB"] in rows
-    assert "ranks 2 x 2 (copies of the model x shards)".split() in rows
-    assert "gathered in turn model.layers.{0-2}, lm_head".split() in rows
-    assert "gathered ahead 2 forward, 1 backward".split() in rows
+    assert "mesh 2 x 2 (replicas x shards)".split() in rows
+    assert "all-gather order model.layers.{0-2}, lm_head".split() in rows
+    assert "prefetch 2 forward, 1 backward".split() in rows
     total = 64 * 16 * 4 + (3 * layer + 64 * 16 + 16) * 2
     assert (
-        f"a rank keeps weights {total / 1024:.2f} KiB, gradients".split()
-        == next(row for row in rows if row[:3] == ["a", "rank", "keeps"])[:7]
+        f"memory per rank weights {total / 1024:.2f} KiB, gradients".split()
+        == next(row for row in rows if row[:3] == ["memory", "per", "rank"])[:7]
     )
-    assert ["to", "freeze", "model.embed_tokens.weight"] in rows
+    assert ["must", "be", "frozen", "model.embed_tokens.weight"] in rows
 
 
 def test_a_function_is_found_where_the_command_is_run(tmp_path, monkeypatch, capsys):
@@ -76,17 +75,17 @@ def test_a_function_is_found_where_the_command_is_run(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     assert main(["plan", "c.yaml", "--model", "my_little_model:build", "--ranks", "2"]) == 0
-    assert "(root): Sequential  sharded          30          60 B" in capsys.readouterr().out
+    assert "(root): Sequential  sharded          30            60 B" in capsys.readouterr().out
 
 
-def test_a_skeleton_has_no_weights(folder):
+def test_a_meta_model_has_no_weights(folder):
     parameters = list(build_skeleton(str(folder)).parameters())
     assert parameters and all(parameter.is_meta for parameter in parameters)
     assert torch.empty(0).device.type == "cpu"
 
 
 @pytest.mark.parametrize(
-    ("text", "flags", "said"),
+    ("text", "flags", "message"),
     [
         (
             "sub_modules_to_wrap: ['model.layer.{*}']",
@@ -107,15 +106,15 @@ def test_a_skeleton_has_no_weights(folder):
         ("", ["--model", "nowhere"], "give a Hugging Face folder, or package.module:function"),
     ],
 )
-def test_refusals_are_one_line_with_exit_code_2(folder, capsys, text, flags, said):
+def test_errors_are_one_line_with_exit_code_2(folder, capsys, text, flags, message):
     path = folder / "other.yaml"
     path.write_text(f"model: {folder}\n{text}\n")
     assert main(["plan", str(path), *flags]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
-def test_a_file_without_a_model_says_what_to_add(tmp_path, capsys):
+def test_a_file_without_a_model_names_the_missing_key(tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text("")
     assert main(["plan", str(path)]) == 2
@@ -135,7 +134,7 @@ def test_a_config_that_cannot_be_built_is_one_line(folder, capsys):
     assert "config.json: " in error and error.count("\n") == 1
 
 
-def test_the_one_file_of_a_run_is_planned_as_it_will_be_trained(folder, capsys):
+def test_the_file_of_a_run_is_planned_as_it_will_be_trained(folder, capsys):
     """With its frozen parts, adapters and types."""
     run = {
         "model": {"init_from_hf_path": str(folder), "lora": {"r": 2, "target_modules": ["q_proj"]}},
