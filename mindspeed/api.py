@@ -19,7 +19,9 @@ def enable(*, config: str | os.PathLike[str] | None = None, **options: Any) -> N
     spelling, values = Spelling.KEYWORD, dict(options)
     if config is not None:
         from_file = load_yaml(config, options_class).model_dump(exclude_unset=True)
-        spelling, values = Spelling.KEY, {**from_file, **options}
+        names = options_class.accepted_names()
+        keywords = {names.get(name, name): value for name, value in options.items()}
+        spelling, values = Spelling.KEY, {**from_file, **keywords}
     given = build(options_class, values)
     activation.activate(given, Context(spelling))
     activation.preset = given

@@ -27,8 +27,9 @@ def repatch(args: Mapping[str, Any] | object) -> None:
     active = activation.current()
     options_class = active.registry.options_class
     values = dict(active.preset)
-    named = ((name, given[name]) for name in options_class.model_fields if name in given)
-    values.update((name, value) for name, value in named if value is not None)
+    names = options_class.accepted_names()
+    named = ((field, given[name]) for name, field in names.items() if name in given)
+    values.update((field, value) for field, value in named if value is not None)
     # The namespace of Megatron's parser is complete; what a dictionary lacks may still be set.
     is_complete = isinstance(args, argparse.Namespace)
     active.activate(build(options_class, values), Context(megatron=given if is_complete else None))

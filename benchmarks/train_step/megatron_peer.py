@@ -51,7 +51,7 @@ def deterministic(shape):
 
 def swiglu_apart(shape):
     """Build ours with SwiGLU between its products, where they would compute it by themselves."""
-    return ours(shape, features={"swiglu_in_product": False})
+    return ours(shape, features={"fuse_swiglu_gemm": False})
 
 
 def ours_with_optimizer(shape):

@@ -1,6 +1,6 @@
 """Typed, strict options with three front doors: flags, YAML files and keyword arguments."""
 
-from mindspeed.config.annotations import CommaSeparated
+from mindspeed.config.annotations import Alias, CommaSeparated
 from mindspeed.config.command_line import add_options, read_options
 from mindspeed.config.errors import ConfigError, kind_of, printable
 from mindspeed.config.explain import Spelling, build
@@ -12,6 +12,7 @@ from mindspeed.config.suggest import did_you_mean, nearest, one_of, suggest_flag
 from mindspeed.config.yaml_file import load_yaml
 
 __all__ = [
+    "Alias",
     "CommaSeparated",
     "ConfigError",
     "Options",

@@ -1,6 +1,7 @@
 """Read field annotations: what a type allows, in words and as argparse keywords."""
 
 import types
+from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mindspeed.config.suggest import one_of
@@ -8,6 +9,13 @@ from mindspeed.config.suggest import one_of
 
 class CommaSeparated:
     """Mark a tuple field, as in Annotated[tuple[int, ...], CommaSeparated], that is also "0,5"."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Mark a field, as in Annotated[bool, Alias("old_name")], that is accepted by an old name."""
+
+    name: str
 
 
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from mindspeed.config.annotations import CommaSeparated, choices, element, without_none
 from mindspeed.config.explain import Spelling, build
-from mindspeed.config.options import Options
+from mindspeed.config.options import Options, aliases
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -23,7 +23,7 @@ def add_flags(
     options_class: type[Options],
     defaults: Options | None = None,
 ) -> None:
-    """Add one flag per field, except those that the parser already has.
+    """Add one flag per field with its aliases, except those that the parser already has.
 
     `defaults` are the values of flags that are not given; without it, the defaults of the class.
     """
@@ -34,7 +34,8 @@ def add_flags(
         if info.is_required():  # not in the namespace unless given, and reported as missing then
             default = argparse.SUPPRESS
         default = default if defaults is None else getattr(defaults, field)
-        parser.add_argument(flag_name(field), dest=field, **_keywords(info, default))
+        flags = map(flag_name, (field, *aliases(info)))
+        parser.add_argument(*flags, dest=field, **_keywords(info, default))
 
 
 def from_namespace(
@@ -44,8 +45,9 @@ def from_namespace(
 ) -> OptionsT:
     """Take the fields of an options class out of a parsed namespace; other names are not ours."""
     values = {} if defaults is None else dict(defaults)
-    fields = options_class.model_fields.keys() & vars(namespace).keys()
-    values.update((field, getattr(namespace, field)) for field in fields)
+    given = vars(namespace)
+    names = options_class.accepted_names()
+    values.update((field, given[name]) for name, field in names.items() if name in given)
     return build(options_class, values, Spelling.FLAG)
 
 

@@ -90,7 +90,8 @@ def _in_order(features: list[Feature]) -> list[Feature]:
 
 def _check(features: list[Feature]) -> None:
     names = [feature.name for feature in features]
-    fields = [field for feature in features for field in feature.fields]
+    classes = [feature.Options for feature in features if feature.Options is not None]
+    fields = [name for each in classes for name in each.accepted_names()]
     for kind, declared in (("feature", names), ("option", [*CommonOptions.model_fields, *fields])):
         twice = [name for name, count in Counter(declared).items() if count > 1]
         if twice:

@@ -9,7 +9,7 @@ from tests.gpt.layout import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
 from tests.ranks import run_ranks
 
 STEPS = 50
-NEEDS_A_GPU = {"swiglu_in_product"}
+NEEDS_A_GPU = {"fuse_swiglu_gemm"}
 
 
 def train(layout, level):

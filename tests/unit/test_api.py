@@ -28,6 +28,10 @@ note(use_fused_swiglu=True, optimization_level=0)
 note(config=sys.argv[1])
 note(config=sys.argv[1], use_fused_swiglu=False)
 note(config=sys.argv[1], optimization_level=2)
+mindspeed.enable(config=sys.argv[2], swiglu_in_product=False)
+from mindspeed.features.activation import current
+renamed = current().options.fuse_swiglu_gemm
+mindspeed.enable(config=sys.argv[1], optimization_level=2)
 for wrong in ({"use_fused_swigul": True}, {"optimization_level": 5}, {"config": "nowhere.yaml"}):
     try:
         mindspeed.enable(**wrong)
@@ -37,7 +41,7 @@ kept = "fused_swiglu" in mindspeed.report().on
 mindspeed.disable()
 off = [list(mindspeed.report().on), is_plain(), str(mindspeed.report())]
 names = [feature.name for feature in mindspeed.list_features()]
-print(json.dumps([instant, seen, errors, kept, off, names]))
+print(json.dumps([instant, seen, errors, kept, off, names, renamed]))
 """
 
 
@@ -45,11 +49,16 @@ print(json.dumps([instant, seen, errors, kept, off, names]))
 def result(tmp_path_factory):
     file = tmp_path_factory.mktemp("api") / "run.yaml"
     file.write_text("use_fused_swiglu: true\noptimization_level: 1\n")
+    old = file.with_name("old.yaml")
+    old.write_text("swiglu_in_product: null\n")
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(file)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CODE, str(file), str(old)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    keys = ("instant", "seen", "errors", "kept", "off", "names")
+    keys = ("instant", "seen", "errors", "kept", "off", "names", "renamed")
     return dict(zip(keys, json.loads(done.stdout.splitlines()[-1])))
 
 
@@ -60,6 +69,10 @@ def test_import_is_instant(result):
 def test_enable_from_keywords_and_files(result):
     on, off = [True, True], [False, False]
     assert result["seen"] == [on, off, on, off, on]
+
+
+def test_a_keyword_wins_over_the_file_by_its_old_name_too(result):
+    assert result["renamed"] is False
 
 
 def test_wrong_options_are_refused_and_change_nothing(result):

@@ -36,6 +36,13 @@ def test_options_are_taken_and_other_names_left_to_the_client(make):
     assert not is_on("flash_attention") and not is_patched()
 
 
+def test_old_names_of_options_are_taken():
+    repatch({"swiglu_in_product": False})
+    assert current().options.fuse_swiglu_gemm is False
+    with pytest.raises(ConfigError, match="fuse_swiglu_gemm needs a Hopper GPU"):
+        repatch({"swiglu_in_product": True, "use_fused_swiglu": True})
+
+
 def test_none_is_not_set_and_each_call_starts_from_what_python_set():
     mindspeed.enable(use_fused_swiglu=True)
     repatch({"use_fused_swiglu": None, "use_flash_attn": True})

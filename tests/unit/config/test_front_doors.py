@@ -4,10 +4,20 @@ import argparse
 from typing import Annotated, Literal
 
 import hypothesis.strategies as st
+import pytest
 import yaml
 from hypothesis import given, settings
 
-from mindspeed.config import CommaSeparated, Options, add_flags, build, from_namespace, load_yaml
+from mindspeed.config import (
+    Alias,
+    CommaSeparated,
+    ConfigError,
+    Options,
+    add_flags,
+    build,
+    from_namespace,
+    load_yaml,
+)
 
 
 class Everything(Options):
@@ -94,4 +104,34 @@ def test_nothing_given_is_the_defaults():
     add_flags(parser, Everything)
     assert (
         from_namespace(Everything, parser.parse_args([])) == Everything() == build(Everything, {})
+    )
+
+
+class Renamed(Options):
+    """A switch with an old name."""
+
+    fuse_gemm: Annotated[bool | None, Alias("in_product")] = None
+    """Fuse."""
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_an_old_name_is_accepted_through_every_front_door(tmp_path, value):
+    file = tmp_path / "options.yaml"
+    file.write_text(f"in_product: {str(value).lower()}\n")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, Renamed)
+    parsed = parser.parse_args(["--in-product" if value else "--no-in-product"])
+    assert parsed.fuse_gemm is value and not hasattr(parsed, "in_product")
+    from_keywords = build(Renamed, {"in_product": value})
+    assert from_keywords == Renamed(fuse_gemm=value) == load_yaml(file, Renamed)
+    assert from_namespace(Renamed, parsed) == from_keywords
+    assert from_namespace(Renamed, argparse.Namespace(in_product=value)) == from_keywords
+
+
+@pytest.mark.parametrize("order", [("fuse_gemm", "in_product"), ("in_product", "fuse_gemm")])
+def test_both_names_at_once_are_refused(order):
+    with pytest.raises(ConfigError) as raised:
+        build(Renamed, dict.fromkeys(order, True))
+    assert str(raised.value) == (
+        "fuse_gemm and its old name in_product are both given: drop in_product"
     )

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
@@ -64,6 +65,14 @@ def test_common_option_cannot_be_taken():
 
     with pytest.raises(RuntimeError, match="option optimization_level is declared twice"):
         Registry([declare("a", Options=Taken)])
+
+
+def test_an_old_name_cannot_be_taken():
+    class Renamed(config.Options):
+        size: Annotated[int, config.Alias("width")] = 1
+
+    with pytest.raises(RuntimeError, match="option width is declared twice"):
+        Registry([declare("a", Options=Width), declare("b", Options=Renamed)])
 
 
 def test_order_is_level_then_needs_then_name():
