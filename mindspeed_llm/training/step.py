@@ -2,31 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mindspeed import device
 from mindspeed.te.pytorch.optimizers.clipped_update import gradient_norm, retract, update
+from mindspeed.training.metrics import StepResult
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.world import Layout
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Any]]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did, the same on every rank."""
-
-    losses: dict[str, float]
-    grad_norm: float
-    tokens: int
-    """Tokens of the step, without padding."""
-    loss_scale: float
-    is_updated: bool
-    is_finite: bool
-    should_stop: bool
 
 
 class Stepper:
