@@ -66,8 +66,9 @@ def start(folder, layers, is_tiny):
     import torch.distributed as dist
 
     import mindspeed.megatron_adaptor  # noqa: F401
+    from mindspeed import device
+    from mindspeed.distributed.process_groups import init_distributed
     from mindspeed.fsdp import FsdpOptions
-    from mindspeed_llm.training.world import meet
     from mindspeed_mm.models.options import ModelConfig
     from mindspeed_mm.training import transformers_task as task
     from mindspeed_mm.training.arguments import Run
@@ -81,7 +82,7 @@ def start(folder, layers, is_tiny):
     # What a process loads, and groups set aside, it does for any model.
     import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401
 
-    meet(options.distributed_timeout_minutes)
+    init_distributed(device.current(), timeout_minutes=options.distributed_timeout_minutes)
     dist.barrier()
     before, highest, done = anonymous(), [0], threading.Event()
 

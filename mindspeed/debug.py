@@ -10,6 +10,7 @@ import sys
 from types import ModuleType
 
 from mindspeed.config import ConfigError
+from mindspeed.distributed import environment
 
 BASE_PORT = 22333
 _RANKS = "MINDSPEED_DEBUG_RANKS"
@@ -23,7 +24,7 @@ def setup_debugpy(host: str = "127.0.0.1", base_port: int = BASE_PORT) -> None:
 
     MINDSPEED_DEBUG_RANKS limits this to some ranks; MINDSPEED_DEBUG_HOST wins over host.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = environment.rank()
     selected = _selected_ranks()
     if selected is not None and rank not in selected:
         return
@@ -53,7 +54,7 @@ def _selected_ranks() -> set[int] | None:
         raise ConfigError(
             f"{_RANKS}={given}: give rank numbers separated by commas, such as 0,2, or all"
         ) from None
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = environment.world_size()
     outside = sorted(rank for rank in ranks if not 0 <= rank < world)
     if outside:
         raise ConfigError(

@@ -29,7 +29,8 @@ from megatron.training import get_model
 from megatron.training.tokenizer.tokenizer import _NullTokenizer
 from torch.utils.data import DataLoader
 
-from mindspeed.config import ConfigError, check_layout
+from mindspeed.config import ConfigError
+from mindspeed.distributed.parallel_dims import ParallelDims
 
 _SEQUENCE_LENGTH = 64
 _MICRO_BATCH_SIZE = 8
@@ -178,13 +179,11 @@ def main():
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--checkpoint-path", type=Path, default=Path("ckpt"))
     args = parser.parse_args()
-    check_layout(
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        num_attention_heads=4,
-        num_layers=2,
-    )
+    ParallelDims(
+        world=int(os.environ.get("WORLD_SIZE", 1)),
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+    ).check_model(num_attention_heads=4, num_layers=2)
     initialize_distributed(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     model_parallel_cuda_manual_seed(123)
 

@@ -6,7 +6,6 @@ from mindspeed.config.errors import ConfigError, kind_of, printable
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, flag_name, from_namespace
 from mindspeed.config.json_text import parse_json
-from mindspeed.config.layout import check_layout
 from mindspeed.config.options import Options
 from mindspeed.config.suggest import did_you_mean, nearest, one_of, suggest_flags
 from mindspeed.config.yaml_file import load_yaml
@@ -20,7 +19,6 @@ __all__ = [
     "add_flags",
     "add_options",
     "build",
-    "check_layout",
     "did_you_mean",
     "flag_name",
     "from_namespace",

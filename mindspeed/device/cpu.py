@@ -13,6 +13,7 @@ import torch
 from mindspeed.device.amx import avoid_trapping_amx
 from mindspeed.device.base import Device
 from mindspeed.device.timeline import Event, Stream
+from mindspeed.distributed import environment
 
 
 class Cpu(Device):
@@ -22,7 +23,7 @@ class Cpu(Device):
     backend = "gloo"
 
     def __init__(self) -> None:
-        self._index = int(os.environ.get("LOCAL_RANK", "0"))
+        self._index = environment.local_rank()
         self._stream = Stream()
 
     def unusable_reason(self) -> str | None:
@@ -51,8 +52,7 @@ class Cpu(Device):
 
     def count(self) -> int:
         """Count the local ranks, since each of them is one device to Megatron."""
-        local_world = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE")
-        return int(local_world) if local_world else 1
+        return environment.local_world_size()
 
     def synchronize(self) -> None:
         """Nothing is queued on a cpu."""

@@ -2,11 +2,11 @@
 
 import argparse
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 from mindspeed.config import ConfigError, Spelling, add_flags, from_namespace, suggest_flags
+from mindspeed.distributed.environment import is_local_rank_zero
 from mindspeed.features.activation import current
 from mindspeed.features.base import Context
 
@@ -26,7 +26,9 @@ def wrap_parse_args(original: Callable[..., argparse.Namespace]) -> Callable[...
         try:
             _activate(namespace)
         except ConfigError as error:
-            provider.parser.exit(MISUSE, f"mindspeed: error: {error}\n" if _speaks() else None)
+            # One rank of each machine prints; torch.distributed is not initialized yet.
+            message = f"mindspeed: error: {error}\n" if is_local_rank_zero() else None
+            provider.parser.exit(MISUSE, message)
         return namespace
 
     return parse_args
@@ -59,8 +61,3 @@ def _activate(namespace: argparse.Namespace) -> None:
     # The script reads checked values: a tuple of layers, not the text "0,5".
     given = vars(namespace).keys()
     vars(namespace).update((field, value) for field, value in options if field in given)
-
-
-def _speaks() -> bool:
-    """Say whether this rank prints: the first of each machine (torch.distributed is not up yet)."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"

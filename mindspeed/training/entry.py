@@ -1,7 +1,6 @@
 """One process as one rank of a run: its logging, its signals, and how it exits."""
 
 import atexit
-import gc
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from mindspeed.config import ConfigError, printable
+from mindspeed.distributed import environment
 from mindspeed.training import disk
 
 logger = logging.getLogger(__name__)
@@ -99,14 +99,14 @@ def run_rank(train: Callable[[], None]) -> int:
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {why}\n")
     finally:
         _teardown()
-    if misuse and _is_first_here():
+    if misuse and environment.local_rank() == 0:
         raise ConfigError(misuse)
     return code
 
 
 def setup_logging() -> None:
     """Log everything on the first rank, and only errors on the others."""
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = environment.is_rank_zero()
     logging.basicConfig(
         format="%(message)s",
         level=logging.INFO if is_first else logging.ERROR,
@@ -139,7 +139,7 @@ def stop_with_launcher() -> Iterator[None]:
     def watch() -> None:
         while not is_over.wait(POLL_SECONDS):
             if os.getppid() != launcher:
-                if _is_first_here():
+                if environment.local_rank() == 0:
                     logger.error("the launcher (process %d) has ended: stopping", launcher)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
@@ -164,36 +164,12 @@ def exit_on_config_error() -> Iterator[None]:
 
 
 def _report(error: Exception) -> None:
-    if _is_first_here():
+    if environment.local_rank() == 0:
         sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(str(error))}\n")
 
 
-def _is_first_here() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def _teardown() -> None:
-    """Destroy all process groups and end their threads.
+    if "torch" in sys.modules:  # a command that has not loaded it has no process group either
+        from mindspeed.distributed.process_groups import destroy_distributed
 
-    A thread of a group that is alive when the interpreter ends may abort the process. Groups end
-    with their last reference: Megatron, and models in cycles or in the frames of an error.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_initialized():
-        return
-    if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
-        megatron.destroy_model_parallel()
-        for name, value in list(vars(megatron).items()):
-            if isinstance(value, torch.distributed.ProcessGroup):  # which it forgets
-                setattr(megatron, name, None)
-    torch.distributed.destroy_process_group()
-    gc.collect()
-    atexit.register(_drop_last_error)
-
-
-def _drop_last_error() -> None:
-    """Drop the frames of an error that ended the program, once it is printed."""
-    for name in ("last_exc", "last_value", "last_traceback"):
-        if hasattr(sys, name):
-            setattr(sys, name, None)
-    gc.collect()
+        destroy_distributed()

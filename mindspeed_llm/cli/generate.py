@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.config import add_options, read_options
+from mindspeed.distributed import environment
 from mindspeed.training.entry import run_rank
 from mindspeed_llm.generation.options import SECTIONS, GenerateOptions, check
 
@@ -46,7 +46,7 @@ def run_tasks(options: GenerateOptions) -> int:
         from mindspeed.config import ConfigError
 
         raise ConfigError(f"--task {' '.join(tasks)}: give --prompt or --prompts to answer")
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = environment.is_rank_zero()
     level = logging.INFO if is_first else logging.ERROR
     # Standard output is for answers.
     logging.basicConfig(format="%(message)s", level=level, stream=sys.stderr)

@@ -1,6 +1,5 @@
 """The model of this rank, ready to read tokens: no optimizer, no gradients."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,14 @@ import torch
 
 from mindspeed import device
 from mindspeed.config import ConfigError
+from mindspeed.distributed import environment
+from mindspeed.distributed.seeds import seed_everything
 from mindspeed_llm.checkpoint.loading import load_weights
 from mindspeed_llm.models.megatron import gpt_model
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.model import build_chunks
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import Setup, prepare
-from mindspeed_llm.training.world import seed_everything
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def load_model(options: TrainOptions) -> LoadedModel:
     shape = setup.shape
     seed_everything(options.seed)  # some layers ask for random numbers even if they use none
     setup.config.perform_initialization = False  # random weights would be overwritten at once
-    (module,) = build_chunks(_provider(setup), setup.layout)
+    (module,) = build_chunks(_provider(setup), setup.dims)
     module = module.to(setup.config.params_dtype).eval().requires_grad_(False)
     load_weights(
         [module],
@@ -72,7 +72,7 @@ def load_model(options: TrainOptions) -> LoadedModel:
 
 def _check_ranks(options: TrainOptions) -> None:
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    ep, world = options.expert_model_parallel_size, int(os.environ.get("WORLD_SIZE", "1"))
+    ep, world = options.expert_model_parallel_size, environment.world_size()
     if world != tp * pp * ep:
         experts = f" x --expert-model-parallel-size {ep}" if ep > 1 else ""
         raise ConfigError(

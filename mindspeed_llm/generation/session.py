@@ -1,11 +1,11 @@
 """A model that is ready to answer, and the answers to a list of prompts."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed.config import ConfigError
+from mindspeed.distributed import environment
 from mindspeed_llm.checkpoint import detect
 from mindspeed_llm.generation.beam import Beams
 from mindspeed_llm.generation.engine import Engine, Request
@@ -93,7 +93,7 @@ def run_session(
     options: GenerateOptions, lead: Callable[[Session], None], *, talks: bool = False
 ) -> None:
     """Load the model and call `lead` on the first rank; the others do their part of its work."""
-    is_leader = os.environ.get("RANK", "0") == "0"
+    is_leader = environment.is_rank_zero()
     # Before the weights: what is wrong with the tokenizer or the template is told at once.
     folder = detect(options.load).config_folder
     text = Text(options, folder, talks=talks) if is_leader else None

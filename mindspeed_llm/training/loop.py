@@ -11,6 +11,7 @@ import torch
 
 from mindspeed import device
 from mindspeed.checkpoint.digests import write_digests
+from mindspeed.distributed.seeds import seed_everything
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
@@ -18,7 +19,6 @@ from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.setup import Setup, Training, check_data
 from mindspeed_llm.training.step import ForwardStep, Stepper, StepResult
-from mindspeed_llm.training.world import seed_everything
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Loop(Course):
     ) -> None:
         self._setup, self._training, self._sizes = setup, training, sizes
         self._train, self._valid, self._collate = train, valid, collate
-        options, layout = setup.options, setup.layout
+        options, dims = setup.options, setup.dims
         check_data(training.progress, train.fingerprint, options)
         mean = "over all tokens" if options.calculate_per_token_loss else "over micro-batches"
         logger.info("lm loss is the mean %s of a step", mean)
@@ -53,14 +53,14 @@ class Loop(Course):
             training.checkpoints,
             training.optimizer,
             training.progress,
-            steps=options.train_iters or -(-int(epoch * options.epochs) // layout.global_batch),
-            batch=layout.global_batch,
-            rank=layout.rank,
-            world=layout.world,
+            steps=options.train_iters or -(-int(epoch * options.epochs) // dims.global_batch_size),
+            batch=dims.global_batch_size,
+            rank=dims.rank,
+            world=dims.world,
             flops=self._flops() if options.log_throughput else None,
             meter=FlopMeter() if options.op_cal_tflops else None,
         )
-        self._stepper = Stepper(training.wrapped, training.optimizer, forward_step, options, layout)
+        self._stepper = Stepper(training.wrapped, training.optimizer, forward_step, options, dims)
 
     def run(self) -> Progress:
         """Train to the last step and return where the run is."""
@@ -114,7 +114,7 @@ class Loop(Course):
             stream,
             size=self._setup.options.micro_batch_size,
             rank=parallel_state.get_data_parallel_rank(),
-            world=self._setup.layout.dp,
+            world=self._setup.dims.dp,
             consumed=consumed,
         )
         here = device.current()
@@ -127,7 +127,7 @@ class Loop(Course):
     def _next_step(self, batches: Iterator[Any]) -> list[Iterator[Any]]:
         """Return the micro-batches of a step, once for every chunk of the model."""
         chunks = len(self._training.wrapped)
-        return list(tee(islice(batches, self._setup.layout.micro_batches), chunks))
+        return list(tee(islice(batches, self._setup.dims.num_micro_batches), chunks))
 
     def _flops(self) -> float:
         """Estimate the operations of a step: 6 a weight and token, and those of attention."""
@@ -136,14 +136,14 @@ class Loop(Course):
         layer += 3 * shape.hidden_size * shape.ffn_hidden_size
         weights = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
         attention = 6 * shape.num_layers * length * shape.query_size
-        layout = self._setup.layout
-        tokens = length * samples * layout.micro_batches * layout.dp
+        dims = self._setup.dims
+        tokens = length * samples * dims.num_micro_batches * dims.dp
         return float(tokens * (6 * weights + attention))
 
     def _keep_config(self) -> None:
         """Keep with the checkpoints what the model is."""
         setup = self._setup
-        if setup.options.save is None or setup.layout.rank != 0 or setup.config_folder is None:
+        if setup.options.save is None or setup.dims.rank != 0 or setup.config_folder is None:
             return
         target = Path(setup.options.save) / HF_FOLDER
         if setup.config_folder.resolve() != target.resolve():

@@ -9,17 +9,17 @@ import torch
 
 from mindspeed import device
 from mindspeed.config import ConfigError
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed_llm.models.megatron import gpt_model, transformer_config
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.world import Layout
 
 Provider = Callable[..., Any]
 """Builds the model of one pipeline stage from pre_process, post_process and vp_stage."""
 
 
-def make_config(options: TrainOptions, shape: ModelShape, layout: Layout) -> Any:
-    """Return Megatron's configuration of the model under this layout."""
+def make_config(options: TrainOptions, shape: ModelShape, dims: ParallelDims) -> Any:
+    """Return Megatron's configuration of the model under these parallel sizes."""
     dtype = _dtype(options)
     if options.transformer_impl == "local" and options.neat_pack:
         raise ConfigError("--neat-pack needs --transformer-impl transformer_engine")
@@ -36,14 +36,14 @@ def make_config(options: TrainOptions, shape: ModelShape, layout: Layout) -> Any
             hidden_dropout=options.hidden_dropout,
             init_method_std=options.init_method_std,
             attention_softmax_in_fp32=options.attention_softmax_in_fp32,
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.virtual_stages,
-            expert_model_parallel_size=options.expert_model_parallel_size,
-            sequence_parallel=options.sequence_parallel and layout.tp > 1,
-            overlap_p2p_comm=layout.virtual_stages is not None,
-            batch_p2p_comm=layout.virtual_stages is None,
-            variable_seq_lengths=options.variable_seq_lengths and layout.pp > 1,
+            tensor_model_parallel_size=dims.tp,
+            pipeline_model_parallel_size=dims.pp,
+            virtual_pipeline_model_parallel_size=dims.vpp,
+            expert_model_parallel_size=dims.ep,
+            sequence_parallel=options.sequence_parallel and dims.tp > 1,
+            overlap_p2p_comm=dims.vpp is not None,
+            batch_p2p_comm=dims.vpp is None,
+            variable_seq_lengths=options.variable_seq_lengths and dims.pp > 1,
             moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths
             recompute_granularity=recompute,
             recompute_method=options.recompute_method,
@@ -89,16 +89,16 @@ def provide(options: TrainOptions, shape: ModelShape, config: Any, vocab_size: i
     return build
 
 
-def build_chunks(provider: Provider, layout: Layout) -> list[Any]:
+def build_chunks(provider: Provider, dims: ParallelDims) -> list[Any]:
     """Build the model of every (virtual) pipeline stage of this rank, on its device."""
     from megatron.core import parallel_state
 
     chunks = []
-    stages = range(layout.virtual_stages) if layout.virtual_stages else [None]
+    stages = range(dims.vpp) if dims.vpp else [None]
     for stage in stages:
         if stage is not None:  # older releases are told by this global, newer ones by an argument
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        is_first, is_last = _place(layout, stage)
+        is_first, is_last = _place(dims, stage)
         chunk = provider(pre_process=is_first, post_process=is_last, vp_stage=stage)
         chunks.append(chunk.to(device.current().torch_device))
     return chunks
@@ -161,13 +161,13 @@ def connect(config: Any, wrapped: list[Any], optimizer: Any, options: TrainOptio
         config.no_sync_func = functions if len(functions) > 1 else functions[0]
 
 
-def _place(layout: Layout, stage: int | None) -> tuple[bool, bool]:
+def _place(dims: ParallelDims, stage: int | None) -> tuple[bool, bool]:
     """Return whether a chunk is the first and whether it is the last of the whole model."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    last = (layout.virtual_stages or 1) - 1
-    return rank == 0 and stage in (None, 0), rank == layout.pp - 1 and stage in (None, last)
+    last = (dims.vpp or 1) - 1
+    return rank == 0 and stage in (None, 0), rank == dims.pp - 1 and stage in (None, last)
 
 
 def _fuses_gradients(options: TrainOptions) -> bool:

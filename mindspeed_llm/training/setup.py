@@ -1,14 +1,20 @@
 """Everything a run needs, made once from its options."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed import device
 from mindspeed.checkpoint.digests import verify_small
-from mindspeed.config import ConfigError, build
+from mindspeed.config import ConfigError, Spelling, build
+from mindspeed.distributed import environment
+from mindspeed.distributed.parallel_dims import ParallelDims, virtual_stages
+from mindspeed.distributed.process_groups import init_distributed, init_model_parallel
+from mindspeed.distributed.seeds import seed_everything
+from mindspeed.features.activation import current
+from mindspeed.features.base import Context
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
@@ -26,25 +32,18 @@ from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.world import (
-    Layout,
-    check_experts,
-    join,
-    plan_layout,
-    seed_everything,
-)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Setup:
-    """What does not depend on weights: the shape, the layout, Megatron's configuration."""
+    """What does not depend on weights: the shape, the parallel sizes, Megatron's configuration."""
 
     options: TrainOptions
     shape: ModelShape
     config_folder: Path | None
-    layout: Layout
+    dims: ParallelDims
     vocab_size: int
     config: Any
     lora: LoraPlan | None
@@ -65,8 +64,8 @@ class Training:
 
 
 def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
-    """Check the options against the model and the ranks, and meet the other ranks."""
-    is_first = os.environ.get("RANK", "0") == "0"
+    """Check the options against the model and the ranks, and init the process groups."""
+    is_first = environment.is_rank_zero()
     save_dir_lock = SaveDirLock(options.save) if options.save and is_first else None
     with release_on_error(save_dir_lock):
         resumed = to_resume(options, is_training=is_training)
@@ -76,13 +75,71 @@ def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
         lora = plan_lora(options, shape)
         if resumed is not None:
             check_same(lora, read_progress(resumed).lora)
-        layout = plan_layout(options, shape)
+        dims = parallel_dims(options, shape)
+        activate_features(options, shape, dims)
         if is_training:
             check_experts(options, shape)
         vocab_size = vocabulary(options, shape)
-        join(options, layout)
-        config = model.make_config(options, shape, layout)
-        return Setup(options, shape, folder, layout, vocab_size, config, lora, save_dir_lock)
+        timeout = options.distributed_timeout_minutes
+        init_distributed(device.current(), timeout_minutes=timeout)
+        init_model_parallel(dims, timeout_minutes=timeout)
+        config = model.make_config(options, shape, dims)
+        return Setup(options, shape, folder, dims, vocab_size, config, lora, save_dir_lock)
+
+
+def parallel_dims(options: TrainOptions, shape: ModelShape) -> ParallelDims:
+    """Check that the ranks can hold the model and share the batch."""
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    layers = _num_layers(options, shape)
+    dims = ParallelDims(
+        world=environment.world_size(),
+        rank=environment.rank(),
+        tp=tp,
+        pp=pp,
+        vpp=virtual_stages(layers, pp, options.num_layers_per_virtual_pipeline_stage),
+        ep=options.expert_model_parallel_size,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.global_batch_size,
+    )
+    dims.check_model(
+        num_layers=layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_experts=shape.moe.num_experts if shape.moe else 0,
+    )
+    return dims
+
+
+def activate_features(options: TrainOptions, shape: ModelShape, dims: ParallelDims) -> None:
+    """Put the features in force that the options ask for."""
+    known = options.model_dump() | {
+        "world_size": dims.world,
+        "num_layers": _num_layers(options, shape),
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "group_query_attention": True,
+        "swiglu": True,  # as in every family here, asked for by a flag or not
+        "normalization": "RMSNorm",
+    }
+    activation = current()
+    options_class = activation.registry.options_class
+    given = {name: getattr(options, name) for name in options_class.model_fields}
+    activation.activate(build(options_class, given), Context(Spelling.FLAG, megatron=known))
+
+
+def check_experts(options: TrainOptions, shape: ModelShape) -> None:
+    """Refuse to train a mixture of experts in a way that Megatron does not."""
+    tp, is_split = options.tensor_model_parallel_size, options.sequence_parallel
+    if shape.moe is not None and tp > 1 and not is_split:
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
+            "parallelism only if ranks also share the sequence: add --sequence-parallel, or use 1"
+        )
+
+
+def _num_layers(options: TrainOptions, shape: ModelShape) -> int:
+    return shape.num_layers + len(options.noop_layers)
 
 
 def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
@@ -90,7 +147,7 @@ def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
     options = setup.options
     seed_everything(options.seed)
     with model.accepted_by_megatron():
-        chunks = model.build_chunks(provider, setup.layout)
+        chunks = model.build_chunks(provider, setup.dims)
     resumed = agreed_to_resume(options)
     if resumed is None and not options.from_scratch:
         from mindspeed_llm.checkpoint.loading import load_weights

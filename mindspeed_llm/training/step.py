@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from mindspeed import device
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.te.pytorch.optimizers.clipped_update import gradient_norm, retract, update
 from mindspeed.training.metrics import StepResult
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.world import Layout
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Any]]
 
@@ -24,10 +24,10 @@ class Stepper:
         optimizer: Any,
         forward_step: ForwardStep,
         options: TrainOptions,
-        layout: Layout,
+        dims: ParallelDims,
     ) -> None:
         self._wrapped, self._optimizer, self._forward_step = wrapped, optimizer, forward_step
-        self._options, self._layout = options, layout
+        self._options, self._dims = options, dims
 
     def train(
         self, batches: list[Iterator[Any]], sizes: tuple[int, int], stop: bool = False
@@ -83,7 +83,7 @@ class Stepper:
             forward_step_func=self._forward_step,
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self._wrapped,
-            num_microbatches=self._layout.micro_batches,
+            num_microbatches=self._dims.num_micro_batches,
             seq_length=sizes[0],
             micro_batch_size=sizes[1],
             forward_only=forward_only,

@@ -15,10 +15,10 @@ from torch.utils.data import (
 )
 
 from mindspeed.config import ConfigError
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.launch.process import start_worker, start_workers
 from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems
 from mindspeed_mm.data.loader import MicroBatchLoader
-from mindspeed_mm.training.world import Layout
 
 
 @runtime_checkable
@@ -35,16 +35,16 @@ class Resumable(Protocol):
 class Batches:
     """What a loader gives to this rank, from a number of samples on."""
 
-    def __init__(self, loader: Any, name: str, layout: Layout, seed: int) -> None:
-        self._loader, self._name, self._layout, self._seed = loader, name, layout, seed
+    def __init__(self, loader: Any, name: str, dims: ParallelDims, seed: int) -> None:
+        self._loader, self._name, self._dims, self._seed = loader, name, dims, seed
         self._shufflers = _Shufflers(loader)
         if isinstance(loader, DataLoader):
             loader.worker_init_fn = partial(start_worker, loader.worker_init_fn)
         size = getattr(loader, "batch_size", None)
-        if size is not None and size != layout.micro_batch:
+        if size is not None and size != dims.micro_batch_size:
             raise ConfigError(
-                f"--micro-batch-size {layout.micro_batch}, but the {name} loader gives batches of "
-                f"{size}: give --micro-batch-size {size}"
+                f"--micro-batch-size {dims.micro_batch_size}, but the {name} loader gives batches "
+                f"of {size}: give --micro-batch-size {size}"
             )
 
     def samples_per_epoch(self) -> int:
@@ -58,14 +58,14 @@ class Batches:
                 f"--epochs: the {self._name} loader has no length: give --train-iters"
             ) from None
         is_all = self._is_plain and not self._is_shared
-        return length * self._layout.micro_batch * (1 if is_all else self._layout.dp)
+        return length * self._dims.micro_batch_size * (1 if is_all else self._dims.dp)
 
     def endless(self, consumed: int = 0) -> Iterator[Any]:
         """Give micro-batches after so many samples of all ranks; one epoch follows another."""
         if isinstance(self._loader, Resumable):
             self._loader.load_state_dict({"consumed_samples": consumed})
             return self._epochs(self._loader, 0)
-        rounds = consumed // (self._layout.micro_batch * self._layout.dp)
+        rounds = consumed // (self._dims.micro_batch_size * self._dims.dp)
         if self._is_plain:
             return start_workers(self._own_part(rounds))
         if isinstance(self._loader, Iterator):
@@ -106,11 +106,11 @@ class Batches:
 
     def _own_part(self, rounds: int) -> DataLoader[Any]:
         """Return the same loader over this rank's batches; samples before them are not read."""
-        loader, layout = self._loader, self._layout
+        loader, dims = self._loader, self._dims
         if not len(loader):
             raise ConfigError(f"the {self._name} loader gives no batch")
-        first, step = (rounds, 1) if self._is_shared else (rounds * layout.dp, layout.dp)
-        offset = 0 if self._is_shared else layout.dp_rank
+        first, step = (rounds, 1) if self._is_shared else (rounds * dims.dp, dims.dp)
+        offset = 0 if self._is_shared else dims.dp_rank
         numbers = _Numbers(loader, self._shufflers, first + offset, step, self._seed)
         return DataLoader(
             PlacedItems(loader.dataset, self._seed),

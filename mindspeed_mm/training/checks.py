@@ -1,9 +1,9 @@
 """What can never work is refused here, before ranks meet or a model is built."""
 
-import os
-
 from mindspeed import device
 from mindspeed.config import ConfigError, Spelling, did_you_mean
+from mindspeed.distributed import environment
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.fsdp import FsdpOptions
 from mindspeed.training.options import check_run
 from mindspeed_llm.checkpoint import detect
@@ -20,13 +20,9 @@ def check(options: MmOptions, fsdp: FsdpOptions) -> None:
     for key in ("param_dtype", "reduce_dtype", "output_dtype"):
         if getattr(fsdp, key) == "fp16":
             raise ConfigError(f"{key}: fp16: {INSTEAD['fp16'].replace('--bf16, or ', '')}")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = environment.world_size()
     fsdp.mesh_shape(world)
-    if world % options.context_parallel_size:
-        raise ConfigError(
-            f"--context-parallel-size {options.context_parallel_size} does not divide {world} "
-            "rank(s): start a multiple of it"
-        )
+    ParallelDims(world=world, cp=options.context_parallel_size)
     _check_backend(options.distributed_backend)
     if fsdp.offload_to_cpu and not reaches_host(options.distributed_backend):
         here = device.current()

@@ -6,18 +6,18 @@ from itertools import islice
 from typing import Any
 
 from mindspeed.config import ConfigError, Options
+from mindspeed.distributed.process_groups import set_collective_timeout
+from mindspeed.distributed.seeds import seed_step
 from mindspeed.training.entry import Stopped
 from mindspeed.training.metrics import StepResult
 from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
-from mindspeed_llm.training.world import limit_waits
 from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
 from mindspeed_mm.training.profile import Trace
 from mindspeed_mm.training.setup import Setup, adapters
 from mindspeed_mm.training.step import FsdpStepper
-from mindspeed_mm.training.world import seed_step
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ class FsdpLoop(Course):
     """Trains one sharded model on what a script's loaders give."""
 
     def __init__(self, setup: Setup, callbacks: Callbacks) -> None:
-        options, layout = setup.run.options, setup.layout
+        options, dims = setup.run.options, setup.dims
         self._setup = setup
         train, self._valid, self._test = self._open(callbacks)
         steps = options.train_iters or -(
-            -int(train.samples_per_epoch() * options.epochs) // layout.global_batch
+            -int(train.samples_per_epoch() * options.epochs) // dims.global_batch_size
         )
         mean = "over all tokens" if setup.is_per_token else "over micro-batches"
         logger.info("the loss is the mean %s of a step", mean)
@@ -43,15 +43,15 @@ class FsdpLoop(Course):
             setup.optimizer,
             setup.progress,
             steps=steps,
-            batch=layout.global_batch,
-            rank=layout.rank,
-            world=layout.world,
+            batch=dims.global_batch_size,
+            rank=dims.rank,
+            world=dims.world,
         )
         self._stepper = FsdpStepper(
             setup.model,
             setup.optimizer,
             callbacks,
-            layout,
+            dims,
             clip=options.clip_grad,
             per_token=setup.is_per_token,
         )
@@ -59,7 +59,7 @@ class FsdpLoop(Course):
         if self._show is not None and options.tensorboard_dir is None:
             logger.warning("process_non_loss_data_func is not called without --tensorboard-dir")
             self._show = None
-        self._trace = Trace(setup.run.mm.tool, layout.rank)
+        self._trace = Trace(setup.run.mm.tool, dims.rank)
         self._train = train
         self._batches = train.endless(setup.progress.consumed_samples)
 
@@ -84,7 +84,7 @@ class FsdpLoop(Course):
         """Learn from the next global batch."""
         iteration, args = progress.iteration + 1, self._setup.args
         args.iteration, args.consumed_train_samples = iteration, progress.consumed_samples
-        seed_step(self._options.seed, iteration, self._setup.layout.dp_rank)
+        seed_step(self._options.seed, iteration, self._setup.dims.dp_rank)
         with self._trace.step(iteration):
             return self._stepper.train(self._batches, stop)
 
@@ -94,7 +94,7 @@ class FsdpLoop(Course):
             return None
         means = self._stepper.evaluate(self._to_evaluate(self._valid))
         if self._show is not None:  # every rank runs the sharded model, the writer's shows
-            step = islice(self._valid.once(), self._setup.layout.micro_batches)
+            step = islice(self._valid.once(), self._setup.dims.num_micro_batches)
             shown = self._stepper.to_show(step)
             if self._log.board is not None:
                 self._show(shown, self._setup.args.iteration, self._log.board)
@@ -112,7 +112,7 @@ class FsdpLoop(Course):
     def save(self, progress: Progress) -> None:
         """Save where the run is; the first save may make groups of its own."""
         super().save(progress)
-        limit_waits(self._options.distributed_timeout_minutes)
+        set_collective_timeout(self._options.distributed_timeout_minutes)
 
     def config(self) -> dict[str, Any]:
         """Return what was run as one file that can be run; free sections stay in theirs."""
@@ -131,7 +131,7 @@ class FsdpLoop(Course):
         found = callbacks.datasets(self._counts())
         names = ("train", "validation", "test")
         opened = [
-            None if loader is None else Batches(loader, name, setup.layout, options.seed)
+            None if loader is None else Batches(loader, name, setup.dims, options.seed)
             for name, loader in zip(names, found)
         ]
         if opened[0] is None:
@@ -145,12 +145,12 @@ class FsdpLoop(Course):
 
     def _counts(self) -> NumSamples:
         """Return how many samples will be taken for training, validation and test."""
-        options, batch = self._setup.run.options, self._setup.layout.global_batch
+        options, batch = self._setup.run.options, self._setup.dims.global_batch_size
         steps = options.train_iters
         times = (steps or 0) // options.eval_interval + 1 if options.eval_interval else 0
         evaluation = options.eval_iters * batch
         return (None if steps is None else steps * batch, times * evaluation, evaluation)
 
     def _to_evaluate(self, batches: Batches) -> Iterator[Any]:
-        count = self._options.eval_iters * self._setup.layout.micro_batches
+        count = self._options.eval_iters * self._setup.dims.num_micro_batches
         return islice(batches.once(), count)

@@ -71,7 +71,7 @@ def train(run: Run, callbacks: Callbacks) -> Progress:
         return FsdpLoop(setup, callbacks).run()
     except ConfigError as error:
         if setup.args.local_rank:  # what is wrong with data may be seen by one rank only
-            logger.error("rank %d: %s", setup.layout.rank, error)
+            logger.error("rank %d: %s", setup.dims.rank, error)
         raise
     finally:
         if setup.save_dir_lock is not None:

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +11,31 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindspeed import device
 from mindspeed.checkpoint.digests import verify
 from mindspeed.compat.run_arguments import set_args
 from mindspeed.config import ConfigError
+from mindspeed.distributed import environment
+from mindspeed.distributed.parallel_dims import ParallelDims
+from mindspeed.distributed.process_groups import (
+    init_distributed,
+    init_model_parallel,
+    set_collective_timeout,
+)
+from mindspeed.distributed.seeds import seed_everything
 from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.checkpoint import detect
 from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on, verify_state
-from mindspeed_llm.training.world import limit_waits, seed_everything
 from mindspeed_mm.models import weights
 from mindspeed_mm.models.options import LoraConfig
 from mindspeed_mm.training.arguments import Run
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.checkpoint import FsdpCheckpoints
+from mindspeed_mm.training.checks import reaches_host
 from mindspeed_mm.training.optimizer import make_optimizer
-from mindspeed_mm.training.world import Layout, join, plan_layout
+from mindspeed_mm.training.options import MmOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +46,7 @@ class Setup:
 
     run: Run
     args: argparse.Namespace
-    layout: Layout
+    dims: ParallelDims
     save_dir_lock: SaveDirLock | None
     """The first rank's hold on --save."""
     model: nn.Module
@@ -55,33 +63,54 @@ class Setup:
 
 
 def prepare(run: Run, callbacks: Callbacks) -> Setup:
-    """Meet the other ranks, build the model and fill it."""
+    """Init the process groups, build the model and fill it."""
     options = run.options
-    layout = plan_layout(options)
-    save_dir_lock = SaveDirLock(options.save) if options.save and layout.rank == 0 else None
+    dims = parallel_dims(options)
+    save_dir_lock = SaveDirLock(options.save) if options.save and dims.rank == 0 else None
     with release_on_error(save_dir_lock):
-        return _begin_with(run, callbacks, layout, save_dir_lock)
+        return _begin_with(run, callbacks, dims, save_dir_lock)
 
 
 def _begin_with(
-    run: Run, callbacks: Callbacks, layout: Layout, save_dir_lock: SaveDirLock | None
+    run: Run, callbacks: Callbacks, dims: ParallelDims, save_dir_lock: SaveDirLock | None
 ) -> Setup:
     options = run.options
-    join(options)
-    args = make_args(run, layout)
+    _init_process_groups(options, dims)
+    args = make_args(run, dims)
     set_args(args)
     resumed = agreed_to_resume(options)
     if resumed is not None:
         verify_state(resumed, options)
-    model = _build(run, callbacks, layout)
+    model = _build(run, callbacks, dims)
     _fill(model, run, resumed)
     model.train()
     optimizer = make_optimizer(model, options)
     checkpoints = FsdpCheckpoints(options.save, model, optimizer)
     progress = _begin(run, checkpoints, resumed)
-    limit_waits(options.distributed_timeout_minutes)  # also of groups that sharding has made
+    set_collective_timeout(options.distributed_timeout_minutes)  # also groups made by sharding
     args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
-    return Setup(run, args, layout, save_dir_lock, model, optimizer, checkpoints, progress=progress)
+    return Setup(run, args, dims, save_dir_lock, model, optimizer, checkpoints, progress=progress)
+
+
+def parallel_dims(options: MmOptions) -> ParallelDims:
+    """Work out how the ranks share the batch; neighbours share a sequence."""
+    return ParallelDims(
+        world=environment.world_size(),
+        rank=environment.rank(),
+        cp=options.context_parallel_size,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.global_batch_size,
+    )
+
+
+def _init_process_groups(options: MmOptions, dims: ParallelDims) -> None:
+    """Init the default group and Megatron's, which callbacks may ask for."""
+    here, backend = device.current(), None
+    if here.name != "cpu" and reaches_host(options.distributed_backend):
+        backend = f"{here.name}:{here.backend},cpu:{device.known()['cpu'].backend}"
+    timeout = options.distributed_timeout_minutes
+    init_distributed(here, timeout_minutes=timeout, backend=backend)
+    init_model_parallel(dims, timeout_minutes=timeout)
 
 
 def adapters(run: Run) -> dict[str, Any]:
@@ -100,7 +129,7 @@ def _must_go_on_alike(now: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def make_args(run: Run, layout: Layout) -> argparse.Namespace:
+def make_args(run: Run, dims: ParallelDims) -> argparse.Namespace:
     """Return what callbacks get from get_args(): all options, and what follows from them."""
     dtype = DTYPES.get(run.fsdp.param_dtype or "", torch.float32)
     return argparse.Namespace(
@@ -110,18 +139,18 @@ def make_args(run: Run, layout: Layout) -> argparse.Namespace:
             "mm": run.mm,
             "fsdp2": run.fsdp,
             "params_dtype": dtype,
-            "rank": layout.rank,
-            "world_size": layout.world,
-            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
-            "data_parallel_size": layout.dp,
-            "global_batch_size": layout.global_batch,
+            "rank": dims.rank,
+            "world_size": dims.world,
+            "local_rank": environment.local_rank(),
+            "data_parallel_size": dims.dp,
+            "global_batch_size": dims.global_batch_size,
             "iteration": 0,
             "consumed_train_samples": 0,
         }
     )
 
 
-def _build(run: Run, callbacks: Callbacks, layout: Layout) -> nn.Module:
+def _build(run: Run, callbacks: Callbacks, dims: ParallelDims) -> nn.Module:
     """Build the model alike on every rank, and shard it."""
     seed_everything(run.options.seed)
     is_meta = run.options.init_model_with_meta_device
@@ -129,13 +158,13 @@ def _build(run: Run, callbacks: Callbacks, layout: Layout) -> nn.Module:
     _verify_hf(source, run)
     with weights.meta_parameters() if is_meta else nullcontext():
         model = callbacks.model()
-    if layout.cp > 1:
-        _share_sequences(model, layout.cp)
+    if dims.cp > 1:
+        _share_sequences(model, dims.cp)
     if not (hasattr(model, "fully_shard") and model.fully_shard(fsdp2_config=run.fsdp)):
         shard(model, run.fsdp)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     loose = [name for name, p in trained.items() if not isinstance(p, DTensor)]
-    if loose and layout.world > 1:
+    if loose and dims.world > 1:
         raise ConfigError(
             f"{loose[0]} is trained but not sharded, so nothing would bring its gradients "
             "together: shard the module around it in _fully_shard, or freeze it"

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mindspeed import device
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.training.metrics import StepResult
 from mindspeed_mm.training.callbacks import Callbacks, MicroLoss
 from mindspeed_mm.training.optimizer import local_shards
 from mindspeed_mm.training.reports import Reports, Shared, Totals
-from mindspeed_mm.training.world import Layout
 
 
 class FsdpStepper:
@@ -27,24 +27,24 @@ class FsdpStepper:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         callbacks: Callbacks,
-        layout: Layout,
+        dims: ParallelDims,
         *,
         clip: float,
         per_token: bool,
     ) -> None:
         self._model, self._optimizer, self._callbacks = model, optimizer, callbacks
-        self._layout, self._clip, self._per_token = layout, clip, per_token
+        self._dims, self._clip, self._per_token = dims, clip, per_token
         self._roots = list(_outermost(model))
         self._is_reducing: bool | None = None
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._shares = torch.tensor([1 / _copies(p) for p in self._trained])
         self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
-        self._context_group = _context_group() if layout.cp > 1 else None
+        self._context_group = _context_group() if dims.cp > 1 else None
         self._reports = self._new_reports()
 
     def train(self, batches: Iterator[Any], stop: bool = False) -> StepResult:
         """Learn from one global batch; `stop` is this rank's wish to end, which becomes all's."""
-        count = self._layout.micro_batches
+        count = self._dims.num_micro_batches
         for number in range(count):
             self._reduce_now(number == count - 1)
             loss = self._callbacks.loss(batches, self._model)
@@ -137,12 +137,12 @@ class FsdpStepper:
 
     def _scaled(self, loss: MicroLoss) -> torch.Tensor:
         """Return what to differentiate, so that the mean over all ranks is the mean of the step."""
-        layout = self._layout
+        dims = self._dims
         if loss.tokens is None:
-            return loss.value * (layout.cp / layout.micro_batches)
+            return loss.value * (dims.cp / dims.num_micro_batches)
         if self._per_token:  # divided by the tokens of the step once they are known
-            return loss.value * layout.world
-        return loss.value / loss.tokens.clamp(min=1) * (layout.cp / layout.micro_batches)
+            return loss.value * dims.world
+        return loss.value / loss.tokens.clamp(min=1) * (dims.cp / dims.num_micro_batches)
 
 
 def _copies(parameter: torch.Tensor) -> int:

@@ -3,11 +3,12 @@
 from tests.conventions.source import assert_none, imports, sources
 
 BELOW = {
-    "mindspeed/device": (),
+    "mindspeed/device": ("distributed",),
     "mindspeed/patching": (),
     "mindspeed/config": (),
+    "mindspeed/distributed": ("config",),
     "mindspeed/checkpoint": ("config",),
-    "mindspeed/features": ("config", "patching", "device", "compat"),
+    "mindspeed/features": ("config", "distributed", "patching", "device", "compat"),
     "mindspeed/ops": ("device",),
     "mindspeed/parallel": ("ops", "device"),
     "mindspeed/optim": ("ops", "parallel", "device"),
@@ -16,7 +17,7 @@ BELOW = {
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
     "mindspeed/tune": ("device",),
-    "mindspeed/training": ("checkpoint", "config", "device", "tune"),
+    "mindspeed/training": ("checkpoint", "config", "device", "distributed", "tune"),
     "mindspeed/core": (),
     "mindspeed/doctor": ("config", "device", "launch", "compat", "ops"),
 }

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from mindspeed.config import build
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.fsdp import FsdpOptions, shard
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.step import FsdpStepper
-from mindspeed_mm.training.world import Layout
 from tests.mm import runs
 from tests.ranks import run_ranks
 
@@ -57,8 +57,8 @@ def take_steps() -> dict[str, list[float]]:
 
         callbacks = Callbacks(lambda: None, lambda: None, forward_step)
         dp = world // cp
-        layout = Layout(world, rank, cp, dp, rank // cp, MICRO_BATCHES, 1, MICRO_BATCHES * dp)
-        stepper = FsdpStepper(model, optimizer, callbacks, layout, clip=CLIP, per_token=False)
+        dims = ParallelDims(world=world, rank=rank, cp=cp, global_batch_size=MICRO_BATCHES * dp)
+        stepper = FsdpStepper(model, optimizer, callbacks, dims, clip=CLIP, per_token=False)
         data = runs.UserData()
         mine = (data[dp * number + rank // cp] for number in range(MICRO_BATCHES))
         result = stepper.train(mine)

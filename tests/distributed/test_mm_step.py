@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.config import ConfigError, build
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.fsdp import FsdpOptions, shard
 from mindspeed.training.metrics import StepResult
 from mindspeed_llm.training.course import NotANumber
@@ -22,7 +23,6 @@ from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.optimizer import ShardedAdamW
 from mindspeed_mm.training.step import FsdpStepper
 from mindspeed_mm.training.tool import ProfileOptions, ToolConfig, TraceOptions
-from mindspeed_mm.training.world import Layout
 from tests.mm import runs
 from tests.ranks import group_time_outs, run_ranks
 
@@ -208,9 +208,9 @@ def _updates(is_fused: bool) -> tuple[list[StepResult], dict[str, torch.Tensor]]
     options = {"lr": runs.RATE, "weight_decay": runs.DECAY, "fused": is_fused}
     optimizer = ShardedAdamW([p for p in model.parameters() if p.requires_grad], **options)
     world, rank = dist.get_world_size(), dist.get_rank()
-    layout = Layout(world, rank, 1, world, rank, 2, 1, 2 * world)
+    dims = ParallelDims(world=world, rank=rank, global_batch_size=2 * world)
     callbacks = Diary(True, is_uneven=True).callbacks()
-    stepper = FsdpStepper(model, optimizer, callbacks, layout, clip=0.2, per_token=True)
+    stepper = FsdpStepper(model, optimizer, callbacks, dims, clip=0.2, per_token=True)
     data = runs.UserData()
     batches = [{k: v[None].clone() for k, v in data[n + rank].items()} for n in range(0, 12, 2)]
     batches[3]["pictures"][:] = float("nan")  # in the second of three steps

@@ -10,7 +10,7 @@ def draws(tp, pp):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from mindspeed_llm.training.world import seed_everything
+    from mindspeed.distributed.seeds import seed_everything
 
     parallel_state.initialize_model_parallel(tp, pp)
     found = {}

@@ -88,7 +88,7 @@ def test_pipeline_stages_and_the_launcher_of_our_own(tmp_path):
     [
         (3, ["--tensor-model-parallel-size=3"], "3 does not divide --num-attention-heads 4"),
         (2, ["--tensor-model-parallel-size=4"], "start a multiple of 4 ranks"),
-        (4, ["--pipeline-model-parallel-size=4"], "does not divide --num-layers 2: use 1, 2"),
+        (4, ["--pipeline-model-parallel-size=4"], "does not divide --num-layers 2: use 1 or 2"),
     ],
 )
 def test_a_layout_that_cannot_be_built_is_one_line_and_exit_code_2(tmp_path, ranks, flags, message):

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from mindspeed.config import ConfigError, check_layout, one_of
+from mindspeed.distributed.parallel_dims import ParallelDims, divide_batch, virtual_stages
 from mindspeed.features.base import Context, MegatronFeature
 
 # With one of these, stages need not hold equal numbers of layers.
@@ -34,16 +34,10 @@ class DataParallel(MegatronFeature):
 
     def check(self, options: Any, context: Context) -> None:
         """The ranks make whole copies of the model, and the batch divides over them."""
-        check_layout(world_size=context.argument("world_size"), **_sizes(context))
-        copies = context.argument("world_size") // _ranks_per_copy(context)
+        dims = ParallelDims(world=context.argument("world_size"), **_sizes(context))
         batch = context.argument("global_batch_size")
-        micro = context.argument("micro_batch_size", 1)
-        step = micro * copies
-        if batch and batch % step and not context.argument("decrease_batch_size_if_needed"):
-            raise ConfigError(
-                f"--global-batch-size {batch} is not a multiple of {step} (--micro-batch-size "
-                f"{micro} x {copies} data-parallel ranks): use {step} or a multiple"
-            )
+        if batch and not context.argument("decrease_batch_size_if_needed"):
+            divide_batch(batch, context.argument("micro_batch_size", 1), dims.dp)
 
 
 class TensorParallel(MegatronFeature):
@@ -63,11 +57,11 @@ class TensorParallel(MegatronFeature):
         size = context.argument("tensor_model_parallel_size")
         heads = context.argument("num_attention_heads")
         groups = context.argument("num_query_groups")
-        check_layout(
-            world_size=size,
-            tensor_model_parallel_size=size,
+        is_split = context.argument("group_query_attention") and groups is not None
+        ParallelDims(world=size, tp=size).check_model(
             num_attention_heads=heads,
-            num_query_groups=groups if context.argument("group_query_attention") else None,
+            # Megatron copies key and value heads to several ranks where there are fewer than ranks.
+            num_query_groups=groups if is_split and groups > size else None,
         )
 
 
@@ -101,7 +95,7 @@ class PipelineParallel(MegatronFeature):
     def check(self, options: Any, context: Context) -> None:
         """Stages are equal unless Megatron is told how they differ."""
         size, layers = context.argument("pipeline_model_parallel_size"), _even_layers(context)
-        check_layout(world_size=size, pipeline_model_parallel_size=size, num_layers=layers)
+        ParallelDims(world=size, pp=size).check_model(num_layers=layers)
 
 
 class VirtualPipeline(MegatronFeature):
@@ -117,18 +111,14 @@ class VirtualPipeline(MegatronFeature):
         """The virtual stages of a rank are equal."""
         layers, ranks = _even_layers(context), context.argument("pipeline_model_parallel_size")
         size = context.argument("num_layers_per_virtual_pipeline_stage")
-        if layers is not None and layers % (ranks * size):
-            raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {size} does not divide the "
-                f"{layers // ranks} layers of a pipeline rank (--num-layers {layers} / "
-                f"--pipeline-model-parallel-size {ranks}): use {one_of(_divisors(layers // ranks))}"
-            )
+        if layers is not None:
+            virtual_stages(layers, ranks, size)
 
 
 def _sizes(context: Context) -> dict[str, int]:
     """Return the sizes whose product is the number of ranks of one model copy."""
-    kinds = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    return {kind: int(context.argument(kind, 1)) for kind in kinds}
+    kinds = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context"}
+    return {dim: int(context.argument(f"{kind}_parallel_size", 1)) for dim, kind in kinds.items()}
 
 
 def _ranks_per_copy(context: Context) -> int:
@@ -141,7 +131,3 @@ def _even_layers(context: Context) -> int | None:
         return None
     layers: int | None = context.argument("num_layers")
     return layers
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

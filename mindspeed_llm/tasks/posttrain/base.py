@@ -117,7 +117,7 @@ class BaseTrainer(ABC):
             seed=options.seed,
             shuffle=not options.no_shuffle,
             part=part,
-            epoch_multiple=self.setup.layout.global_batch if options.padded_samples else 1,
+            epoch_multiple=self.setup.dims.global_batch_size if options.padded_samples else 1,
             seq_length=options.seq_length,
         )
 

@@ -42,15 +42,15 @@ class SFTTrainer(BaseTrainer):
         is_one_sample = self.setup.shape.mtp_num_layers or options.transformer_impl == "local"
         self.is_joined = options.variable_seq_lengths and not is_one_sample
         # With sequence parallelism every rank takes an equal share of the positions.
-        self.multiple = math.lcm(options.pad_to_multiple_of, self.setup.layout.tp)
+        self.multiple = math.lcm(options.pad_to_multiple_of, self.setup.dims.tp)
         longest = max(one.longest for one in data)
         length = options.seq_length or -(-longest // self.multiple) * self.multiple
         if self.is_packed:
             length = longest
-        if options.sequence_parallel and length % self.setup.layout.tp:
+        if options.sequence_parallel and length % self.setup.dims.tp:
             raise ConfigError(
                 f"--sequence-parallel: a length of {length} cannot be shared by "
-                f"{self.setup.layout.tp} ranks: choose --seq-length a multiple of it"
+                f"{self.setup.dims.tp} ranks: choose --seq-length a multiple of it"
             )
         self.length = length
 

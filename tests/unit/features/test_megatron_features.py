@@ -78,7 +78,7 @@ def test_what_is_on(arguments, expected):
         ),
         (
             {"world_size": 2, PP: 2, "num_layers": 5},
-            "--pipeline-model-parallel-size 2 does not divide --num-layers 5: use 1, 5",
+            "--pipeline-model-parallel-size 2 does not divide --num-layers 5: use 1 or 5",
         ),
         (
             {"world_size": 2, PP: 2, "num_layers": 8, VPP: 3},

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
@@ -15,7 +14,7 @@ from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.world import limit_waits, meet, plan_layout, share_batch
+from mindspeed_llm.training.setup import parallel_dims
 
 SHAPE = ModelShape(
     family="llama",
@@ -35,7 +34,11 @@ SHAPE = ModelShape(
 @pytest.mark.parametrize(
     ("world", "changes", "words"),
     [
-        (4, {"tensor_model_parallel_size": 4}, "2 key and value heads cannot be shared by 4"),
+        (
+            4,
+            {"tensor_model_parallel_size": 4},
+            "4 does not divide --num-query-groups 2",
+        ),
         (3, {"tensor_model_parallel_size": 2}, "3 rank"),
         (4, {"pipeline_model_parallel_size": 4, "noop_layers": (1,)}, "does not divide"),
         (
@@ -60,12 +63,12 @@ SHAPE = ModelShape(
         (2, {"global_batch_size": 3}, "--global-batch-size 3 is not a multiple of 2"),
     ],
 )
-def test_layouts(
+def test_parallel_sizes(
     monkeypatch: pytest.MonkeyPatch, world: int, changes: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ConfigError, match=words):
-        plan_layout(TrainOptions(**changes), SHAPE)
+        parallel_dims(TrainOptions(**changes), SHAPE)
 
 
 def test_sizes_that_are_given_must_be_those_of_the_model() -> None:
@@ -88,17 +91,17 @@ def test_an_epsilon_out_of_32_bits_is_the_one_that_scripts_say() -> None:
 
 def test_what_megatron_refuses_is_one_line() -> None:
     options = TrainOptions(recompute_granularity="full")
-    layout = plan_layout(TrainOptions(), SHAPE)
+    dims = parallel_dims(TrainOptions(), SHAPE)
     with pytest.raises(ConfigError, match="Megatron refuses these options: .*recompute_method"):
-        make_config(options, SHAPE, layout)
+        make_config(options, SHAPE, dims)
 
 
 def test_the_fused_paths_of_the_layers_are_on_unless_a_flag_says_no() -> None:
-    layout = plan_layout(TrainOptions(), SHAPE)
-    config = make_config(TrainOptions(), SHAPE, layout)
+    dims = parallel_dims(TrainOptions(), SHAPE)
+    config = make_config(TrainOptions(), SHAPE, dims)
     assert config.bias_activation_fusion and config.bias_dropout_fusion
     unfused = TrainOptions(no_bias_swiglu_fusion=True, no_bias_dropout_fusion=True)
-    config = make_config(unfused, SHAPE, layout)
+    config = make_config(unfused, SHAPE, dims)
     assert not config.bias_activation_fusion and not config.bias_dropout_fusion
 
 
@@ -126,31 +129,3 @@ def test_the_first_signal_is_noted(number: signal.Signals, usual: list[str]) -> 
             assert came == usual and request.signal == number
     finally:
         signal.signal(number, before)
-
-
-def test_a_batch_is_shared_evenly_or_refused() -> None:
-    assert share_batch(None, 2, 3) == (6, 1)
-    assert share_batch(24, 2, 3) == (24, 4)
-    assert share_batch(6 * 10**5, 2, 3) == (6 * 10**5, 10**5)
-    with pytest.raises(ConfigError, match="use at most 600000$"):
-        share_batch(6 * 10**5 + 6, 2, 3)
-    for batch in (3, 10, 25):
-        with pytest.raises(
-            ConfigError, match=f"--global-batch-size {batch} is not a multiple of 6"
-        ):
-            share_batch(batch, 2, 3)
-
-
-@pytest.mark.parametrize("minutes", [0, 10**6 + 1, 10**20])
-def test_a_time_out_that_no_clock_counts_is_refused(minutes):
-    with pytest.raises(ConfigError, match=f"--distributed-timeout-minutes {minutes}: give 1 to"):
-        meet(minutes)
-    assert not torch.distributed.is_initialized()
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        with pytest.raises(ConfigError, match="give 1 to 1000000$"):
-            limit_waits(minutes)
-    finally:
-        torch.distributed.destroy_process_group()

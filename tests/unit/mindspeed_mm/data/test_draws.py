@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed_mm.data import build_mm_dataloader
 from mindspeed_mm.training.batches import Batches
-from mindspeed_mm.training.world import Layout
 
 SIZE, BATCH, SEED = 8, 2, 5
 EPOCH = SIZE // BATCH
@@ -47,10 +47,10 @@ def ours(workers=0, consumed=0, seed=SEED):
 def scripts(workers=0, consumed=0, seed=SEED, ranks=(1, 0), **more):
     """Give batches of a script's own loader."""
     world, rank = ranks
-    layout = Layout(world, rank, 1, world, rank, 1, BATCH, BATCH * world)
+    dims = ParallelDims(world=world, rank=rank, micro_batch_size=BATCH)
     own = {"shuffle": True, "num_workers": workers, "collate_fn": Noisy().collate_fn}
     loader = DataLoader(Noisy(), BATCH, **own, **more)
-    return Batches(loader, "train", layout, seed).endless(consumed)
+    return Batches(loader, "train", dims, seed).endless(consumed)
 
 
 def take(batches, count=2 * EPOCH + 1):

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mindspeed.config import ConfigError, build
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed_mm.data import DataConfig, build_mm_dataloader
 from mindspeed_mm.data.loader import BatchOrder
 from mindspeed_mm.data.options import DataloaderOptions
 from mindspeed_mm.training.batches import Batches
-from mindspeed_mm.training.world import Layout
 from tests.mm import processors
 from tests.ranks import run_ranks
 
@@ -139,8 +139,8 @@ def _take_under_signals(folder, whose):
         loader = build_mm_dataloader(data, options(batch_size=1, shuffle=False, num_workers=1))
         batches = iter(loader)
     else:
-        layout = Layout(1, 0, 1, 1, 0, 1, 1, 1)
-        batches = Batches(DataLoader(data, num_workers=1), "train", layout, 0).endless()
+        dims = ParallelDims()
+        batches = Batches(DataLoader(data, num_workers=1), "train", dims, 0).endless()
     got = []
     thread = threading.Thread(target=lambda: got.extend(next(batches) for _ in range(4)))
     thread.start()

@@ -9,19 +9,19 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from mindspeed.config import ConfigError
+from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed_mm.training.batches import Batches
-from mindspeed_mm.training.world import Layout
 
 SIZE = 13
 """Seven batches of two an epoch, the last one smaller."""
 
 
-def layout(dp: int = 1, rank: int = 0) -> Layout:
-    return Layout(dp, rank, 1, dp, rank, 1, 2, 2 * dp)
+def dims(dp: int = 1, rank: int = 0) -> ParallelDims:
+    return ParallelDims(world=dp, rank=rank, micro_batch_size=2)
 
 
 def take(loader: Any, count: int, dp: int = 1, rank: int = 0, consumed: int = 0) -> list[Any]:
-    batches = Batches(loader, "train", layout(dp, rank), seed=3).endless(consumed)
+    batches = Batches(loader, "train", dims(dp, rank), seed=3).endless(consumed)
     return [batch.tolist() for batch in islice(batches, count)]
 
 
@@ -84,10 +84,10 @@ def test_streams_and_iterators_are_read_up_to_the_place() -> None:
 
 def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="give --micro-batch-size 4"):
-        Batches(DataLoader(torch.arange(9), batch_size=4), "train", layout(), 0)  # type: ignore[arg-type]
+        Batches(DataLoader(torch.arange(9), batch_size=4), "train", dims(), 0)  # type: ignore[arg-type]
     for loader in (DataLoader(torch.arange(1), batch_size=2, drop_last=True), []):  # type: ignore
         with pytest.raises(ConfigError, match="the train loader gives no batch"):
             take(loader, 1)
     with pytest.raises(ConfigError, match="give --train-iters"):
-        Batches(iter([]), "train", layout(), 0).samples_per_epoch()
-    assert Batches(shuffled(), "train", layout(2), 0).samples_per_epoch() == 14
+        Batches(iter([]), "train", dims(), 0).samples_per_epoch()
+    assert Batches(shuffled(), "train", dims(2), 0).samples_per_epoch() == 14

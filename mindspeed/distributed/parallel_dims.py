@@ -1,0 +1,166 @@
+"""Parallel sizes of a run, and what must divide what. Pure arithmetic: no torch, no environment."""
+
+from dataclasses import dataclass
+
+from mindspeed.config import ConfigError, one_of
+
+TP, PP, CP, EP, ETP = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+)
+VPP = "--num-layers-per-virtual-pipeline-stage"
+
+MAX_MICRO_BATCHES = 100_000
+"""A step of more would not end in a day: a number with too many zeros."""
+MAX_DIVISORS_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """How the ranks of a run share the model and the batch.
+
+    Ranks are numbered as in Megatron: neighbours are tensor-parallel, then context-parallel, then
+    data-parallel; pipeline stages are farthest apart. ConfigError is raised for sizes that do not
+    fit together.
+    """
+
+    world: int = 1
+    rank: int = 0
+    tp: int = 1
+    """Ranks that share the matrices of a layer."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int | None = None
+    """Virtual stages of a pipeline rank; None without an interleaved schedule, as in Megatron."""
+    cp: int = 1
+    """Ranks that share each sequence."""
+    ep: int = 1
+    """Ranks among which the experts of a layer are distributed."""
+    etp: int = None  # type: ignore[assignment]  # set by __post_init__
+    """Ranks that share the matrices of an expert; tp unless given."""
+    micro_batch_size: int = 1
+    """Samples of one micro-batch."""
+    global_batch_size: int = None  # type: ignore[assignment]  # set by __post_init__
+    """Samples of one step on all ranks; one micro-batch of each data-parallel rank unless given."""
+
+    def __post_init__(self) -> None:
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        sizes = {TP: self.tp, PP: self.pp, CP: self.cp, EP: self.ep, ETP: self.etp}
+        for flag, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"{flag} {size} is too small: it must be at least 1")
+        _check_world(self.world, {flag: sizes[flag] for flag in (TP, PP, CP)}, "model copy")
+        _check_world(self.world, {flag: sizes[flag] for flag in (ETP, PP, EP)}, "set of experts")
+        if self.global_batch_size is None:
+            object.__setattr__(self, "global_batch_size", self.micro_batch_size * self.dp)
+        self._check_micro_batches()
+
+    @property
+    def dp(self) -> int:
+        """Return the number of data-parallel ranks: copies of the model."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def dp_rank(self) -> int:
+        """Return the number of the copy of the model that this rank belongs to."""
+        return self.rank // (self.tp * self.cp) % self.dp
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return the micro-batches of one data-parallel rank in a step."""
+        return divide_batch(self.global_batch_size, self.micro_batch_size, self.dp)
+
+    def check_model(
+        self,
+        *,
+        num_layers: int | None = None,
+        num_attention_heads: int | None = None,
+        num_query_groups: int | None = None,
+        ffn_hidden_size: int | None = None,
+        num_experts: int | None = None,
+    ) -> None:
+        """Raise ConfigError if these ranks cannot share a model of the given sizes.
+
+        What is not given is not checked; a model without experts has num_experts=0.
+        """
+        if num_layers is not None:
+            check_divides(PP, self.pp, num_layers, f"--num-layers {num_layers}")
+        for flag, size in (
+            ("--num-attention-heads", num_attention_heads),
+            ("--num-query-groups", num_query_groups),
+            ("--ffn-hidden-size", ffn_hidden_size),
+        ):
+            if size is not None:
+                check_divides(TP, self.tp, size, f"{flag} {size}")
+        if num_experts == 0 and self.ep > 1:
+            raise ConfigError(f"{EP} {self.ep}: the model has no experts: use 1")
+        if num_experts:
+            check_divides(EP, self.ep, num_experts, f"--num-experts {num_experts}")
+
+    def _check_micro_batches(self) -> None:
+        count = self.num_micro_batches
+        if count > MAX_MICRO_BATCHES:
+            most = MAX_MICRO_BATCHES * self.micro_batch_size * self.dp
+            raise ConfigError(
+                f"--global-batch-size {self.global_batch_size}: one step would be {count:,} "
+                f"micro-batches of a rank: use at most {most}"
+            )
+        if self.vpp is not None and count % self.pp:
+            raise ConfigError(
+                f"{VPP}: the {count} micro-batches of a step are not a multiple of {PP} "
+                f"{self.pp}: use a --global-batch-size that is a multiple of "
+                f"{self.micro_batch_size * self.dp * self.pp}"
+            )
+
+
+def divide_batch(global_batch_size: int, micro_batch_size: int, dp: int) -> int:
+    """Return the micro-batches of one data-parallel rank in a step."""
+    step = micro_batch_size * dp
+    count, rest = divmod(global_batch_size, step)
+    if rest or not count:
+        raise ConfigError(
+            f"--global-batch-size {global_batch_size} is not a multiple of {step} "
+            f"(--micro-batch-size {micro_batch_size} x {dp} data-parallel ranks): use {step} or a "
+            "multiple"
+        )
+    return count
+
+
+def virtual_stages(num_layers: int, pp: int, layers_per_stage: int | None) -> int | None:
+    """Return how many virtual stages a pipeline rank holds, None if it holds one."""
+    if layers_per_stage is None or pp == 1:
+        return None
+    check_divides(PP, pp, num_layers, f"--num-layers {num_layers}")
+    per_rank = num_layers // pp
+    check_divides(VPP, layers_per_stage, per_rank, f"the {per_rank} layers of a pipeline rank")
+    stages = per_rank // layers_per_stage
+    return stages if stages > 1 else None
+
+
+def check_divides(flag: str, size: int, whole: int, what: str, otherwise: str = "") -> None:
+    """Raise ConfigError, with the sizes that do, if a flag's size does not divide the whole.
+
+    `what` names the whole with its value; `otherwise` is another way out for the user.
+    """
+    if size >= 1 and whole % size == 0:
+        return
+    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    is_short = len(divisors) <= MAX_DIVISORS_SHOWN
+    hint = f"use {one_of(divisors) if is_short else f'a divisor of {whole}'} {otherwise}".strip()
+    raise ConfigError(f"{flag} {size} does not divide {what}: {hint}")
+
+
+def _check_world(world: int, sizes: dict[str, int], what: str) -> None:
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    if world % ranks:
+        given = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        raise ConfigError(
+            f"{world} rank(s) cannot hold {given} = {ranks} ranks a {what}: start a multiple of "
+            f"{ranks} ranks or lower a size"
+        )
