@@ -3,6 +3,9 @@
 import signal
 
 import mindspeed.megatron_adaptor  # noqa: F401
+from tests.budget import load_profile
+
+load_profile()
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would all that the
 # tests start and interrupt.

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from mindspeed.config import build
 from mindspeed.fsdp import FsdpOptions, shard
+from tests.budget import examples
 from tests.distributed.branching_model import EXPERTS, WIDTH, Case, new_model, train
 from tests.ranks import RankFailed, run_ranks
 
-WORLD, EXAMPLES = 2, 12
+WORLD, EXAMPLES = 2, examples(0.5)
 EVERY = ["image", "audio", "video", "layers.{*}", "experts.{*}"]
 NESTED = ["image", "image.{0,2}", "audio", "audio.{0,2}", "video", "layers.{*}", "experts.{*}"]
 

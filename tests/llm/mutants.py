@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_llm.cli.main import main
+from tests.budget import examples
 
 SECONDS = 20
 PIECES = (b"\x00", b"\xff\xfe", b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"\n", b"-", b"9")
@@ -40,10 +41,10 @@ KEPT = ("save_dir", "output_prefix", "cache_dir", "tokenizer_name_or_path")
 """Options that mutants of a YAML file leave alone: they say where to write, or take seconds."""
 
 
-def mutants(count):
-    """Return settings: so many examples, the same ones every time."""
+def mutants(multiple=1):
+    """Return settings: a multiple of the profile's examples, the same ones every time."""
     return settings(
-        max_examples=count,
+        max_examples=examples(multiple),
         derandomize=True,
         deadline=None,
         database=None,
@@ -146,7 +147,7 @@ def check_yaml(values, path, command, check_end):
     other = {key: value for key, value in values.items() if key not in KEPT}
     odd = changed(other).map(yaml.safe_dump).map(str.encode)
 
-    @mutants(60)
+    @mutants()
     @given(odd | damaged(yaml.safe_dump(other).encode()))
     def check(content):
         path.write_bytes(yaml.safe_dump(kept).encode() + content)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import hypothesis.strategies as st
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 
 from mindspeed.config import (
     Alias,
@@ -84,7 +84,6 @@ def command_line(given_values):
 
 
 @given(values)
-@settings(max_examples=200, deadline=None)
 def test_three_front_doors_one_object(tmp_path_factory, given_values):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, Everything)

@@ -4,7 +4,7 @@ import argparse
 
 import hypothesis.strategies as st
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 
 from mindspeed.config import add_flags, build, from_namespace, load_yaml
 from mindspeed.features.registry import registry
@@ -36,7 +36,6 @@ def command_line(values):
 
 
 @given(VALUES)
-@settings(max_examples=100, deadline=None)
 def test_flags_yaml_and_keywords_are_equal(tmp_path_factory, values):
     options_class = registry().options_class
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -138,7 +138,6 @@ def test_nothing_is_kept_without_a_backward():
         )
 
 
-@settings(deadline=None)
 @given(
     tokens=st.integers(1, 9),
     vocabulary=st.integers(1, 400),

@@ -88,9 +88,7 @@ OWNERS = [("zoe", 0), ("abe", 1), ("mia", 0), ("rep", 2)]
 MODULES = ["depot.late", "depot.early", "depot.stock"]
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.permutations([*OWNERS, *MODULES]),
     reverted=st.lists(st.sampled_from(["zoe", "abe", "mia", "rep"]), unique=True, max_size=2),

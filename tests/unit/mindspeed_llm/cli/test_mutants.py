@@ -86,7 +86,7 @@ def test_data(place, ending, policy):
     good = (place / f"good.{ending}").read_bytes()
     codes = set()
 
-    @mutants(40)
+    @mutants(2)
     @given(damaged(good))
     def check(content):
         bad = place / f"bad.{ending}"
@@ -102,7 +102,7 @@ def test_data(place, ending, policy):
 def test_records(place):
     """Valid JSON whose values are not what a handler expects."""
 
-    @mutants(60)
+    @mutants()
     @given(changed(RECORDS))
     def check(records):
         (place / "bad.json").write_text(json.dumps(records))
@@ -115,7 +115,7 @@ def test_templates(place):
     entries = json.loads(SHIPPED_PATH.read_bytes())
     qwen = [entry for entry in entries if entry["name"] == "qwen"]
 
-    @mutants(60)
+    @mutants()
     @given(changed(qwen).map(json.dumps) | damaged(json.dumps(qwen).encode()).map(decoded))
     def check(text):
         path = place / "templates.json"
@@ -138,7 +138,7 @@ def test_yaml_of_preprocess(place):
 def test_flags_of_preprocess(place):
     known = known_flags(preprocess_command)
 
-    @mutants(120)
+    @mutants(2)
     @given(flags(known, VALUES))
     def check(words):
         end = run(*preprocess(place, place / "good.jsonl", "out", *words))
@@ -154,7 +154,7 @@ def test_token_files(place, kind):
     path = next(place.glob(f"shown*labels*.{kind}"), place / f"shown.{kind}")
     good = path.read_bytes()
 
-    @mutants(80)
+    @mutants(1.5)
     @given(
         damaged(good)
         | (changed(json.loads(good)).map(as_json) if kind[0] == "s" else damaged(good, 40))
@@ -170,7 +170,7 @@ def test_token_files(place, kind):
 
 
 def test_flags_of_show_batch(place):
-    @mutants(80)
+    @mutants(1.5)
     @given(flags(known_flags(show_batch_command), VALUES))
     def check(words):
         run("show-batch", place / "shown", "--cache-dir", place / "cache", *words)

@@ -43,7 +43,7 @@ def test_configs(models, tmp_path, family):
     model = shutil.copytree(models[family], tmp_path / "model")
     good = (model / "config.json").read_bytes()
 
-    @mutants(40)
+    @mutants()
     @given(changed(json.loads(good)).map(as_json) | damaged(good))
     def check(content):
         (model / "config.json").write_bytes(content)
@@ -65,7 +65,7 @@ def test_safetensors(models, tmp_path):
         text = as_json(values)
         return len(text).to_bytes(8, "little") + text + good[8 + length :]
 
-    @mutants(120)
+    @mutants(2)
     @given(damaged(good, 8 + length) | changed(header).map(rebuilt))
     def check(content):
         path.write_bytes(content)
@@ -89,7 +89,7 @@ def test_checkpoints(models, tmp_path, where):
     if where == "end":
         strategy = damaged(good[-6000:]).map(lambda tail: good[:-6000] + tail)
 
-    @mutants(60)
+    @mutants()
     @given(strategy)
     def check(content):
         path.write_bytes(content)
@@ -120,7 +120,7 @@ def test_training_checkpoints(models, tmp_path, name):
     end = run(*words)
     assert end.code == 0, end.error
 
-    @mutants(60)
+    @mutants()
     @given(damaged(good))
     def check(content):
         path.write_bytes(content)
@@ -142,7 +142,7 @@ def test_yaml_of_convert(models, tmp_path):
 def test_flags_of_convert(models, tmp_path):
     known = known_flags(convert_command)
 
-    @mutants(120)
+    @mutants(2)
     @given(flags(known, VALUES), st.sampled_from(["qwen2", "qwen3_moe"]))
     def check(words, name):
         base = ("convert", "--load-dir", models[name], "--save-dir", tmp_path / "out")

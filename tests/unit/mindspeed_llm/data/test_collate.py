@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed.config import ConfigError
@@ -75,7 +75,6 @@ def pack(samples, length):
     }
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     rows=st.lists(
         st.lists(st.lists(st.integers(4, 99), min_size=1, max_size=6), min_size=1, max_size=3),

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
@@ -53,7 +53,6 @@ def test_megatron_reads_ours(tmp_path):
     assert read.document_indices.tolist() == [0, 2, 3, 3, 4]
 
 
-@settings(deadline=None)
 @given(
     documents=st.lists(
         st.lists(st.lists(st.integers(0, 65000), min_size=1, max_size=5), max_size=3), max_size=6

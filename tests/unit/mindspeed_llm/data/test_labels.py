@@ -15,6 +15,7 @@ from mindspeed_llm.data.samples import IGNORED, Assembler, EncodedPiece, build, 
 from mindspeed_llm.data.shortening import shorten
 from mindspeed_llm.data.template import SHIPPED_PATH, Template, load_template
 from mindspeed_llm.data.tokenizer import facts_of
+from tests.budget import examples
 from tests.small_tokenizers import SPECIAL, byte_level
 
 NAMES = [entry["name"] for entry in json.loads(SHIPPED_PATH.read_text())]
@@ -55,7 +56,6 @@ def learnt_text(sample):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=25, deadline=None)
 @given(pairs=turns, system=texts | st.just(""))
 def test_the_answers_are_learnt_and_nothing_else(name, pairs, system):
     assume(name != "tokenizer" or all(a == a.strip() for _, a in pairs))
@@ -71,7 +71,7 @@ def test_the_answers_are_learnt_and_nothing_else(name, pairs, system):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(pairs=turns, other=texts)
 def test_questions_do_not_change_what_is_learnt(name, pairs, other):
     one = encode(name, make(pairs, "be kind"))
@@ -80,7 +80,7 @@ def test_questions_do_not_change_what_is_learnt(name, pairs, other):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(pairs=turns)
 def test_special_tokens_in_the_data_are_text(name, pairs):
     plain = encode(name, make([("x", "y")] * len(pairs), "z"))
@@ -104,7 +104,6 @@ def test_special_tokens_are_parsed_when_asked():
     assert sample.labels[-1] == FACTS.special["<|im_end|>"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(pairs=turns, limit=st.integers(1, 60), name=st.sampled_from(["qwen", "llama2", "glm4"]))
 def test_cut_samples_fit_and_keep_their_labels(pairs, limit, name):
     track = Assembler(ENCODER).encode([FORMATS[name].render(make(pairs))])[0]

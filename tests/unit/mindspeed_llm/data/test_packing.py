@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed.config import ConfigError
@@ -31,7 +31,6 @@ def greedy(lengths, capacity):
     return rows
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), capacity=st.integers(1, 50))
 def test_rows_are_those_of_the_rule(data, capacity):
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=40))

@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed.config import ConfigError
@@ -54,7 +54,6 @@ def test_every_format_gives_the_same_records(tmp_path, name, size):
     assert [record for _, record in everything(tmp_path / name, size)] == RECORDS
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(st.text(max_size=20), max_size=8),
     size=st.integers(1, 40),
@@ -71,7 +70,6 @@ def test_lines_are_cut_anywhere(tmp_path_factory, texts, size, ending, last):
     assert [row for row in everything(path, size) if texts] == expected
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     texts=st.lists(st.text(max_size=30), min_size=1, max_size=6), indent=st.sampled_from([None, 1])
 )

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_llm.data import samples
@@ -32,7 +32,6 @@ def labelled(track):
     return found, labels
 
 
-@settings(max_examples=200, deadline=None)
 @given(tracks=tracks)
 def test_a_batch_is_its_sequences(tracks):
     chosen = np.array([is_chosen for _, is_chosen in tracks], bool)
@@ -58,7 +57,6 @@ TOKENIZERS = {"bytes": byte_level(), "first": metaspace("first"), "always": meta
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("remembered", [3, 20_000])
-@settings(max_examples=25, deadline=None)
 @given(blocks=st.lists(st.lists(written, max_size=3), max_size=4))
 def test_what_is_remembered_changes_nothing(kind, remembered, blocks):
     encoder = TextEncoder(facts_of(TOKENIZERS[kind]), parse_special=False, accelerate=False)
@@ -74,7 +72,6 @@ def test_what_is_remembered_changes_nothing(kind, remembered, blocks):
 fields = st.sampled_from(["content", "idx"]).map(Field)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     stretch=st.lists(fields | st.sampled_from(["", "a", "b "]) | st.integers(0, 3), max_size=8),
     content=st.sampled_from(["", "c", "d e"]),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed.config import ConfigError
@@ -28,7 +28,6 @@ from mindspeed_llm.data.stream import Prefetcher
 OPTIONS = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}
 
 
-@settings(max_examples=80, deadline=None)
 @given(size=st.integers(1, 300), seed=st.integers(0, 2**32))
 def test_every_epoch_has_every_sample_once(size, seed):
     order = SampleOrder(size, seed=seed)
@@ -74,7 +73,6 @@ def test_without_shuffling_and_with_filled_up_epochs():
     assert order.epoch_size == 8
 
 
-@settings(max_examples=80, deadline=None)
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=5), count=st.integers(0, 300))
 def test_mixtures_keep_to_the_weights(weights, count):
     mixture = Mixture([Fraction(weight) for weight in weights])

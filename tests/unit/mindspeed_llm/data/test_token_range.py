@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_llm.data import token_range
@@ -15,7 +15,6 @@ VOCABULARY = 120
 
 @pytest.mark.parametrize("is_labels", [False, True])
 @pytest.mark.parametrize("dtype", ["<i4", "<i8", "<u2", "<i2", "u1"])
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_plain_definition(tmp_path_factory, dtype, is_labels, data):
     least, greatest = np.iinfo(dtype).min, np.iinfo(dtype).max

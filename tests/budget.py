@@ -1,0 +1,22 @@
+"""Hypothesis budgets: `ci` (the default, small) and `deep` (HYPOTHESIS_PROFILE=deep, `make fuzz`).
+
+A test names no number of examples but a multiple of the profile's, or nothing at all.
+"""
+
+import os
+
+from hypothesis import settings
+
+PROFILES = {"ci": 25, "deep": 500}
+
+
+def load_profile() -> None:
+    """Register the profiles and load the one that HYPOTHESIS_PROFILE names."""
+    for name, max_examples in PROFILES.items():
+        settings.register_profile(name, max_examples=max_examples, deadline=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def examples(multiple: float) -> int:
+    """Return a multiple of the examples of the loaded profile."""
+    return max(1, round(multiple * settings.default.max_examples))
