@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Any
 
+from mindspeed.cli.progress import ByteProgress
 from mindspeed.config import add_options, read_options
 from mindspeed_llm.checkpoint import ConvertOptions
-from mindspeed_llm.cli.progress import ByteProgress
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
+    from mindspeed.cli.progress import ByteProgress
     from mindspeed_llm.checkpoint import ConvertOptions
     from mindspeed_llm.checkpoint.conversion import convert
-    from mindspeed_llm.cli.progress import ByteProgress
 
     options = ConvertOptions(
         load_model_type="mg",

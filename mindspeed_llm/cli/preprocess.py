@@ -5,8 +5,8 @@ import logging
 import sys
 from typing import Any
 
+from mindspeed.cli.progress import ByteProgress
 from mindspeed.config import ConfigError, add_options, read_options
-from mindspeed_llm.cli.progress import ByteProgress
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.summary import Summary
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, stream=sys.stderr)
     options = read_options(args, PreprocessOptions)
     if options.merge_group_keys:
-        from mindspeed_llm.data.merge import merge_groups
+        from mindspeed_llm.data.finalize import merge_groups
 
         for prefix, pairs in merge_groups(options).items():
             print(f"{prefix}.bin/.idx: {pairs} pairs joined")
@@ -63,7 +63,7 @@ def _preprocess(options: PreprocessOptions) -> Summary:
 
 def describe(summary: Summary, options: PreprocessOptions) -> str:
     """Account for every record, in lines."""
-    from mindspeed_llm.data.finish import token_files
+    from mindspeed_llm.data.finalize import token_files
 
     skipped = summary.skipped_records
     lines = [

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the samples."""
     from rich.console import Console
 
-    from mindspeed_llm.data.shown import open_shown
+    from mindspeed_llm.data.preview import open_shown
 
     forced = {"auto": None, "always": True, "never": False}[args.color]
     console = Console(file=sys.stdout, force_terminal=forced, highlight=False, soft_wrap=True)

@@ -1,19 +1,25 @@
-"""Conversations to stretches of prompt and answer, by a template or the tokenizer's own format."""
+"""Formats that render conversations: the protocol, and the check that nothing gets lost."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import zip_longest
+from functools import cached_property
+from itertools import groupby
 from typing import Literal, NamedTuple, Protocol
 
-from mindspeed.config import ConfigError
-from mindspeed_llm.data.conversation import Conversation, Message
-from mindspeed_llm.data.template import Form, Part, Template, put_before_content
-from mindspeed_llm.data.tools import read_calls, tool_lines
+from mindspeed_llm.data.conversation import (
+    Conversation,
+    MalformedRecord,
+    Message,
+    UnusableRecord,
+    dump,
+    read_calls,
+    read_tools,
+)
+from mindspeed_llm.data.tokenizer import TokenizerFacts, special_matcher, split_special
 
+Part = str | int
+"""What a rendered stretch is made of: text, and ids of special tokens."""
 Thinking = Literal["true", "false", "none"]
-FORMS = 100
-"""How many forms of prompts are remembered: those of as many system prompts."""
 
 
 class Piece(NamedTuple):
@@ -38,115 +44,126 @@ class ChatFormat(Protocol):
         """Write prompts and answers in turn; a last prompt without answer is written too."""
 
 
-class TemplateFormat:
-    """Writes conversations by a template."""
+PROBE = "mindspeedprobe"
 
-    def __init__(self, template: Template, thinking: Thinking = "none") -> None:
-        self._template = template
-        self._entry = template.entry
-        self._reasons = template.entry.template_class == "ReasoningTemplate"
-        self._thinking = thinking
-        # Few prompts differ in more than the question: what is the same is put together once.
-        self._prompt = lru_cache(FORMS)(self._make_prompt)
-        self._answer = Form(template.assistant)
-        self.title = f"the template {template.entry.name}"
-        self.eos_id = template.eos_id
-        self.stop_ids = template.stop_ids
-        self.teaches_eos = template.teaches_eos
-        if thinking == "true" and not self._reasons:
-            raise ConfigError(
-                f"--enable-thinking true: the template {self._entry.name} has no thoughts; "
-                "use one of class ReasoningTemplate, such as qwen3"
-            )
+
+class CheckedFormat:
+    """Writes conversations by another format, and refuses what that format would lose.
+
+    A chat template may ignore tools, their calls and results, and the system text without an error.
+    Whether it does is found once for each, by writing a probe.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        facts: TokenizerFacts,
+        *,
+        parse_special: bool = False,
+        option: str = "--prompt-type",
+    ) -> None:
+        self._chat, self._facts, self._option = chat, facts, option
+        self._special = special_matcher(facts) if parse_special else None
+        self.title = chat.title
+        self.eos_id = chat.eos_id
+        self.stop_ids = chat.stop_ids
+        self.teaches_eos = chat.teaches_eos
 
     def render(self, conversation: Conversation) -> list[Piece]:
         """Write prompts and answers in turn; a last prompt without answer is written too."""
-        pieces: list[Piece] = []
-        messages, system, tools = conversation
-        late_eos = self._entry.efficient_eos and self.eos_id is not None
-        for turn, (asked, answer) in enumerate(zip_longest(messages[::2], messages[1::2])):
-            goes_on = messages[2 * turn + 2 : 2 * turn + 3]
-            is_step = bool(goes_on) and goes_on[0].role == "observation"
-            thoughts, text = self._think(answer, is_step)
-            opening = None if turn else (system, tools)
-            if asked.before:
-                form = self._make_prompt(opening, True, thoughts, asked.before)
-            else:
-                form = self._prompt(opening, asked.role == "observation", thoughts)
-            values = {"content": asked.content, "idx": str(turn)}
-            first_label = self.eos_id if late_eos and turn else None
-            pieces.append(Piece(form.fill(values), False, first_label))
-            if answer is not None:
-                pieces.append(Piece(self._write_answer(answer, text), True))
-        if late_eos and pieces[-1].is_answer:
-            pieces.append(Piece([self.eos_id], True))  # type: ignore[list-item]
+        self._check_parts(conversation)
+        pieces = self._chat.render(conversation)
+        if not all(self._is_said(piece) for piece in pieces if piece.is_answer):
+            self._check_answers(pieces)
         return pieces
 
-    def _make_prompt(
-        self,
-        opening: tuple[str, str] | None,
-        is_tool: bool,
-        thoughts: str,
-        before: tuple[Message, ...] = (),
-    ) -> Form:
-        """Prepare a prompt; the first of a conversation opens with its system text and tools."""
-        template = self._template
-        stretch = template.observation if is_tool else template.user
-        between = Form(template.between_observations).fill({}) if before else []
-        for message in reversed(before):
-            stretch = put_before_content(stretch, [message.content, *between])
-        if opening is None:
-            return Form([*Form(template.separator).fill({}), *stretch, thoughts])
-        system = self._system(*opening)
-        if self._entry.template_class == "Llama2Template":
-            stretch, system = put_before_content(stretch, system), []
-        return Form([*Form(template.prefix).fill({}), *system, *stretch, thoughts])
+    def _check_answers(self, pieces: list[Piece]) -> None:
+        """Refuse an answer that says nothing; its end token may be a piece of its own."""
+        answers = [list(group) for is_answer, group in groupby(pieces, _is_answer) if is_answer]
+        for number, answer in enumerate(answers, 1):
+            if not any(map(self._is_said, answer)):
+                raise MalformedRecord(
+                    f"answer {number} of {len(answers)}, written by {self.title}, is nothing but "
+                    "an end token: a model would be taught to say nothing"
+                )
 
-    def _system(self, given: str, given_tools: str) -> list[Part]:
-        default = self._entry.default_system
-        text = given or (default if isinstance(default, str) else "\n".join(default))
-        tools = tool_lines(given_tools)
-        if not (text or tools or self._entry.force_system):
-            return []
-        template = self._template
-        described = Form(template.tools).fill({"content": tools}) if tools else []
-        if not text and described and isinstance(described[0], str):
-            described[0] = described[0].lstrip("\n")  # it separates tools from the system text
-        return Form(put_before_content(template.system, [text, *described])).fill({})
+    def _is_said(self, piece: Piece) -> bool:
+        return any(map(self._says, piece.parts))
 
-    def _think(self, answer: Message | None, is_step: bool = False) -> tuple[str, str]:
-        """Return what of the thoughts goes to the prompt, and the text of the answer.
+    def _check_parts(self, conversation: Conversation) -> None:
+        messages = conversation.messages
+        if conversation.system.strip() and not self._writes_system:
+            raise MalformedRecord(f"has a system text, which {self.title} does not write")
+        if conversation.tools and not self._writes_tools and read_tools(conversation.tools):
+            raise self._lost(f"describes tools ({_names(conversation)})")
+        if any(message.calls for message in messages) and not self._writes_calls:
+            called = [call.name for message in messages for call in read_calls(message.calls)]
+            raise self._lost(f"calls tools ({', '.join(dict.fromkeys(called))})")
+        if not self._writes_results and any(m.role == "observation" for m in messages):
+            raise self._lost("has results of tools")
 
-        A step is an answer that calls tools and goes on with their results.
-        """
-        text = answer.content if answer else ""
-        if not self._reasons:
-            return "", text
-        opening, closing = self._entry.thought_words
-        start, end = text.find(opening.strip()), text.find(closing.strip())
-        has_thoughts = 0 <= start < end
-        if has_thoughts and self._thinking == "false":
-            text = text[:start] + text[end + len(closing.strip()) :].lstrip("\n")
-            has_thoughts = False
-        if has_thoughts and not text[:start].strip():
-            thoughts = text[start + len(opening.strip()) : end].strip("\n")
-            behind = text[end + len(closing.strip()) :].lstrip("\n")
-            return "", f"{opening}{thoughts}{closing}{behind}"
-        if has_thoughts or (answer is None and self._thinking != "false"):
-            return "", text
-        if is_step and self._thinking == "none":
-            return "", text  # as the models' own templates do
-        empty = opening + closing
-        return ("", empty + text) if self._thinking == "true" else (empty, text)
-
-    def _write_answer(self, answer: Message, text: str) -> list[Part]:
-        if not answer.calls:
-            return self._answer.fill({"content": text})
-        said: list[Part] = [text]
-        has_text = bool(text) and not (
-            self._reasons and text.endswith(self._entry.thought_words[1])
+    def _lost(self, what: str) -> MalformedRecord:
+        return MalformedRecord(
+            f"{what}, which {self.title} does not write: choose a {self._option} that writes "
+            "them, such as qwen"
         )
-        for number, call in enumerate(read_calls(answer.calls)):
-            said += ["\n"] if number or has_text else []
-            said += Form(self._template.function).fill(call._asdict())
-        return Form(put_before_content(self._template.assistant, said)).fill({})
+
+    def _says(self, part: Part) -> bool:
+        """Tell whether a part is more than white space and end tokens."""
+        if isinstance(part, int):
+            return part not in self.stop_ids
+        if self._special is None:
+            return bool(part.strip())
+        parts = split_special(part, self._special, self._facts)
+        return any(
+            one.strip() if isinstance(one, str) else one not in self.stop_ids for one in parts
+        )
+
+    @cached_property
+    def _writes_system(self) -> bool:
+        return self._writes(Conversation((_USER, _ANSWER), system=PROBE))
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        function = {"name": PROBE, "description": "d", "parameters": {"type": "object"}}
+        return self._writes(Conversation((_USER, _ANSWER), tools=dump([function])))
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        return self._writes(Conversation((_USER, _call(PROBE), _RESULT, _ANSWER)))
+
+    @cached_property
+    def _writes_results(self) -> bool:
+        result = _RESULT._replace(content=PROBE)
+        return self._writes(Conversation((_USER, _call("f"), result, _ANSWER)))
+
+    def _writes(self, probe: Conversation) -> bool:
+        """Tell whether the probe is found again; a format that raises does so for records too."""
+        try:
+            pieces = self._chat.render(probe)
+        except (MalformedRecord, UnusableRecord):
+            return True
+        texts = [part for piece in pieces for part in piece.parts if isinstance(part, str)]
+        return any(PROBE in text for text in texts)
+
+
+_USER, _ANSWER = Message("user", "a"), Message("assistant", "b")
+_RESULT = Message("observation", "c", call_id="000000000")
+
+
+def _call(name: str) -> Message:
+    return Message(
+        "assistant", "", calls=dump([{"id": "000000000", "name": name, "arguments": {}}])
+    )
+
+
+def _is_answer(piece: Piece) -> bool:
+    return piece.is_answer
+
+
+def _names(conversation: Conversation) -> str:
+    """Name the tools that a conversation describes."""
+    tools = read_tools(conversation.tools)
+    inner = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+    names = [str(one.get("name")) if isinstance(one, dict) else str(one) for one in inner]
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

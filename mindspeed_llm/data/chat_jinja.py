@@ -8,11 +8,18 @@ from datetime import datetime
 from typing import Any
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.chat import Piece, Thinking
-from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, UnusableRecord
-from mindspeed_llm.data.template import Part, special_matcher, split_special
-from mindspeed_llm.data.tokenizer import TokenizerFacts
-from mindspeed_llm.data.tools import parse_arguments, read_calls, read_tools
+from mindspeed_llm.data.chat import ChatFormat, Part, Piece, Thinking
+from mindspeed_llm.data.conversation import (
+    Conversation,
+    MalformedRecord,
+    Message,
+    UnusableRecord,
+    parse_arguments,
+    read_calls,
+    read_tools,
+)
+from mindspeed_llm.data.template import Template, TemplateEntry, TemplateFormat
+from mindspeed_llm.data.tokenizer import TokenizerFacts, special_matcher, split_special
 
 # Stand for special tokens spelled in the data while the template runs: private-use characters,
 # which no tokenizer has as special tokens.
@@ -208,6 +215,19 @@ class JinjaFormat:
             return False
         answers = [piece.parts for piece in pieces if piece.is_answer and piece.parts]
         return bool(answers) and answers[-1][-1] in self.stop_ids
+
+
+def make_chat_format(
+    facts: TokenizerFacts,
+    template: TemplateEntry | None,
+    *,
+    parse_special: bool = False,
+    thinking: Thinking = "none",
+) -> ChatFormat:
+    """Build the format of a template, or without one that of the tokenizer's own chat template."""
+    if template is None:
+        return JinjaFormat(facts, parse_special, thinking)
+    return TemplateFormat(Template(template, facts), thinking)
 
 
 def _marked(message: dict[str, Any], place: int) -> dict[str, Any]:

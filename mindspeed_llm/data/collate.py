@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import Array
-from mindspeed_llm.data.samples import IGNORED
+from mindspeed_llm.data.indexed import IGNORED, Array
 
 Batch = dict[str, torch.Tensor]
 Samples = Sequence[Mapping[str, Array]]

@@ -2,18 +2,145 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
+import sys
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import orjson
 
-from mindspeed_llm.data.accelerator import Accelerator
 from mindspeed_llm.data.indexed import Array
 from mindspeed_llm.data.tokenizer import TokenizerFacts, remove_prefix
 
 logger = logging.getLogger(__name__)
+
+ASCII = 0x7F
+PLANES = 0x40000
+"""Code points from here on are in no table that this Python could have."""
+_CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+KNOWN_SPLITS = (_CASES + r"\p{N}" + _REST, _CASES + r"\p{N}{1,3}" + _REST)
+"""The expressions of Qwen's and of Llama 3's tokenizers, which gigatoken is known to take."""
+
+
+class Accelerator:
+    """Encodes the texts that `takes` says yes to."""
+
+    def __init__(self, backend: Any, missing: bytes, has_digit_tokens: bool) -> None:
+        self.encode = backend.encode
+        self._missing = missing
+        self._left_out = _left_out(has_digit_tokens)
+
+    @staticmethod
+    def load(facts: TokenizerFacts, parse_special: bool) -> Accelerator | None:
+        """Return gigatoken's form of the tokenizer, or None if it is absent or cannot have it."""
+        try:
+            import gigatoken
+        except ImportError:
+            return None
+        content = orjson.loads(facts.backend)
+        if not parse_special:
+            added = content["added_tokens"]
+            content["added_tokens"] = [token for token in added if not token["special"]]
+        has_digit_tokens = _make_digits_tokens(content)
+        missing = _add_bytes(content, facts.size)
+        try:
+            backend = gigatoken.Tokenizer.from_json(orjson.dumps(content).decode()).backend
+        except Exception as error:  # noqa: BLE001 (whatever it does not like, we do without it)
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            logger.info("gigatoken does not support this tokenizer (%s): not used", reason[0])
+            return None
+        return Accelerator(backend, missing, has_digit_tokens)
+
+    def takes(self, text: str) -> bool:
+        """Tell whether the ids of a text are sure to be those of the tokenizer."""
+        if not text.isascii():
+            points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            if self._left_out[points[points > ASCII]].any():
+                return False
+        if not self._missing:
+            return True
+        content = text.encode()
+        return len(content.translate(None, self._missing)) == len(content)
+
+
+def is_installed() -> bool:
+    """Tell whether gigatoken is installed."""
+    return importlib.util.find_spec("gigatoken") is not None
+
+
+def is_supported(facts: TokenizerFacts) -> bool:
+    """Tell whether gigatoken is known to take a tokenizer, without having it."""
+    content = orjson.loads(facts.backend)
+    if content["model"].get("type") != "BPE" or content.get("normalizer"):
+        return False
+    _make_digits_tokens(content)
+    step = content.get("pre_tokenizer") or {}
+    steps = step.get("pretokenizers") or [step]
+    if [one.get("type") for one in steps] == ["Split", "ByteLevel"]:
+        return steps[0]["pattern"].get("Regex") in KNOWN_SPLITS
+    return len(steps) == 1 and steps[0].get("type") == "ByteLevel" and steps[0]["use_regex"]
+
+
+def _make_digits_tokens(content: dict[str, Any]) -> bool:
+    """Split off digits as added tokens are, where the tokenizer does so in a step of its own."""
+    step, vocab = content.get("pre_tokenizer") or {}, content["model"].get("vocab")
+    steps = step.get("pretokenizers") or []
+    is_known = [one.get("type") for one in steps] == ["Digits", "ByteLevel"]
+    if not is_known or not steps[0].get("individual_digits") or not isinstance(vocab, dict):
+        return False
+    digits = [digit for digit in "0123456789" if digit in vocab]
+    if len(digits) < 10:
+        return False
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"] += [
+        {"id": vocab[digit], "content": digit, "special": False, **plain} for digit in digits
+    ]
+    content["pre_tokenizer"] = steps[1]
+    return True
+
+
+def _add_bytes(content: dict[str, Any], size: int) -> bytes:
+    """Give ids behind the vocabulary to bytes that have none; return these bytes."""
+    vocab = content["model"].get("vocab")
+    if content["model"].get("type") != "BPE" or not isinstance(vocab, dict):
+        return b""
+    missing = [byte for byte, letter in enumerate(_byte_letters()) if letter not in vocab]
+    if len(missing) == 256:
+        return b""  # not at the level of bytes
+    vocab.update((_byte_letters()[byte], size + place) for place, byte in enumerate(missing))
+    return bytes(missing)
+
+
+@functools.cache
+def _byte_letters() -> tuple[str, ...]:
+    """Return the letter that byte-level tokenizers write for each byte: GPT-2's table."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {byte: chr(byte) for byte in shown}
+    letters |= {byte: chr(0x100 + place) for place, byte in enumerate(hidden)}
+    return tuple(letters[byte] for byte in range(256))
+
+
+@functools.cache
+def _left_out(with_numbers: bool) -> Array:
+    """Return, for every code point, whether texts with it are left to Hugging Face's tokenizers.
+
+    These are characters that this Python's Unicode does not know yet: newer tables may call them
+    letters and older ones not. And, where digits are tokens, all numbers that are not ASCII.
+    """
+    categories = "".join(map(unicodedata.category, map(chr, range(PLANES))))
+    kinds = np.frombuffer(categories.encode(), "S2")
+    left_out = np.ones(sys.maxunicode + 1, bool)
+    left_out[:PLANES] = kinds == b"Cn"
+    if with_numbers:
+        left_out[:PLANES] |= np.isin(kinds, (b"Nd", b"Nl", b"No"))
+    return left_out
+
 
 TRICKY = (
     "don't DON'T I'll 'S",

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed.config import ConfigError, parse_json
-from mindspeed_llm.data.indexed import IndexedTokens
+from mindspeed_llm.data.indexed import IndexedTokens, TokenFile
 from mindspeed_llm.data.stream import MicroBatches, Part, Sample, SampleStream
-from mindspeed_llm.data.token_range import TokenFile
 
 KINDS = {
     "instruction": ("input_ids", "attention_mask", "labels"),

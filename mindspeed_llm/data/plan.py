@@ -1,17 +1,38 @@
-"""What is to be done with every record: the options, once they are checked and looked up."""
+"""From options to a plan: everything a user can get wrong is found here, before work starts."""
 
 from __future__ import annotations
 
+import json
+import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from mindspeed_llm.data.chat import ChatFormat, TemplateFormat, Thinking
-from mindspeed_llm.data.chat_jinja import JinjaFormat
-from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Columns
-from mindspeed_llm.data.handlers.base import Output
-from mindspeed_llm.data.template import Template, TemplateEntry
-from mindspeed_llm.data.tokenizer import TokenizerFacts
-from mindspeed_llm.data.written import CheckedFormat
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.chat import ChatFormat, CheckedFormat, Thinking
+from mindspeed_llm.data.chat_jinja import make_chat_format
+from mindspeed_llm.data.encoder import TextEncoder, is_installed, is_supported
+from mindspeed_llm.data.handlers import (
+    HANDLERS,
+    PRETRAIN,
+    Columns,
+    Context,
+    Handler,
+    Output,
+    find_handler,
+)
+from mindspeed_llm.data.handlers.base import split_media
+from mindspeed_llm.data.options import PreprocessOptions, check_options
+from mindspeed_llm.data.readers import Problem, Source, find_sources, peek
+from mindspeed_llm.data.summary import where
+from mindspeed_llm.data.template import TemplateEntry, load_template
+from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
+
+logger = logging.getLogger(__name__)
+
+PEEKED_ROWS = 100
+"""Rows of every file that are looked at to learn which columns there are."""
+MUCH = 100 << 20
+"""Bytes of data for which an accelerator that is not installed is worth a line."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +66,149 @@ def outputs(plan: Plan) -> tuple[Output, ...]:
 
 def make_chat(plan: Plan) -> ChatFormat:
     """Build the format in which the plan writes conversations."""
-    chat: ChatFormat
-    if plan.template is None:
-        chat = JinjaFormat(plan.facts, plan.parse_special, plan.thinking)
-    else:
-        chat = TemplateFormat(Template(plan.template, plan.facts), plan.thinking)
+    chat = make_chat_format(
+        plan.facts, plan.template, parse_special=plan.parse_special, thinking=plan.thinking
+    )
     return CheckedFormat(chat, plan.facts, parse_special=plan.parse_special)
+
+
+def make_encoder(plan: Plan) -> TextEncoder:
+    """Build the encoder of the plan's texts."""
+    return TextEncoder(plan.facts, parse_special=plan.parse_special, accelerate=plan.accelerate)
+
+
+def make_handler(plan: Plan, encoder: TextEncoder, chat: ChatFormat | None) -> Handler:
+    """Build the handler that renders the plan's records."""
+    context = Context(plan.columns, encoder, chat, plan.placeholder_token, plan.reward_tokens)
+    return HANDLERS[plan.handler](context)
+
+
+def make_plan(
+    options: PreprocessOptions, facts: TokenizerFacts | None = None
+) -> tuple[Plan, list[Source]]:
+    """Check the options against each other, the data and the tokenizer."""
+    check_options(options)
+    find_handler(options.handler_name)
+    if not options.output_prefix:
+        raise ConfigError("--output-prefix is missing: give a path and how the names begin")
+    sources = find_sources(options.input)
+    template = _find_template(options)
+    columns = _find_columns(options, sources)
+    if facts is None:
+        facts = load_facts(
+            options.tokenizer_name_or_path,
+            cache_dir=options.cache_dir,
+            trust_remote_code=options.trust_remote_code,
+        )
+    plan = _plan(options, facts, template, columns)
+    if plan.handler != PRETRAIN:
+        _check_chat(plan, options)
+    elif options.prompt_type or options.seq_length:
+        logger.info("documents are kept whole and plain: --prompt-type and --seq-length are unused")
+    if options.accelerator == "auto" and sum(source.size for source in sources) > MUCH:
+        if not is_installed() and is_supported(facts):
+            logger.info("`pip install gigatoken` would make this many times faster")
+    return plan, sources
+
+
+def _find_template(options: PreprocessOptions) -> TemplateEntry | None:
+    handler = find_handler(options.handler_name)
+    if handler is None and options.pack:
+        raise ConfigError(f"--pack is for samples, not for documents ({PRETRAIN}): drop --pack")
+    if handler is None or not handler.needs_chat or options.prompt_type == "tokenizer":
+        return None
+    if not options.prompt_type:
+        raise ConfigError(
+            f"--prompt-type is missing: {options.handler_name} needs a chat template by name, "
+            "tokenizer for the tokenizer's own, or empty if the data has it already"
+        )
+    if options.pack and len({output.track for output in handler.outputs}) > 1:
+        raise ConfigError(f"--pack: the pairs of {options.handler_name} cannot share rows")
+    return load_template(options.prompt_type, options.prompt_type_path)
+
+
+def _plan(
+    options: PreprocessOptions,
+    facts: TokenizerFacts,
+    template: TemplateEntry | None,
+    columns: Columns,
+) -> Plan:
+    parse = options.special_tokens == "parse" or (
+        options.special_tokens == "auto" and options.prompt_type == "empty"
+    )
+    if options.append_eod and facts.eos_id is None:
+        raise ConfigError(f"--append-eod: the tokenizer in {facts.source} has no end-of-text token")
+    return Plan(
+        handler=options.handler_name,
+        facts=facts,
+        columns=columns,
+        keys=options.json_keys if options.handler_name == PRETRAIN else (),
+        template=template,
+        thinking=options.enable_thinking,
+        parse_special=parse,
+        accelerate=options.accelerator == "auto",
+        limit=options.seq_length,
+        too_long=options.too_long,
+        append_eod=options.append_eod,
+        skip_malformed=options.on_bad_line == "skip",
+        placeholder_token=options.placeholder_token,
+        reward_tokens=options.reward_tokens,
+    )
+
+
+def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
+    """Look at the first rows of every file and find the columns that are meant."""
+    try:
+        map_keys = json.loads(options.map_keys) if options.map_keys else {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--map-keys {options.map_keys:.60} is not valid JSON: {error}") from None
+    if not isinstance(map_keys, dict):
+        raise ConfigError(f"--map-keys {options.map_keys:.60} is not a JSON object such as {{...}}")
+    rows = peek(sources, PEEKED_ROWS)
+    names = [list(row) for _, _, row in rows if not isinstance(row, Problem)]
+    present = list(dict.fromkeys(name for row in names for name in row))
+    if not rows:
+        raise ConfigError(f"--input {options.input} holds no records")
+    if not present:
+        source, line, problem = rows[0]
+        raise ConfigError(f"{where(source.path, line)}: {problem.reason}")
+    if options.handler_name == PRETRAIN:
+        return _document_columns(options.json_keys, map_keys, present)
+    return HANDLERS[options.handler_name].find_columns(map_keys, present)
+
+
+def _document_columns(
+    keys: tuple[str, ...], map_keys: dict[str, Any], present: list[str]
+) -> Columns:
+    missing = [key for key in keys if key not in present]
+    if missing:
+        raise ConfigError(
+            f"the data has no column {missing[0]}; it has {', '.join(sorted(present))}: "
+            "name the column of the documents with --json-keys, or choose a --handler-name for "
+            "questions and answers"
+        )
+    media, _ = split_media(map_keys)
+    return Columns({key: key for key in keys}, {}, tuple(m for m in media if m not in keys))
+
+
+def _check_chat(plan: Plan, options: PreprocessOptions) -> None:
+    """Say so if nothing in the samples can teach the model to stop."""
+    if not HANDLERS[plan.handler].needs_chat:
+        make_handler(plan, make_encoder(plan), None)  # checks that reward tokens are single tokens
+        return
+    chat = make_chat(plan)
+    is_general = plan.template is not None and "format_tools" not in plan.template.model_fields_set
+    if plan.columns["tools"] and is_general:
+        logger.info(
+            "--prompt-type %s writes tools in a general form, which need not be that of the model: "
+            "--prompt-type tokenizer uses the model's own",
+            options.prompt_type,
+        )
+    if HANDLERS[plan.handler].learns and not chat.teaches_eos and not plan.append_eod:
+        logger.warning(
+            "--prompt-type %s never puts an end-of-text token (%s) behind an answer: unless every "
+            "answer in the data ends with one, the model will not learn to stop; --append-eod "
+            "adds it",
+            options.prompt_type,
+            plan.facts.eos,
+        )

@@ -16,19 +16,16 @@ from typing import Any
 import numpy as np
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.finish import finish
+from mindspeed_llm.data.finalize import Workspace, finish
 from mindspeed_llm.data.handlers import PRETRAIN
 from mindspeed_llm.data.indexed import TokenWriter, smallest_dtype
 from mindspeed_llm.data.options import PreprocessOptions
-from mindspeed_llm.data.plan import Plan, outputs
-from mindspeed_llm.data.planning import make_plan
-from mindspeed_llm.data.pool import encode_blocks
+from mindspeed_llm.data.plan import Plan, make_plan, outputs
 from mindspeed_llm.data.readers import Block, Source, blocks
 from mindspeed_llm.data.readers.blocks import BLOCK_BYTES
 from mindspeed_llm.data.summary import SHOWN_PLACES, Summary, where
 from mindspeed_llm.data.tokenizer import TokenizerFacts
-from mindspeed_llm.data.work import Encoded
-from mindspeed_llm.data.workspace import Workspace
+from mindspeed_llm.data.worker import Encoded, encode_blocks
 
 logger = logging.getLogger(__name__)
 

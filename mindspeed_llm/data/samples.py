@@ -1,4 +1,4 @@
-"""Pieces of text and special tokens to ids and labels, a block of records at a time."""
+"""Rendered conversations to token ids and labels, a block of records at a time."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.chat import Part, Piece, Thinking
+from mindspeed_llm.data.chat_jinja import make_chat_format
+from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.indexed import Array, smallest_dtype
-from mindspeed_llm.data.template import Part
+from mindspeed_llm.data.indexed import IGNORED, Array, smallest_dtype
+from mindspeed_llm.data.template import load_template
+from mindspeed_llm.data.tokenizer import TokenizerFacts
 
-IGNORED = -100
-"""The label of what is not trained."""
 REMEMBERED, SHORT = 20_000, 256
 """How many texts of up to how many characters are remembered: headers and system prompts recur."""
-
 _NO_LABEL = -1
 """Stands for the first label that a piece does not have."""
 _NOTHING: Array = np.zeros(0, np.int32)
-
 Key = str | int | tuple[str]
 """What has ids: a text, a special token or, in a tuple, a text that goes on where another ended."""
 
@@ -246,3 +245,100 @@ class Assembler:
             parts = [next(rest) for _ in piece.parts]
             pieces.append(piece._replace(parts=[part for part in parts if part != ""]))
         return pieces
+
+
+def shorten(track: Track, limit: int) -> Track:
+    """Cut a sequence to `limit` tokens: turn by turn, the shorter of question and answer first.
+
+    Of a question the end of its longest text goes, so that what the template puts around it stays.
+    """
+    kept: Track = []
+    used = 0
+    for prompt, answer in _turns(track):
+        room = limit - used
+        asked, answered = sum(p.size for p in prompt), sum(p.size for p in answer)
+        if room < min(asked, 1) + min(answered, 1):
+            break
+        if asked + answered > room:
+            asked_room, answer_room = _share(asked, answered, room)
+            kept += [*_cut_longest(prompt, asked - asked_room), *_cut_end(answer, answer_room)]
+            break
+        kept += [*prompt, *answer]
+        used += asked + answered
+    return kept
+
+
+def _turns(track: Track) -> Iterator[tuple[Track, Track]]:
+    prompt: Track = []
+    answer: Track = []
+    for piece in track:
+        if answer and not piece.is_answer:
+            yield prompt, answer
+            prompt, answer = [], []
+        (answer if piece.is_answer else prompt).append(piece)
+    yield prompt, answer
+
+
+def _share(asked: int, answered: int, room: int) -> tuple[int, int]:
+    """Share the room of a turn: a short side stays whole, else both shrink alike."""
+    if not answered or not asked:
+        return (room, 0) if not answered else (0, room)
+    if 2 * answered < room:
+        return room - answered, answered
+    if 2 * asked < room:
+        return asked, room - asked
+    answer_room = max(1, room * answered // (asked + answered))
+    return room - answer_room, answer_room
+
+
+def _cut_longest(prompt: Track, surplus: int) -> Track:
+    pieces = [piece._replace(parts=list(piece.parts)) for piece in prompt]
+    while surplus > 0:
+        places = [(len(part), i, j) for i, p in enumerate(pieces) for j, part in enumerate(p.parts)]
+        size, i, j = max(places)
+        taken = min(surplus, size)
+        pieces[i].parts[j] = pieces[i].parts[j][: size - taken]
+        surplus -= taken
+    return pieces
+
+
+def _cut_end(answer: Track, room: int) -> Track:
+    pieces: Track = []
+    for piece in answer:
+        parts = []
+        for part in piece.parts:
+            parts.append(part[:room])
+            room -= len(parts[-1])
+        pieces.append(piece._replace(parts=parts))
+    return pieces
+
+
+class PromptEncoder:
+    """Encodes a conversation that waits for an answer.
+
+    `prompt_type` is what preprocessing was given: a template's name or `tokenizer`. Special tokens
+    in what people type are text, except with `empty`, where they are the template.
+    """
+
+    def __init__(
+        self,
+        facts: TokenizerFacts,
+        prompt_type: str,
+        *,
+        prompt_type_path: str = "",
+        thinking: Thinking = "none",
+    ) -> None:
+        parse = prompt_type == "empty"
+        is_own = prompt_type == "tokenizer"
+        template = None if is_own else load_template(prompt_type, prompt_type_path)
+        self._chat = make_chat_format(facts, template, parse_special=parse, thinking=thinking)
+        # One prompt at a time needs no accelerator, and it takes a moment to load.
+        self._assembler = Assembler(TextEncoder(facts, parse_special=parse, accelerate=False))
+        self.stop_ids = self._chat.stop_ids
+
+    def encode(self, messages: Sequence[Message], system: str = "") -> list[int]:
+        """Return the ids of everything up to where the model is to answer."""
+        conversation = Conversation(tuple(messages), system).check(answered=False)
+        sample = build(self._assembler.encode([self._chat.render(conversation)])[0])
+        ids: list[int] = sample.ids.tolist()
+        return ids

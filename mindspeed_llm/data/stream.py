@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import Array
-from mindspeed_llm.data.order import Mixture, SampleOrder
+from mindspeed_llm.data.shuffle import Mixture, SampleOrder
 
 T = TypeVar("T")
 Sample = dict[str, Array]

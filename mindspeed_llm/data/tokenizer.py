@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -18,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mindspeed.checkpoint.fsync import write_atomic
 from mindspeed.config import ConfigError, one_of, parse_json
-from mindspeed_llm.data import durable
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,22 @@ class TokenizerFacts:
         others = asdict(self) | {"source": "", "backend": ""}
         content = json.dumps(others, sort_keys=True) + self.backend
         return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def special_matcher(facts: TokenizerFacts) -> re.Pattern[str] | None:
+    """Return a pattern of the tokenizer's special tokens, None if it has none."""
+    longest_first = sorted(facts.special, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+
+def split_special(
+    text: str, special: re.Pattern[str] | None, facts: TokenizerFacts
+) -> list[str | int]:
+    """Cut a text at special tokens, and give their ids."""
+    if special is None:
+        return [text] if text else []
+    pieces = special.split(text)
+    return [facts.special[p] if i % 2 else p for i, p in enumerate(pieces) if p]
 
 
 def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
@@ -152,7 +169,7 @@ def load_facts(
 def _remember(place: Path, found: dict[str, Any]) -> None:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        durable.write(place, json.dumps(found).encode())
+        write_atomic(place, json.dumps(found).encode())
     except OSError as error:
         logger.warning("the tokenizer is read again each time: %s: %s", place, error.strerror)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.conversation import MalformedRecord, Message, UnusableRecord
-from mindspeed_llm.data.prompts import PromptEncoder
+from mindspeed_llm.data.samples import PromptEncoder
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 from mindspeed_llm.generation.options import GenerateOptions
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from mindspeed.config import ConfigError, parse_json
-from mindspeed_llm.data.indexed import IndexedTokens
+from mindspeed_llm.data.indexed import IndexedTokens, TokenFile
 from mindspeed_llm.data.instruction import split_weights
 from mindspeed_llm.data.stream import Part, Sample, SampleStream
-from mindspeed_llm.data.token_range import TokenFile
 
 SUFFIXES = ("", "_text_document")
 

@@ -18,9 +18,9 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.data.handlers import PRETRAIN
 from mindspeed_llm.data.instruction import split_weights
 from mindspeed_llm.data.options import PreprocessOptions
-from mindspeed_llm.data.planning import make_plan
+from mindspeed_llm.data.plan import make_plan
 from mindspeed_llm.data.preprocess import FORMAT, HARMLESS, preprocess
-from mindspeed_llm.data.readers.sources import FORMATS, Source
+from mindspeed_llm.data.readers import FORMATS, Source
 from mindspeed_llm.training.options import RAW_FIELDS, TrainOptions
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint.fsync import write_atomic
 from mindspeed.config import ConfigError
-from mindspeed_llm.data import durable
-from mindspeed_llm.data.token_range import TokenFile, find_outside
+from mindspeed_llm.data.indexed import TokenFile, find_outside
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,6 @@ def _remember(notes: Sequence[Path]) -> None:
     try:
         for note in notes:
             note.parent.mkdir(parents=True, exist_ok=True)
-            durable.write(note, b"")
+            write_atomic(note, b"")
     except OSError as error:
         logger.warning("token files are checked again each time: %s", error)

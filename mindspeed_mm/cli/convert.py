@@ -4,8 +4,8 @@ import argparse
 import time
 from typing import Any
 
+from mindspeed.cli.progress import ByteProgress
 from mindspeed.config import add_options, read_options
-from mindspeed_llm.cli.progress import ByteProgress
 from mindspeed_mm.checkpoint import ConvertOptions
 
 

@@ -6,18 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.chat import Piece, TemplateFormat, Thinking
+from mindspeed_llm.data.chat import CheckedFormat, Part, Piece, Thinking
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message
-from mindspeed_llm.data.template import (
-    Part,
-    Template,
-    load_template,
-    special_matcher,
-    split_special,
-)
-from mindspeed_llm.data.tokenizer import TokenizerFacts
-from mindspeed_llm.data.written import CheckedFormat
+from mindspeed_llm.data.template import Template, TemplateFormat, load_template
+from mindspeed_llm.data.tokenizer import TokenizerFacts, special_matcher, split_special
 from mindspeed_mm.data.conversations import SIGN, SIGN_OF, SIGNS
 from mindspeed_mm.data.media import Kind
 from mindspeed_mm.data.options import OWN_TEMPLATES, BasicOptions

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import Array
-from mindspeed_llm.data.samples import IGNORED
+from mindspeed_llm.data.indexed import IGNORED, Array
 from mindspeed_mm.data.encoding import Sample, concatenate, media_sample, text_sample
 from mindspeed_mm.data.media import Kind
 from mindspeed_mm.data.positions import PositionCounter

@@ -13,8 +13,10 @@ from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Messa
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.handlers.alpaca import AlpacaStyleInstructionHandler
 from mindspeed_llm.data.handlers.base import Columns, Context, Handler
-from mindspeed_llm.data.handlers.openai import OpenAIInstructionHandler
-from mindspeed_llm.data.handlers.sharegpt import SharegptStyleInstructionHandler
+from mindspeed_llm.data.handlers.messages import (
+    OpenAIInstructionHandler,
+    SharegptStyleInstructionHandler,
+)
 from mindspeed_mm.data.media import Kind, Medium
 from mindspeed_mm.data.options import AttrOptions
 

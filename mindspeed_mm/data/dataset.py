@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 
 from mindspeed.config import ConfigError, build
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
-from mindspeed_llm.data.order import SampleOrder
 from mindspeed_llm.data.packing import plan_rows
+from mindspeed_llm.data.shuffle import SampleOrder
 from mindspeed_mm.data.collate import Collator
 from mindspeed_mm.data.encoding import Encoder, Sample
 from mindspeed_mm.data.media import Kind

@@ -13,8 +13,8 @@ import torch
 from mindspeed_llm.data.chat import Piece
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.indexed import Array
-from mindspeed_llm.data.samples import IGNORED, Assembler
+from mindspeed_llm.data.indexed import IGNORED, Array
+from mindspeed_llm.data.samples import Assembler
 from mindspeed_mm.data.chat import MediaFormat
 from mindspeed_mm.data.conversations import RecordReader, Request
 from mindspeed_mm.data.media import Kind

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 
 from mindspeed.config import ConfigError, build
 from mindspeed.launch.process import start_worker, start_workers
-from mindspeed_llm.data.order import SampleOrder
+from mindspeed_llm.data.shuffle import SampleOrder
 from mindspeed_mm.data.collate import Batch
 from mindspeed_mm.data.dataset import ConversationDataset, Outcome
 from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_llm.data.indexed import TokenWriter
-from mindspeed_llm.data.token_range import TokenFile
+from mindspeed_llm.data.indexed import TokenFile, TokenWriter
 from mindspeed_llm.training.token_check import check_tokens
 from tests.distributed.test_raw_data import pretrain
 from tests.ranks import RankFailed, run_ranks

@@ -4,12 +4,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_llm.data.chat import TemplateFormat
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.samples import IGNORED, Assembler, build
-from mindspeed_llm.data.template import Template, load_template
+from mindspeed_llm.data.indexed import IGNORED
+from mindspeed_llm.data.samples import Assembler, build
+from mindspeed_llm.data.template import Template, TemplateFormat, load_template
 from mindspeed_llm.data.tokenizer import load_facts
 from tests.llm.smollm2 import smollm2_file
 

@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.data.chat import ChatFormat, Piece
-from mindspeed_llm.data.conversation import Conversation, MalformedRecord
+from mindspeed_llm.data.conversation import Conversation, MalformedRecord, dump
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.readers import kind_of
-from mindspeed_llm.data.tools import dump
 
 Record = Mapping[str, Any]
 

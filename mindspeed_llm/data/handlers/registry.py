@@ -4,19 +4,18 @@ from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.data.handlers.alpaca import (
     AlpacaStyleInstructionHandler,
     AlpacaStylePairwiseHandler,
+    AlpacaStyleProcessRewardHandler,
     PPOAlpacaStyleInstructionHandler,
 )
 from mindspeed_llm.data.handlers.base import Handler
-from mindspeed_llm.data.handlers.openai import OpenAIInstructionHandler
-from mindspeed_llm.data.handlers.process_reward import AlpacaStyleProcessRewardHandler
-from mindspeed_llm.data.handlers.sharegpt import (
+from mindspeed_llm.data.handlers.messages import (
+    OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
     SharegptStylePairwiseHandler,
 )
 
 PRETRAIN = "GeneralPretrainHandler"
 """Plain documents; they need no conversation, so a handler class has nothing to do for them."""
-
 HANDLERS: dict[str, type[Handler]] = {
     handler.__name__: handler
     for handler in (

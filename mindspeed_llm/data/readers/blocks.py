@@ -1,4 +1,4 @@
-"""Blocks of a few megabytes: the unit in which data is read, encoded and written.
+"""Input files and their blocks of a few megabytes: the unit in which data is read and encoded.
 
 Lines are cut by byte ranges, so whoever processes a block reads it too; other formats can only be
 read from the front and travel as finished records.
@@ -7,21 +7,90 @@ read from the front and travel as finished records.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
 
 from mindspeed.config import ConfigError, kind_of
-from mindspeed_llm.data.readers.sources import Source, format_of
 
+logger = logging.getLogger(__name__)
+
+FORMATS = ("jsonl", "json", "parquet", "csv", "tsv", "txt")
 BLOCK_BYTES = 4 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SHOWN = 15
 """Characters that are shown before a mistake, and behind it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file."""
+
+    path: str
+    format: str
+    size: int
+    modified: int
+
+
+def find_sources(given: str | None) -> list[Source]:
+    """Return the files meant by a file, a folder, or several of them with commas between."""
+    if not given:
+        raise ConfigError("--input is missing: give a file, a folder, or several with commas")
+    names = [given] if Path(given).exists() else given.split(",")
+    found = [source for name in names for source in _find(Path(name.strip()))]
+    if all(source.size == 0 for source in found):
+        raise ConfigError(f"--input {given} is empty: there is nothing to read")
+    return found
+
+
+def _find(path: Path) -> list[Source]:
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.is_file():
+        raise ConfigError(f"--input {path} does not exist")
+    if format_of(path) not in FORMATS:
+        raise ConfigError(f"--input {path}: its name must end in {_endings()}")
+    return [_source(path)]
+
+
+def _in_folder(folder: Path) -> list[Source]:
+    """Take every file of a known format in a folder, in the order of the names."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    # What an earlier run into the same folder noted is no data.
+    files = [path for path in files if not path.name.endswith(".summary.json")]
+    known = [path for path in files if format_of(path) in FORMATS]
+    if not known:
+        names = ", ".join(path.name for path in files[:5]) or "nothing"
+        raise ConfigError(
+            f"--input {folder} holds no file that ends in {_endings()}: it has {names}"
+        )
+    if len(known) < len(files):
+        logger.info("%s: %d files of other kinds are left out", folder, len(files) - len(known))
+    return [_source(path) for path in known]
+
+
+def _source(path: Path) -> Source:
+    try:
+        status = path.stat()
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"--input {path} cannot be read: {error.strerror}") from None
+    return Source(str(path), format_of(path), status.st_size, status.st_mtime_ns)
+
+
+def format_of(path: str | Path) -> str:
+    """Return the ending of a file's name, which says how it is read."""
+    return Path(path).suffix.lower().removeprefix(".")
+
+
+def _endings() -> str:
+    return ", ".join(f".{name}" for name in FORMATS)
 
 
 class Problem(NamedTuple):
@@ -170,13 +239,13 @@ def _not_text(error: UnicodeDecodeError) -> Problem:
 def _rows(source: Source, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
     """Read the other formats: the size of a row, and the row."""
     if source.format == "json":
-        from mindspeed_llm.data.readers.json_array import read_array as read
+        from mindspeed_llm.data.readers.formats import read_array as read
     elif source.format == "parquet":
-        from mindspeed_llm.data.readers.table import read_parquet
+        from mindspeed_llm.data.readers.formats import read_parquet
 
         return read_parquet(source.path, columns)
     else:
-        from mindspeed_llm.data.readers.table import read_csv as read
+        from mindspeed_llm.data.readers.formats import read_csv as read
     return read(source.path)
 
 

@@ -8,9 +8,9 @@ import torch
 
 from mindspeed import device
 from mindspeed.training.save_dir_lock import release_on_error
+from mindspeed_llm.data.indexed import TokenFile
 from mindspeed_llm.data.instruction import InstructionData, open_stream, split_parts, split_weights
 from mindspeed_llm.data.stream import Sample, SampleStream
-from mindspeed_llm.data.token_range import TokenFile
 from mindspeed_llm.training.folders import Progress
 from mindspeed_llm.training.loop import Loop
 from mindspeed_llm.training.model import provide

@@ -5,12 +5,12 @@ The Jinja texts state, independently of templates.json, how each model family wr
 
 import pytest
 
-from mindspeed_llm.data.chat import TemplateFormat
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.samples import IGNORED, Assembler, build
-from mindspeed_llm.data.template import Template, load_template
+from mindspeed_llm.data.indexed import IGNORED
+from mindspeed_llm.data.samples import Assembler, build
+from mindspeed_llm.data.template import Template, TemplateFormat, load_template
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import byte_level, metaspace
 

@@ -14,7 +14,7 @@ from mindspeed_llm.data.collate import (
     collate_prompts,
     collate_variable,
 )
-from mindspeed_llm.data.samples import IGNORED
+from mindspeed_llm.data.indexed import IGNORED
 
 
 def sample(ids, learnt_from=1):

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_llm.data import accelerator
-from mindspeed_llm.data.accelerator import Accelerator
-from mindspeed_llm.data.encoder import TRICKY, TextEncoder
+from mindspeed_llm.data.encoder import KNOWN_SPLITS, TRICKY, Accelerator, TextEncoder, is_supported
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import TEXT, byte_level, metaspace
 
@@ -70,7 +68,7 @@ DIGITS = {
     "type": "Sequence",
     "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES],
 }
-SPLIT = {"type": "Split", "pattern": {"Regex": accelerator.KNOWN_SPLITS[0]}, "behavior": "Isolated",
+SPLIT = {"type": "Split", "pattern": {"Regex": KNOWN_SPLITS[0]}, "behavior": "Isolated",
          "invert": False}  # fmt: skip
 NO_BYTES = "\u0104\u0106\u0113\u00f1\u00f2"  # stand for 0x04, 0x06, 0x13, 0xf1, 0xf2, as in SmolLM2
 ACCELERATED = {
@@ -88,7 +86,7 @@ ACCELERATED = {
 def test_the_accelerator_gives_the_same_ids(kind, parse, texts):
     fast, slow = encoders(kind, parse)
     assert (fast.engine, slow.engine) == ("gigatoken", "tokenizers")
-    assert accelerator.is_supported(fast.facts)
+    assert is_supported(fast.facts)
     samples = [*texts, *TRICKY, TEXT, "\U0003fffd \u0378", "x<|im_end|>y", ""]
     for right, found in zip(slow.encode(samples), fast.encode(samples)):
         assert right.tolist() == found.tolist()
@@ -102,13 +100,13 @@ def encoders(kind, parse):
 
 def test_the_accelerator_is_advised_where_it_works_only(caplog):
     for scheme in ("first", "prepend"):
-        assert not accelerator.is_supported(facts_of(metaspace(scheme)))
+        assert not is_supported(facts_of(metaspace(scheme)))
     odd = {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}, BYTES]}
     facts = changed(pre_tokenizer=odd)
-    assert not accelerator.is_supported(facts)
+    assert not is_supported(facts)
     with caplog.at_level(logging.INFO):
         assert TextEncoder(facts, parse_special=False).engine == "tokenizers"
-    told = [record for record in caplog.records if record.name.endswith("accelerator")]
+    told = [record for record in caplog.records if record.name.endswith("encoder")]
     assert [record.levelname for record in told] == ["INFO"]
     assert "gigatoken does not support this tokenizer" in told[0].getMessage()
 

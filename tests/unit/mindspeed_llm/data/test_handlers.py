@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import IndexedTokens
+from mindspeed_llm.data.indexed import IGNORED, IndexedTokens
 from mindspeed_llm.data.instruction import InstructionData
-from mindspeed_llm.data.samples import IGNORED
 from tests.small_tokenizers import byte_level
 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}

@@ -1,6 +1,7 @@
-"""Token files: what we write Megatron reads, what Megatron writes we read, and damage is told."""
+"""Indexed token files: Megatron reads ours and we read Megatron's; bad ids are found."""
 
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import IndexedTokens, TokenWriter, smallest_dtype
+from mindspeed_llm.data import indexed
+from mindspeed_llm.data.indexed import (
+    IndexedTokens,
+    TokenFile,
+    TokenWriter,
+    find_outside,
+    smallest_dtype,
+)
 
 DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [], [[7]]]
 
@@ -135,7 +143,7 @@ def damage(index, data, how):
         *("float32", "float64", "narrower", "shifted", "overlapping", "gap", "swapped"),
     ],
 )
-def test_damage_is_told(tmp_path, how):
+def test_damage_is_refused(tmp_path, how):
     write_with_megatron(tmp_path / "x", DOCUMENTS, np.int32)
     index, data = (tmp_path / "x.idx").read_bytes(), (tmp_path / "x.bin").read_bytes()
     IndexedTokens(tmp_path / "x")
@@ -150,3 +158,26 @@ def test_damage_is_told(tmp_path, how):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="x.idx does not exist"):
         IndexedTokens(tmp_path / "x")
+
+
+VOCABULARY = 120
+
+
+@pytest.mark.parametrize("is_labels", [False, True])
+@pytest.mark.parametrize("dtype", ["<i4", "<i8", "<u2", "<i2", "u1"])
+@given(data=st.data())
+def test_ids_outside_the_vocabulary_are_found(tmp_path_factory, dtype, is_labels, data):
+    least, greatest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    edges = [-101, -100, -99, -1, 0, VOCABULARY - 1, VOCABULARY, VOCABULARY + 99, least, greatest]
+    values = st.sampled_from([one for one in edges if least <= one <= greatest])
+    tokens = data.draw(st.lists(st.integers(0, VOCABULARY - 1) | values, max_size=12))
+    path = Path(tmp_path_factory.mktemp("tokens") / "x.bin")
+    np.array(tokens, dtype).tofile(path)
+    right = {*range(VOCABULARY), *([-100] if is_labels else [])}
+    wrong = [(place, token) for place, token in enumerate(tokens) if token not in right]
+    file = TokenFile(path, np.dtype(dtype), is_labels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed, "BLOCK", 5)
+        assert find_outside(file, VOCABULARY) == (wrong[0] if wrong else None)
+        shares = [find_outside(file, VOCABULARY, (number, 3)) for number in range(3)]
+    assert [one for one in shares if one][:1] == wrong[:1]

@@ -7,13 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_llm.data.chat import TemplateFormat
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.samples import IGNORED, Assembler, EncodedPiece, build, learns_to_end
-from mindspeed_llm.data.shortening import shorten
-from mindspeed_llm.data.template import SHIPPED_PATH, Template, load_template
+from mindspeed_llm.data.indexed import IGNORED
+from mindspeed_llm.data.samples import Assembler, EncodedPiece, build, learns_to_end, shorten
+from mindspeed_llm.data.template import SHIPPED_PATH, Template, TemplateFormat, load_template
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.budget import examples
 from tests.small_tokenizers import SPECIAL, byte_level
@@ -124,7 +123,7 @@ def test_cut_samples_fit_and_keep_their_labels(pairs, limit, name):
     (100, 1, 1, (0, 1)),  # there is always something to learn
 ])  # fmt: skip
 def test_how_a_turn_shares_its_room(asked, answered, room, expected):
-    from mindspeed_llm.data.shortening import _share
+    from mindspeed_llm.data.samples import _share
 
     assert _share(asked, answered, room) == expected
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.data.indexed import IGNORED
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.packing import plan_rows
-from mindspeed_llm.data.samples import IGNORED
 
 OPTIONS = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}
 

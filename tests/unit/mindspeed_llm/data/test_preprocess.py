@@ -1,5 +1,6 @@
 """A whole run: the same output whatever the format, blocks and workers, and after any kill."""
 
+import argparse
 import json
 import os
 import pickle
@@ -15,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, add_flags
+from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN
 from mindspeed_llm.data.indexed import IndexedTokens
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.preprocess import preprocess
@@ -293,3 +295,18 @@ def test_killed_at_random_moments(tmp_path, facts, write_lines):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     noted = json.loads((tmp_path / "out.summary.json").read_bytes())["summary"]
     assert noted["records"] == whole.records == 2000 and noted["written"] == whole.written
+
+
+PAGE = (Path(__file__).parents[4] / "docs/llm/preprocess.md").read_text()
+
+
+def test_every_flag_is_explained_as_in_the_help():
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser, PreprocessOptions)
+    for action in parser._actions:
+        help_text = action.help.replace("%%", "%")
+        assert f"| `{action.option_strings[0]}` | {help_text} |\n" in PAGE
+
+
+def test_every_handler_is_in_the_table():
+    assert all(f"| `{name}` |" in PAGE for name in (PRETRAIN, *HANDLERS))

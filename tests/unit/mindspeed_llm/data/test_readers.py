@@ -74,16 +74,16 @@ def test_lines_are_cut_anywhere(tmp_path_factory, texts, size, ending, last):
     texts=st.lists(st.text(max_size=30), min_size=1, max_size=6), indent=st.sampled_from([None, 1])
 )
 def test_arrays_are_read_in_small_pieces(tmp_path_factory, texts, indent):
-    from mindspeed_llm.data.readers import json_array
+    from mindspeed_llm.data.readers import formats
 
     path = tmp_path_factory.mktemp("array") / "x.json"
     path.write_text(json.dumps([{"text": text} for text in texts], indent=indent))
     whole = everything(path)
-    old, json_array.CHUNK = json_array.CHUNK, 3
+    old, formats.CHUNK = formats.CHUNK, 3
     try:
         assert everything(path) == whole
     finally:
-        json_array.CHUNK = old
+        formats.CHUNK = old
     assert [row["text"] for _, row in whole] == texts
     assert [number for number, _ in whole] == list(range(1, 1 + len(texts)))
 

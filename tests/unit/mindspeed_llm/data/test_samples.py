@@ -1,4 +1,6 @@
-"""Whole blocks at once give what going through each sequence, piece and part would give."""
+"""Samples: ids and labels of rendered conversations, and prompts as in training."""
+
+import json
 
 import numpy as np
 import pytest
@@ -7,9 +9,26 @@ from hypothesis import strategies as st
 
 from mindspeed_llm.data import samples
 from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.chat_jinja import JinjaFormat
+from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.samples import IGNORED, Assembler, Batch, EncodedPiece, learns_to_end
-from mindspeed_llm.data.template import Field, Form
+from mindspeed_llm.data.indexed import IGNORED
+from mindspeed_llm.data.samples import (
+    Assembler,
+    Batch,
+    EncodedPiece,
+    PromptEncoder,
+    build,
+    learns_to_end,
+)
+from mindspeed_llm.data.template import (
+    SHIPPED_PATH,
+    Field,
+    Form,
+    Template,
+    TemplateFormat,
+    load_template,
+)
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import byte_level, metaspace
 
@@ -88,3 +107,34 @@ def test_a_form_joins_texts_that_touch(stretch, content):
     form = Form(stretch)
     assert form.fill(values) == [part for part in right if part != ""]
     assert form.fill(values) == form.fill(values), "filling leaves no trace"
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}{{ m.content }}<|im_end|>{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
+)
+NAMES = [*(entry["name"] for entry in json.loads(SHIPPED_PATH.read_text())), "tokenizer"]
+TALK = [Message("user", "Who are you?"), Message("assistant", "I am."), Message("user", "No <s>!")]
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [byte_level("</s>", "<s>", CHAT), metaspace("first", template=CHAT)]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_is_the_beginning_of_the_sample(name, tokenizer):
+    facts = facts_of(tokenizer)
+    whole = Conversation((*TALK, Message("assistant", "Yes.")), "Be.")
+    if name == "tokenizer":
+        chat = JinjaFormat(facts)
+    else:
+        # An empty thought in the prompt is for answers without one; asking leaves it to the model.
+        chat = TemplateFormat(
+            Template(load_template(name), facts), "false" if name == "qwen3" else "none"
+        )
+    encoder = TextEncoder(facts, parse_special=name == "empty")
+    sample = build(Assembler(encoder).encode([chat.render(whole)])[0])
+    prompts = PromptEncoder(facts, name, thinking="false" if name == "qwen3" else "none")
+    asked = prompts.encode(TALK, "Be.")
+    assert sample.ids[: len(asked)].tolist() == asked
+    assert sample.labels[len(asked)] != IGNORED and sample.labels[len(asked) - 1] == IGNORED
+    assert name == "empty" or prompts.stop_ids

@@ -22,7 +22,7 @@ from mindspeed_llm.data.instruction import (
     split_parts,
     split_weights,
 )
-from mindspeed_llm.data.order import Mixture, SampleOrder
+from mindspeed_llm.data.shuffle import Mixture, SampleOrder
 from mindspeed_llm.data.stream import Prefetcher
 
 OPTIONS = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}

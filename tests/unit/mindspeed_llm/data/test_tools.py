@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.data.indexed import IGNORED
 from mindspeed_llm.data.instruction import InstructionData
-from mindspeed_llm.data.samples import IGNORED
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import byte_level
 

@@ -61,7 +61,7 @@ def test_flags() -> None:
     }
     told = set()
 
-    @mutants(3)
+    @mutants(8)
     @given(flags(known, VALUES))
     def check(words: list[str]) -> None:
         told.add(end(*FLAGS, *words))
@@ -77,7 +77,7 @@ def test_yaml(tmp_path: Path) -> None:
     odd = changed(GOOD).map(lambda values: yaml.safe_dump(values).encode())
     told = set()
 
-    @mutants(3)
+    @mutants(8)
     @given(st.one_of(odd, damaged(plain)))
     def check(content: bytes) -> None:
         file.write_bytes(content)

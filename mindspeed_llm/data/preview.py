@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed.config import ConfigError, parse_json
-from mindspeed_llm.data.indexed import Array, IndexedTokens
+from mindspeed_llm.data.indexed import IGNORED, Array, IndexedTokens
 from mindspeed_llm.data.instruction import InstructionData
-from mindspeed_llm.data.samples import IGNORED, learns_to_end
+from mindspeed_llm.data.samples import learns_to_end
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 
 ENDINGS = (".idx", ".bin")

@@ -4,15 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from mindspeed_llm.data.chat import TemplateFormat
 from mindspeed_llm.data.conversation import Conversation, Message, UnusableRecord
-from mindspeed_llm.data.template import (
-    Slots,
-    Template,
-    TemplateEntry,
-    special_matcher,
-    split_special,
-)
+from mindspeed_llm.data.template import Slots, Template, TemplateEntry, TemplateFormat
+from mindspeed_llm.data.tokenizer import special_matcher, split_special
 
 CALL = '{"name": "clock", "arguments": {}}'
 

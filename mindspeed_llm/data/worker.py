@@ -1,30 +1,42 @@
-"""The work on one block: read records, encode them, count what became of each."""
+"""Workers: encode blocks of records, in this process or in a pool, results in order."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
+import signal
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from mindspeed.launch.process import leave_with_parent
 from mindspeed_llm.data.chat import Piece
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
-from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN, Context
+from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN
 from mindspeed_llm.data.handlers.base import as_text, check_media
 from mindspeed_llm.data.indexed import Array, smallest_dtype
-from mindspeed_llm.data.plan import Plan, make_chat
+from mindspeed_llm.data.plan import Plan, make_chat, make_encoder, make_handler
 from mindspeed_llm.data.readers import Block, Problem, read
-from mindspeed_llm.data.samples import Assembler, Batch, Sequences
-from mindspeed_llm.data.shortening import shorten
+from mindspeed_llm.data.samples import Assembler, Batch, Sequences, shorten
 from mindspeed_llm.data.summary import BlockCounts, too_long_reason
 
 CHECKED_FIRST, CHECKED_LATER = 50_000, 250
 """Characters of the first and of later blocks on which the accelerator is compared."""
+AHEAD = 2
+"""Blocks in work per process: one at hand and one waiting."""
+TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 @dataclass
@@ -48,9 +60,7 @@ class Worker(ABC):
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._encoder = TextEncoder(
-            plan.facts, parse_special=plan.parse_special, accelerate=plan.accelerate
-        )
+        self._encoder = make_encoder(plan)
         self._to_check = CHECKED_FIRST
 
     @abstractmethod
@@ -155,10 +165,7 @@ class SampleWorker(Worker):
         super().__init__(plan)
         handler = HANDLERS[plan.handler]
         self._chat = make_chat(plan) if handler.needs_chat else None
-        context = Context(
-            plan.columns, self._encoder, self._chat, plan.placeholder_token, plan.reward_tokens
-        )
-        self._handler = handler(context)
+        self._handler = make_handler(plan, self._encoder, self._chat)
         self._tracks = 1 + max(output.track for output in handler.outputs)
         eos_id = self._chat.eos_id if self._chat else plan.facts.eos_id
         self._stop_ids = self._chat.stop_ids if self._chat else ()
@@ -231,3 +238,111 @@ def _texts(rendered: list[list[list[Piece]]]) -> Iterator[str]:
     for tracks in rendered:
         for piece in tracks[0]:
             yield from (part for part in piece.parts if isinstance(part, str))
+
+
+Result = tuple[Block, Encoded]
+_worker: Worker | None = None
+"""The worker of this process, where this process is one of the pool."""
+
+
+def encode_blocks(
+    plan: Plan, blocks: Iterable[Block], processes: int, let_go: Callable[[], None]
+) -> Generator[Result, None, None]:
+    """Yield the blocks in order, each with its tokens; with one process it is this one.
+
+    A worker that is a copy of this process calls `let_go`: it gives up what only one may hold.
+    """
+    if processes == 1:
+        worker = make_worker(plan)
+        yield from ((block, worker(block)) for block in blocks)
+        return
+    with _no_threads_in_tokenizers():
+        pool = _make_pool(plan, processes, let_go)
+        try:
+            yield from _in_order(pool, blocks, processes * AHEAD)
+        except BrokenProcessPool:
+            raise RuntimeError(
+                "a worker process ended by itself (was it out of memory?): use fewer --workers"
+            ) from None
+        except BaseException:  # whoever interrupts does not want the blocks in work any more
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _make_pool(plan: Plan, processes: int, let_go: Callable[[], None]) -> ProcessPoolExecutor:
+    if _is_alone():
+        worker = make_worker(plan)  # loaded and checked once, for all
+        copies = multiprocessing.get_context("fork")
+        return ProcessPoolExecutor(processes, copies, _start, (lambda: worker, let_go))
+    fresh = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, fresh, _start, (partial(make_worker, plan), None))
+
+
+def _is_alone() -> bool:
+    """Tell whether this process can be copied: no other thread holds a lock the copy would miss.
+
+    torch has threads that Python does not know of.
+    """
+    one_thread = threading.active_count() == 1 and "torch" not in sys.modules
+    return one_thread and sys.platform == "linux"
+
+
+@contextmanager
+def _no_threads_in_tokenizers() -> Iterator[None]:
+    """Let tokenizers work in the calling thread: the processes are the parallelism."""
+    before = os.environ.get(TOKENIZER_THREADS)
+    os.environ[TOKENIZER_THREADS] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TOKENIZER_THREADS]
+        else:
+            os.environ[TOKENIZER_THREADS] = before
+
+
+def _in_order(pool: ProcessPoolExecutor, blocks: Iterable[Block], ahead: int) -> Iterator[Result]:
+    pending: deque[tuple[Block, Future[Encoded]]] = deque()
+    for block in blocks:
+        with _interrupts_later():
+            pending.append((block, pool.submit(_work, block)))
+        if len(pending) >= ahead:
+            yield _first(pending)
+    while pending:
+        yield _first(pending)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Keep an interrupt from the processes that begin here, until they ignore it by themselves."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _first(pending: deque[tuple[Block, Future[Encoded]]]) -> Result:
+    block, future = pending.popleft()
+    return block, future.result()
+
+
+def _start(get_worker: Callable[[], Worker], let_go: Callable[[], None] | None) -> None:
+    """Make this process a worker that ends when its parent does, however that ends."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if let_go is not None:
+        let_go()
+    leave_with_parent()
+    _worker = get_worker()
+    gc.freeze()  # what is there now stays: looking through it again and again costs a tenth
+
+
+def _work(block: Block) -> Encoded:
+    assert _worker is not None
+    return _worker(block)
