@@ -11,7 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests import forked, subjects
-from tests.security.payloads import Payload, all_payloads
+from tests.security.payload import Payload
+from tests.security.payload_code import CODE, templates
+from tests.security.payload_files import PATHS, headers
+from tests.security.payload_pickles import CACHES, FOREIGN, pickles
+from tests.security.payload_text import jsons, yamls
 from tests.security.pickles import TECHNIQUES, run
 
 
@@ -24,6 +28,12 @@ class Case:
     problems: list[str]
     error: str
     seconds: float
+
+
+def all_payloads() -> list[Payload]:
+    """Return the table: what is put into which file, and every command that reads that file."""
+    single = (*FOREIGN, *CACHES, *CODE, *PATHS)
+    return [*single, *pickles(), *templates(), *yamls(), *jsons(), *headers()]
 
 
 def cases(folder: Path, only: str = "") -> Iterator[Case]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.security.payloads import all_payloads
 from tests.security.pickles import TECHNIQUES
+from tests.security.table import all_payloads
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 800
