@@ -1,5 +1,5 @@
 """The LLM suite: data, checkpoints, training, chat, evaluation."""
 
-from mindspeed.compat import training_name
+from mindspeed.compat import megatron
 
-training_name.serve()
+megatron.serve_training()

@@ -1,5 +1,5 @@
 """The multimodal suite: bring a model, shard it with FSDP2 from a YAML file."""
 
-from mindspeed.compat import training_name
+from mindspeed.compat import megatron
 
-training_name.serve()
+megatron.serve_training()

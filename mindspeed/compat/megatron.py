@@ -1,4 +1,4 @@
-"""Find megatron-core and judge, before anything of it is imported, whether it can be used."""
+"""Find the installed megatron-core and check, before any of it is imported, that it is usable."""
 
 import importlib.util
 import re
@@ -6,12 +6,14 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from mindspeed.patching import Aliases
+
 OLDEST = Version("0.12.1")
 NEWEST_WITHOUT_TRITON = Version("0.16.1")
-"""Later ones import triton on every machine, or may; whether they do is looked up."""
+"""Later releases may import triton on every machine; their files are searched for it."""
 
 _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
-# Only what stands at the start of a line: an import inside try, if or a function may fail or wait.
+# Only imports at the start of a line: one inside try, if or a function may fail or never run.
 _IMPORT = re.compile(
     r"^(?:from\s+([.\w]+)\s+import\s+(\([^)]*\)|.*)|import\s+([.\w]+))", re.MULTILINE
 )
@@ -41,7 +43,7 @@ def version() -> Version:
         major, minor, patch, pre_release = (values[name] for name in _PARTS)
     except (OSError, KeyError) as error:
         raise RuntimeError(
-            f"{folder} does not tell its version: install megatron-core {OLDEST} or newer"
+            f"{folder} does not state its version: install megatron-core {OLDEST} or newer"
         ) from error
     return Version(f"{major}.{minor}.{patch}{pre_release}")
 
@@ -62,6 +64,14 @@ def require() -> None:
                 "and triton is not installed: pip install triton, or pip install "
                 f"megatron-core=={NEWEST_WITHOUT_TRITON}"
             )
+
+
+def serve_training() -> None:
+    """Serve `megatron.training` to scripts that import a suite and not the adaptor.
+
+    Where that package is installed it is left alone.
+    """
+    Aliases().serve("megatron.training", "mindspeed.compat.stand_ins.megatron_training")
 
 
 def _importer_of(package: str) -> Path | None:

@@ -85,17 +85,19 @@ _NUMPY_PRODUCT = (
 )
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
+_OURS = "mindspeed.compat.stand_ins"
+
 TABLE = (
     Entry(
         name="apex_stand_in",
         reason="Local specs need apex's fused layer norm, softmax and weight-gradient GEMM.",
         effects=_serve(
             {
-                "apex": "mindspeed.compat.apex",
-                "fused_weight_gradient_mlp_cuda": "mindspeed.compat.fused_weight_gradient_mlp_cuda",
-                "scaled_masked_softmax_cuda": "mindspeed.compat.scaled_softmax.masked",
-                "scaled_softmax_cuda": "mindspeed.compat.scaled_softmax.plain",
-                "scaled_upper_triang_masked_softmax_cuda": "mindspeed.compat.scaled_softmax.causal",
+                "apex": f"{_OURS}.apex",
+                "fused_weight_gradient_mlp_cuda": f"{_OURS}.fused_weight_gradient_mlp_cuda",
+                "scaled_masked_softmax_cuda": f"{_OURS}.scaled_softmax.masked",
+                "scaled_softmax_cuda": f"{_OURS}.scaled_softmax.plain",
+                "scaled_upper_triang_masked_softmax_cuda": f"{_OURS}.scaled_softmax.causal",
             }
         ),
     ),
@@ -117,17 +119,17 @@ TABLE = (
         patches=(
             Patch.wrap(
                 f"{_WRITER}:FileSystemWriterAsync.prepare_write_data",
-                "mindspeed.compat.checkpoint_reports:wrap_prepare_write_data",
+                "mindspeed.compat.checkpoint:wrap_prepare_write_data",
                 why="a process that it starts ends on SIGTERM to the group, and outlives its rank",
             ),
             Patch.wrap(
                 f"{_WRITER}:_write_item",
-                "mindspeed.compat.checkpoint_writer:wrap_write_item",
+                "mindspeed.compat.checkpoint:wrap_write_item",
                 why="newer torch requires an argument that has no default",
             ),
             Patch.wrap(
                 f"{_WRITER}:FileSystemWriterAsync.finish",
-                "mindspeed.compat.checkpoint_writer:wrap_finish",
+                "mindspeed.compat.checkpoint:wrap_finish",
                 why="torch 2.11 drops the shapes that megatron-core 0.12 adds to the metadata",
             ),
             *_NUMPY_PRODUCT,
@@ -146,7 +148,7 @@ TABLE = (
         patches=(
             Patch.wrap(
                 "megatron.core.distributed.data_parallel_base:_BaseDataParallel.__init__",
-                "mindspeed.compat.expert_gradients:wrap_data_parallel",
+                "mindspeed.compat.layers:wrap_data_parallel",
                 why="experts with a tensor parallelism of their own are reduced in the wrong group",
             ),
         ),
@@ -169,7 +171,7 @@ TABLE = (
         patches=(
             Patch.wrap(
                 "megatron.training.arguments:validate_args",
-                "mindspeed.compat.fsdp_arguments:wrap_validate_args",
+                "mindspeed.compat.scripts:wrap_validate_args",
                 why="the environment was set before the arguments were known",
             ),
         ),
@@ -177,7 +179,7 @@ TABLE = (
     Entry(
         name="grouped_gemm_stand_in",
         reason="The legacy GroupedMLP needs the package grouped_gemm, which exists for CUDA only.",
-        effects=_serve({"grouped_gemm": "mindspeed.compat.grouped_gemm"}),
+        effects=_serve({"grouped_gemm": f"{_OURS}.grouped_gemm"}),
     ),
     Entry(
         name="local_norm",
@@ -185,12 +187,12 @@ TABLE = (
         patches=(
             Patch.wrap(
                 "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-                "mindspeed.compat.norms:wrap_torch_norm",
+                "mindspeed.compat.layers:wrap_torch_norm",
                 why="it refuses sequence parallelism, which needs only a mark on the parameters",
             ),
             Patch.wrap(
                 "megatron.core.transformer.transformer_block:_get_block_submodules",
-                "mindspeed.compat.norms:wrap_block_submodules",
+                "mindspeed.compat.layers:wrap_block_submodules",
                 why="a block of local layers would end with Transformer Engine's norm",
             ),
         ),
@@ -201,8 +203,8 @@ TABLE = (
         # The second name only counts where the first is real.
         effects=_serve(
             {
-                "megatron.training": "mindspeed.compat.megatron_training",
-                "megatron.training.tokenizer": "mindspeed.compat.megatron_training.tokenizer",
+                "megatron.training": f"{_OURS}.megatron_training",
+                "megatron.training.tokenizer": f"{_OURS}.megatron_training.tokenizer",
             }
         ),
     ),
@@ -214,7 +216,7 @@ TABLE = (
             *(
                 Patch.wrap(
                     f"megatron.core.tensor_parallel.layers:{name}",
-                    "mindspeed.compat.mixed_dtype:promote",
+                    "mindspeed.compat.layers:promote",
                     why="params_dtype leaves norms and positions in float32",
                 )
                 for name in (
@@ -224,7 +226,7 @@ TABLE = (
             ),
             Patch.wrap(
                 "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward",
-                "mindspeed.compat.mixed_dtype:keep_type",
+                "mindspeed.compat.layers:keep_type",
                 why="config.bf16 alone turns the probabilities of float32 scores into bfloat16",
             ),
         ),
@@ -235,7 +237,7 @@ TABLE = (
         patches=(
             Patch.wrap(
                 "megatron.training.training:get_model",
-                "mindspeed.compat.megatron_training.training:wrap_get_model",
+                f"{_OURS}.megatron_training.training:wrap_get_model",
                 why="without parsed arguments the model's own config decides",
             ),
         ),
@@ -246,7 +248,7 @@ TABLE = (
         patches=(
             Patch.replace(
                 "megatron.legacy.fused_kernels:load",
-                "mindspeed.compat.legacy_kernels:load",
+                "mindspeed.compat.scripts:load_no_kernels",
                 why="its only effect is to fail where nvcc is absent: the list of kernels is empty",
             ),
         ),
@@ -257,7 +259,7 @@ TABLE = (
         patches=(
             Patch.wrap(
                 "megatron.core.utils:is_fa_min_version",
-                "mindspeed.compat.flash_attn_version:wrap_is_fa_min_version",
+                "mindspeed.compat.scripts:wrap_is_fa_min_version",
                 why="it fails in an import where the caller has a message of its own",
             ),
         ),
@@ -281,10 +283,10 @@ TABLE = (
         effects=_serve(
             {
                 "megatron.core.transformer.custom_layers.batch_invariant_kernels": (
-                    "mindspeed.compat.batch_invariant_kernels"
+                    f"{_OURS}.batch_invariant_kernels"
                 ),
                 "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
-                    "mindspeed.compat.inference_tensor_ops"
+                    f"{_OURS}.inference_tensor_ops"
                 ),
             },
             without="triton",
@@ -298,7 +300,7 @@ TABLE = (
             Patch.wrap(
                 "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:"
                 "YarnRotaryEmbedding.__init__",
-                "mindspeed.compat.yarn_rotary:wrap_init",
+                "mindspeed.compat.layers:wrap_yarn_init",
                 why="latent attention does not pass use_cpu_initialization on to it",
             ),
         ),

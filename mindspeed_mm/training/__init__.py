@@ -1,6 +1,6 @@
 """Training with callbacks: what a script of the user imports."""
 
-from mindspeed.compat.run_arguments import get_args
+from mindspeed.compat.stand_ins.megatron_training.global_vars import get_args
 from mindspeed_mm.training.arguments import Schema
 from mindspeed_mm.training.device_batch import move_to_device
 from mindspeed_mm.training.script import pretrain, train

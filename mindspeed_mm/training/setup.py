@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed import device
 from mindspeed.checkpoint.digests import verify
-from mindspeed.compat.run_arguments import set_args
+from mindspeed.compat.stand_ins.megatron_training.global_vars import set_args
 from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
 from mindspeed.distributed.parallel_dims import ParallelDims

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed.compat.run_arguments import get_args
+from mindspeed.compat.stand_ins.megatron_training.global_vars import get_args
 from mindspeed.config import ConfigError
 from mindspeed_mm.refusals import is_of_transformers, located
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples

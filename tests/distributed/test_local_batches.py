@@ -13,7 +13,7 @@ def fetch(tensor_parallel: int) -> int:
     import torch
     from megatron.core import parallel_state
 
-    from mindspeed.compat.local_batches import wrap_get_batch
+    from mindspeed.features.comm.local_batches import wrap_get_batch
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     calls = []

@@ -16,7 +16,7 @@ def weight_gradients(dtype, sequence_parallel):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
-    from mindspeed.compat import fused_weight_gradient_mlp_cuda as ours
+    from mindspeed.compat.stand_ins import fused_weight_gradient_mlp_cuda as ours
 
     assert fused_weight_gradient_mlp_cuda is ours
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mindspeed.compat.fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
+from mindspeed.compat.stand_ins.fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 from mindspeed.ops.cross_entropy import cross_entropy
 from mindspeed.ops.norm import rms_norm
 from mindspeed.ops.swiglu import swiglu

@@ -1,7 +1,8 @@
 """Batches of Megatron's scripts without broadcasts in tensor-parallel groups of one rank."""
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspeed import config
@@ -32,6 +33,36 @@ class LocalBatches(Feature):
         if "megatron.training.arguments" in sys.modules:
             yield Patch.wrap(
                 "megatron.training.utils:get_batch_on_this_tp_rank",
-                "mindspeed.compat.local_batches:wrap_get_batch",
+                wrap_get_batch,
                 why="the host waits for the device in every micro-batch",
             )
+
+
+def wrap_get_batch(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a batch without broadcasts where the group has one rank.
+
+    The first batch, which Megatron builds, defines the keys.
+    """
+    names: list[str] = []
+
+    @functools.wraps(original)
+    def get_batch(data_iterator: Iterator[Any] | None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        if names and parallel_state.get_tensor_model_parallel_world_size() == 1:
+            assert data_iterator is not None
+            data = next(data_iterator)
+            return {name: _to_device(data.get(name)) for name in names}
+        batch = original(data_iterator, *args, **kwargs)
+        names[:] = batch
+        return batch
+
+    return get_batch
+
+
+def _to_device(value: Any) -> Any:
+    if value is None:
+        return None
+    from mindspeed import device  # imports torch, which listing the features must not need
+
+    return value.to(device.current().torch_device, non_blocking=True)

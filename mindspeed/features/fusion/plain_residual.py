@@ -1,11 +1,20 @@
 """Residual sums without a compiler in between."""
 
-from collections.abc import Iterator
-from typing import Any
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from mindspeed import config
 from mindspeed.features.base import Feature, Level
 from mindspeed.patching import Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Pair = tuple[Tensor, Tensor | None]
+    Add = Callable[[Pair, Tensor, float], Tensor]
 
 
 class PlainResidual(Feature):
@@ -29,6 +38,26 @@ class PlainResidual(Feature):
         """Wrap what hands out the function of a layer."""
         yield Patch.wrap(
             "megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add",
-            "mindspeed.compat.residual:wrap_get_bias_dropout_add",
+            wrap_get_bias_dropout_add,
             why="layers ask it for the function; a compiled one costs its guards at every call",
         )
+
+
+def wrap_get_bias_dropout_add(original: Callable[..., Add]) -> Callable[..., Add]:
+    """Return a sum that falls back on Megatron's function for a bias or a dropout."""
+
+    @functools.wraps(original)
+    def get_bias_dropout_add(training: bool, *args: Any, **kwargs: Any) -> Add:
+        fused = original(training, *args, **kwargs)
+
+        def add(x_with_bias: Pair, residual: Tensor, prob: float) -> Tensor:
+            x, bias = x_with_bias
+            is_plain = bias is None and not (training and prob) and x.requires_grad
+            # Which of two types the sum has depends on the version of Megatron.
+            if not is_plain or x.dtype != residual.dtype:
+                return fused(x_with_bias, residual, prob)
+            return residual + x
+
+        return add
+
+    return get_bias_dropout_add

@@ -1,6 +1,7 @@
 """Fused permutation of tokens to their experts and back."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspeed import config
@@ -53,6 +54,18 @@ class FusedMoePermute(Feature):
         if options.use_fused_moe_token_permute_and_unpermute:
             yield Patch.wrap(
                 "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-                "mindspeed.compat.moe_permute_fusion:wrap_post_init",
+                wrap_post_init,
                 why="another name of Megatron's flag, which its configuration does not know",
             )
+
+
+def wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Set the field before `TransformerConfig` checks what goes with it."""
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        if self.num_moe_experts is not None:
+            self.moe_permute_fusion = True
+        original(self)
+
+    return post_init

@@ -62,6 +62,6 @@ class MoeWeightGradientFusion(Feature):
             return
         yield Patch.wrap(
             f"{module}:ops.gmm",
-            "mindspeed.compat.grouped_gemm.accumulation:wrap_gmm",
+            "mindspeed.compat.stand_ins.grouped_gemm.ops:wrap_gmm",
             why="GroupedMLP calls this function; nothing selects another or tells it the parameter",
         )

@@ -1,6 +1,12 @@
-"""Garbage collection that leaves alone what exists before the first train step."""
+"""Garbage collection that leaves alone what exists before the first train step.
 
-from collections.abc import Iterator
+Imported packages and the model are millions of objects. Python visits all of them whenever enough
+new ones are alive, which train steps cause: 0.1 of 1.3 s of each in Megatron-LM's pretrain_gpt.py.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspeed import config
@@ -28,6 +34,22 @@ class GcFreeze(Feature):
         """Wrap what every train loop on Megatron asks for its schedule."""
         yield Patch.wrap(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-            "mindspeed.compat.gc_freeze:wrap_get_forward_backward_func",
+            wrap_get_forward_backward_func,
             why="train loops of scripts and other projects have nothing else in common",
         )
+
+
+def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Collect and freeze once, when the first train step gets its schedule."""
+    is_frozen = False
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_frozen
+        if not is_frozen:
+            is_frozen = True
+            gc.collect()  # garbage that is frozen would stay
+            gc.freeze()
+        return original(*args, **kwargs)
+
+    return get_forward_backward_func

@@ -1,7 +1,8 @@
-"""Which megatron-core is found, and what is said about one that cannot be used."""
+"""The installed megatron-core is found and checked, and megatron.training is served."""
 
 import importlib
 import importlib.metadata
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_too_old(package: Path, numbers: str, pre: str) -> None:
 
 def test_a_package_without_a_version_is_refused(package: Path) -> None:
     _write(package, "package_info", "pass")
-    with pytest.raises(RuntimeError, match="does not tell its version"):
+    with pytest.raises(RuntimeError, match="does not state its version"):
         megatron.require()
 
 
@@ -100,3 +101,47 @@ def test_imports_of_triton_that_can_be_missed_are_fine(package: Path) -> None:
     _write(package, "a", "try:\n    import triton\nexcept ImportError:\n    pass\n")
     _write(package, "never_imported", "import triton\n")
     megatron.require()
+
+
+SCRIPT = """
+import sys
+import {suite}
+from megatron.training import get_args
+from megatron.training.global_vars import get_args as of_the_globals
+assert get_args is of_the_globals
+assert "megatron.core" not in sys.modules and "torch" not in sys.modules
+try:
+    get_args()
+except RuntimeError as error:
+    print(error)
+import megatron.training
+try:
+    megatron.training.print_rank_0
+except AttributeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("suite", ["mindspeed_llm", "mindspeed_mm"])
+def test_a_script_without_the_adaptor_gets_the_arguments(suite):
+    script = [sys.executable, "-c", SCRIPT.format(suite=suite)]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "there are no arguments yet: they are there once a run has started",
+        "megatron.training is not installed and its stand-in has no print_rank_0, only get_args "
+        "and get_model: put a checkout of Megatron-LM on PYTHONPATH",
+    ], done.stderr
+
+
+def test_a_real_package_is_left_alone(tmp_path):
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("get_args = 'of Megatron-LM'\n")
+    script = "import mindspeed_mm\nfrom megatron.training import get_args\nprint(get_args)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.stdout.strip() == "of Megatron-LM", done.stderr

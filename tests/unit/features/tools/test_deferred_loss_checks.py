@@ -7,7 +7,10 @@ import torch
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunStateMachine
 
-from mindspeed.compat.loss_checks import wrap_should_run_forward_backward, wrap_validate_result
+from mindspeed.features.tools.deferred_loss_checks import (
+    wrap_should_run_forward_backward,
+    wrap_validate_result,
+)
 
 NAN, INF = float("nan"), float("inf")
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from mindspeed.compat import run_arguments
+from mindspeed.compat.stand_ins.megatron_training import global_vars
 from mindspeed.config import ConfigError, build
 from mindspeed_mm.data import DataConfig
 from mindspeed_mm.models.options import ModelConfig
@@ -33,7 +33,7 @@ def test_a_missing_image_is_told_before_weights_are_read(tmp_path, monkeypatch):
         data=build(DataConfig, {"dataset_param": values}),
     )
     flags = {"seq_length": None, "micro_batch_size": 1, "num_workers": 0, "seed": 1}
-    monkeypatch.setattr(run_arguments, "_found", [argparse.Namespace(mm=sections, **flags)])
+    monkeypatch.setattr(global_vars, "_current", [argparse.Namespace(mm=sections, **flags)])
     with pytest.raises(ConfigError, match="line 1: the image .*missing.png does not exist"):
         callbacks().model()
 
@@ -48,7 +48,7 @@ def begin(folder, monkeypatch):
     flags |= {"init_model_with_meta_device": False, "from_scratch": False}
     flags |= {"untie_embeddings_and_output_weights": False, "consumed_train_samples": 0}
     arguments = argparse.Namespace(mm=sections, **flags)
-    monkeypatch.setattr(run_arguments, "_found", [arguments])
+    monkeypatch.setattr(global_vars, "_current", [arguments])
     return callbacks()
 
 

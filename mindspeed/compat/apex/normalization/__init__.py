@@ -1,5 +1,0 @@
-"""Layer norms of the apex stand-in."""
-
-from mindspeed.compat.apex.normalization.fused_layer_norm import MixedFusedLayerNorm
-
-__all__ = ["MixedFusedLayerNorm"]

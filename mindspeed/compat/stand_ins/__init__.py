@@ -1,0 +1,1 @@
+"""Modules that are served under the names of packages that Megatron imports and that are absent."""

@@ -1,0 +1,71 @@
+"""What newer torch wants of the writer is filled in, and what it drops is kept."""
+
+import dataclasses
+import io
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mindspeed.compat.checkpoint import wrap_finish, wrap_write_item
+
+
+def write(transforms, stream, data, write_item, storage_key, serialization_format):
+    return serialization_format
+
+
+@pytest.mark.parametrize(
+    "more, written",
+    [
+        ((), SerializationFormat.TORCH_SAVE),
+        ((SerializationFormat.SAFETENSORS,), SerializationFormat.SAFETENSORS),
+    ],
+    ids=["megatron-core 0.12", "newer"],
+)
+def test_format(more, written):
+    assert wrap_write_item(write)(None, None, None, None, "key", *more) is written
+    named = dict(zip(["serialization_format"], more))
+    assert wrap_write_item(write)(None, None, None, None, storage_key="key", **named) is written
+
+
+def test_older_torch_needs_nothing():
+    def old(stream, data, write_item, storage_key):
+        return stream
+
+    assert wrap_write_item(old) is old
+
+
+def test_bytes_are_those_of_torch():
+    """Run torch's own writer both ways on one tensor."""
+    item = torch.distributed.checkpoint.planner_helpers._create_write_items("w", torch.arange(4))[0]
+    transforms = filesystem._StorageWriterTransforms()
+    files = [io.BytesIO(), io.BytesIO()]
+    filesystem._write_item(
+        transforms, files[0], torch.arange(4), item, "key", SerializationFormat.TORCH_SAVE
+    )
+    wrap_write_item(filesystem._write_item)(transforms, files[1], torch.arange(4), item, "key")
+    assert files[0].getvalue() == files[1].getvalue() != b""
+
+
+def finish_a_copy(writer, metadata, results):
+    copy = dataclasses.replace(metadata, planner_data="seen")
+    copy.storage_data = results
+    return pickle.dumps(copy)
+
+
+def finish_in_place(writer, metadata, results):
+    metadata.planner_data, metadata.storage_data = "seen", results
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize("finish", [finish_a_copy, finish_in_place])
+def test_what_megatron_adds_to_the_metadata_is_written(finish):
+    metadata = Metadata({})
+    metadata.mcore_data = {"weight": {"shape": (2, 3)}}
+    read = pickle.loads(wrap_finish(finish)(None, metadata, "results"))
+    assert type(read) is type(metadata) is Metadata
+    assert read.mcore_data == {"weight": {"shape": (2, 3)}}
+    assert (read.planner_data, read.storage_data) == ("seen", "results")
