@@ -127,7 +127,7 @@ QUACK = Package(
     "quack-kernels",
     ">=0.6.5,<0.7",
     "quack.gemm_interface",
-    "SwiGLU inside a product",
+    "SwiGLU inside a GEMM",
     cached={"QUACK_CACHE_DIR": "{folder}/quack"},
     uncached={"QUACK_CACHE_ENABLED": "0"},
 )

@@ -1,12 +1,13 @@
 """SwiGLU in the epilogues of the GEMMs around it."""
 
+import pkgutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from mindspeed import config
 from mindspeed.config import Alias, ConfigError
-from mindspeed.features.base import Context, Feature, Level
-from mindspeed.patching import Patch
+from mindspeed.features.base import Context, Effect, Feature, Level
 
 
 class FuseSwigluGemm(Feature):
@@ -38,10 +39,13 @@ class FuseSwigluGemm(Feature):
                 f"(beside a CUDA 13 build of torch) or drop {flag}"
             )
 
-    def patches(self, options: Any) -> Iterator[Patch]:
-        """Pass the activation on to the first GEMM of an MLP."""
-        yield Patch.wrap(
-            "megatron.core.transformer.mlp:MLP.forward",
-            "mindspeed.ops.swiglu.megatron:wrap_mlp_forward",
-            why="only the MLP knows that its first GEMM feeds SwiGLU and nothing else",
-        )
+    def effects(self, options: Any) -> Iterator[Effect]:
+        """Let the fused MLP, which `fused_swiglu` puts in, use the kernels."""
+        yield Effect("SwiGLU is computed in the epilogue of fc1's GEMM", _enabled())
+
+
+@contextmanager
+def _enabled() -> Iterator[None]:
+    # By name, as the factories of patches: what needs torch is imported when the feature goes on.
+    with pkgutil.resolve_name("mindspeed.te.fused_mlp:swiglu_in_epilogue")():
+        yield

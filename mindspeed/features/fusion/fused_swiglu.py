@@ -48,3 +48,8 @@ class FusedSwiglu(Feature):
             "mindspeed.ops.swiglu.megatron:wrap_weighted_bias_swiglu_impl",
             why="experts call this one, with a factor for each token",
         )
+        yield Patch.wrap(
+            "megatron.core.transformer.mlp:MLP.forward",
+            "mindspeed.te.fused_mlp:wrap_mlp_forward",
+            why="fc2 recomputes the activation of fc1, and only the MLP has both, in any spec",
+        )

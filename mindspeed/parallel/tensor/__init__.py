@@ -7,16 +7,20 @@ from mindspeed.parallel.tensor.collectives import (
     group_size,
     reduce_scatter,
 )
-from mindspeed.parallel.tensor.gated_linear import gated_linear
 from mindspeed.parallel.tensor.grouped_linear import grouped_linear
 from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, linear
-from mindspeed.parallel.tensor.low_rank_linear import low_rank_gated_linear, low_rank_linear
+from mindspeed.parallel.tensor.low_rank_linear import (
+    low_rank_linear,
+    low_rank_linear_swiglu,
+    low_rank_swiglu_linear,
+)
 from mindspeed.parallel.tensor.mappings import (
     copy_to_ranks,
     gather_sequence,
     reduce_partial,
     reduce_scatter_sequence,
 )
+from mindspeed.parallel.tensor.swiglu_linear import linear_swiglu, swiglu_linear
 
 __all__ = [
     "DeferredGradients",
@@ -24,15 +28,17 @@ __all__ = [
     "all_reduce",
     "copy_to_ranks",
     "dummy_gradient",
-    "gated_linear",
     "gather_sequence",
     "group_rank",
     "group_size",
     "grouped_linear",
     "linear",
-    "low_rank_gated_linear",
+    "linear_swiglu",
     "low_rank_linear",
+    "low_rank_linear_swiglu",
+    "low_rank_swiglu_linear",
     "reduce_partial",
     "reduce_scatter",
     "reduce_scatter_sequence",
+    "swiglu_linear",
 ]

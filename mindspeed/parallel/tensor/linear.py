@@ -1,6 +1,6 @@
 """y = x W^T + b for one shard of W, with dW delivered where Megatron wants it.
 
-x may be this rank's part of the sequence: it is gathered for the product, and gathered once more in
+x may be this rank's part of the sequence: it is gathered for the GEMM, and gathered again in
 backward instead of being kept. dW goes to autograd, straight into `W.main_grad`, or into a queue.
 """
 
@@ -21,8 +21,6 @@ from torch.distributed import ProcessGroup
 
 from mindspeed.ops.column_sum import column_sum
 from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
-from mindspeed.ops.swiglu import paired, swiglu_gradient
-from mindspeed.ops.swiglu.origin import origin
 from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
 
 
@@ -64,7 +62,7 @@ class WeightGradient:
         if self.deferred is not None:
             self.deferred.put(functools.partial(self._run_later, x, grad))
         elif not self.fused:
-            return self._product(x, grad).to(self.weight.dtype)
+            return self._compute(x, grad).to(self.weight.dtype)
         else:
             self._accumulate(x, grad)
         return placeholder(self.weight) if self.fused else None
@@ -73,15 +71,15 @@ class WeightGradient:
         if self.fused:
             self._accumulate(x, grad)
             return
-        product = self._product(x, grad).to(self.weight.dtype)
+        grad_weight = self._compute(x, grad).to(self.weight.dtype)
         weight = self.weight
-        weight.grad = product if weight.grad is None else weight.grad + product
+        weight.grad = grad_weight if weight.grad is None else weight.grad + grad_weight
 
     def _accumulate(self, x: Tensor, grad: Tensor) -> None:
         rows = all_gather(x, self.gather_group).flatten(0, -2)
         add_to_main_grad(main_grad_of(self.weight), rows, grad.flatten(0, -2))
 
-    def _product(self, x: Tensor, grad: Tensor) -> Tensor:
+    def _compute(self, x: Tensor, grad: Tensor) -> Tensor:
         rows = all_gather(x, self.gather_group).flatten(0, -2)
         return grad.flatten(0, -2).t() @ rows
 
@@ -91,7 +89,8 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: WeightGradient
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # A frozen weight, as beside adapters, has no gradient that needs x.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.plan = plan
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(x.dtype)
@@ -111,33 +110,6 @@ class _Linear(Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-class _LinearOfSwiGLU(Function):
-    """The product with swiglu(packed), which backward computes again instead of keeping it.
-
-    packed is [gate | up] (..., 2F), or their pairs (..., F, 2).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, packed: Tensor, activated: Tensor, weight: Tensor, plan: WeightGradient
-    ) -> Tensor:
-        ctx.save_for_backward(packed, weight)
-        ctx.plan = plan
-        return F.linear(activated, weight.to(activated.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, weight = ctx.saved_tensors
-        weight = weight.to(grad.dtype)
-        if packed.dim() > grad.dim():
-            grad_packed, activated = paired.gradient(grad, weight, packed)
-        else:
-            grad_packed, activated = swiglu_gradient(grad @ weight, packed)
-        grad_weight = ctx.plan.take(activated, grad) if ctx.needs_input_grad[2] else None
-        return grad_packed, None, grad_weight, None
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -150,18 +122,14 @@ def linear(
     """Multiply by one weight shard.
 
     Args:
-        x: (..., in); with `gather_group`, this rank's part along dim 0. An x that remembers to be
-            a SwiGLU output is not kept for backward.
-        weight: (out, in), cast to x's type for the product.
+        x: (..., in); with `gather_group`, this rank's part along dim 0.
+        weight: (out, in), cast to x's dtype for the GEMM.
         bias: (out,)
         gather_group: ranks that hold the other parts of the sequence.
         fused: add dW to `weight.main_grad` and show autograd a placeholder.
         deferred: queue that takes the computation of dW instead of doing it in backward.
     """
     plan = WeightGradient(weight, gather_group, fused, deferred)
-    packed = origin(x)
-    if packed is not None and packed.requires_grad and bias is None and gather_group is None:
-        return _LinearOfSwiGLU.apply(packed, x.detach(), weight, plan)
     return _Linear.apply(x, weight, bias, plan)
 
 

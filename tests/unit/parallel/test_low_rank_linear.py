@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.ops.swiglu import swiglu
-from mindspeed.ops.swiglu.origin import remember
-from mindspeed.parallel.tensor import low_rank_linear
-from mindspeed.parallel.tensor.low_rank_linear import rows_of_pairs
+from mindspeed.parallel.tensor import low_rank_linear, low_rank_swiglu_linear
+from mindspeed.parallel.tensor.low_rank_linear import interleaved_rows
 
 RANK = 3
 
@@ -45,38 +44,41 @@ def test_values_and_gradients(sizes, has_bias, x_has_gradient):
             assert torch.allclose(one.grad, other.grad, rtol=1e-12)
 
 
-def run(note, values):
+def run(is_recomputed, values):
     """Return an output and its gradients, and the shape of what is kept of the input."""
-    packed, weight, *factors = (one.detach().clone() for one in values)
-    for one in (packed, *factors):
+    preact, weight, *factors = (one.detach().clone() for one in values)
+    for one in (preact, *factors):
         one.requires_grad_()
-    x, kept = note(swiglu(packed), packed), []
+    x, kept = swiglu(preact), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, _same):
-        out = low_rank_linear(x, weight, None, *factors)
+        if is_recomputed:
+            out = low_rank_swiglu_linear(preact, x, weight, *factors)
+        else:
+            out = low_rank_linear(x, weight, None, *factors)
     out.square().sum().backward()
-    return kept[0], out, packed.grad, *(one.grad for one in factors)
+    return kept[0], out, preact.grad, *(one.grad for one in factors)
 
 
 def _same(t):
     return t
 
 
-def test_a_swiglu_output_is_computed_again_instead_of_kept():
+def test_a_swiglu_output_is_recomputed_instead_of_kept():
     _, weight, _, *factors = make((12, 7), has_bias=False, x_has_gradient=False)
     generator = torch.Generator().manual_seed(3)
-    packed = torch.randn(5, 2, 24, dtype=torch.float64, generator=generator)
-    noted, plain = (run(note, (packed, weight, *factors)) for note in (remember, lambda y, x: y))
-    assert (noted[0], plain[0]) == ((5, 2, 24), (5, 2, 12))
-    for one, other in zip(noted[1:], plain[1:], strict=True):
+    preact = torch.randn(5, 2, 24, dtype=torch.float64, generator=generator)
+    recomputed, plain = (run(which, (preact, weight, *factors)) for which in (True, False))
+    assert (recomputed[0], plain[0]) == ((5, 2, 24), (5, 2, 12))
+    for one, other in zip(recomputed[1:], plain[1:], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("size_in", "rank"), [(8, 4), (5, 3)], ids=["aligned", "not aligned"])
-def test_rows_of_pairs_go_with_columns_of_pairs(size_in, rank):
+def test_interleaved_rows_match_interleaved_columns(size_in, rank):
     generator = torch.Generator().manual_seed(4)
     weight, outer = (torch.randn(6, n, generator=generator).bfloat16() for n in (size_in, rank))
-    pairs = torch.randn(7, 3, 2, generator=generator).bfloat16()
-    apart = torch.cat((pairs[..., 0], pairs[..., 1]), 1).double()
-    found = pairs.flatten(1).double() @ rows_of_pairs(weight, outer).double()
-    expected = torch.cat((apart @ weight.double(), apart @ outer.double()), 1)
+    grad = torch.randn(7, 3, 2, generator=generator).bfloat16()
+    halves = torch.cat((grad[..., 0], grad[..., 1]), 1).double()
+    found = grad.flatten(1).double() @ interleaved_rows(weight, outer).double()
+    expected = torch.cat((halves @ weight.double(), halves @ outer.double()), 1)
     torch.testing.assert_close(found, expected)

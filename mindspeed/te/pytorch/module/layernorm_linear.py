@@ -49,9 +49,8 @@ class LayerNormLinear(LinearBase):
         self, x: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Return y, then the bias and the norm's output as far as they were asked for."""
-        normed = normed_ahead(x, self)
-        normed = self._norm(x) if normed is None else normed
-        out = self._product(normed)
+        normed = self._gemm_input(x)
+        out = self._gemm(normed)
         results: list[Tensor | None] = [out]
         if self.return_bias:
             results.append(self._returned_bias(out))
@@ -65,6 +64,10 @@ class LayerNormLinear(LinearBase):
         if self.normalization != "RMSNorm":
             return None
         return add_rms_norm(x, residual, self.layer_norm_weight, self.eps, **self._types(x))
+
+    def _gemm_input(self, x: Tensor) -> Tensor:
+        normed = normed_ahead(x, self)
+        return self._norm(x) if normed is None else normed
 
     def _norm(self, x: Tensor) -> Tensor:
         options = self._types(x)

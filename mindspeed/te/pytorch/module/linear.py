@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as every_module
+from torch.distributed import ProcessGroup
 
-from mindspeed.ops.swiglu import paired
-from mindspeed.ops.swiglu.origin import Ahead
+from mindspeed.ops.swiglu import gemm_swiglu, swiglu
 from mindspeed.parallel.tensor import (
     copy_to_ranks,
-    gated_linear,
     linear,
-    low_rank_gated_linear,
+    linear_swiglu,
     low_rank_linear,
+    low_rank_linear_swiglu,
+    low_rank_swiglu_linear,
     reduce_partial,
     reduce_scatter_sequence,
+    swiglu_linear,
 )
 from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activation_dtype
 
 
+class _Operands(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    factors: tuple[Tensor, Tensor] | None
+    """Low-rank factors beside a frozen weight."""
+    gather_group: ProcessGroup | None
+
+
 class LinearBase(TransformerEngineBaseModule):
-    """Weight, bias and product of a linear layer; what precedes the product is the subclass's."""
+    """Weight, bias and GEMM of a linear layer; what precedes the GEMM is the subclass's."""
 
     low_rank: Callable[[], tuple[Tensor, Tensor]] | None = None
     """Where a trained A (rank, in) and B (out, rank) come beside a frozen weight: returns this
@@ -44,7 +52,6 @@ class LinearBase(TransformerEngineBaseModule):
     ) -> None:
         super().__init__(**options)
         self.use_bias = bias
-        self._ahead = Ahead()
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         row = self.parallel_mode == "row"
@@ -83,38 +90,37 @@ class LinearBase(TransformerEngineBaseModule):
         parts = [getattr(self, f"{prefix}{name}") for prefix in self._parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _product(self, x: Tensor) -> Tensor:
-        """Multiply by the weight and talk to the other shards."""
+    def _gemm(self, x: Tensor) -> Tensor:
+        """Multiply by the weight and reduce over the tensor-parallel group."""
+        return self._reduce(self._multiply(self._operands(x)))
+
+    def _operands(self, x: Tensor) -> _Operands:
         weight = self._whole("weight")
         group = self._group()
         column = self.parallel_mode == "column"
-        row = self.parallel_mode == "row"
         if column and not self.sequence_parallel:
             x = copy_to_ranks(x, group)
         x = x.to(activation_dtype(x, weight))
         gather_group = group if column and self.sequence_parallel else None
-        options = {
-            "gather_group": gather_group,
-            "fused": self.fuse_wgrad_accumulation,
-            "deferred": self._deferred,
-        }
         factors = None if self.low_rank is None else self._shared(*self.low_rank())
-        rank = 0 if factors is None else len(factors[0])
-        is_gated = self._ahead.is_wanted and paired.serves(x, weight, rank)
+        return _Operands(x, weight, factors, gather_group)
+
+    def _multiply(self, operands: _Operands) -> Tensor:
+        x, weight, factors, group = operands
+        row = self.parallel_mode == "row"
         bias = self._whole("bias") if self.apply_bias and not row else None
-        if is_gated and factors is None:
-            out = gated_linear(x, weight, **options)
-        elif factors is None:
-            out = linear(x, weight, bias, **options)
-        elif is_gated:
-            out = low_rank_gated_linear(x, weight, *factors, gather_group=gather_group)
-        else:
-            out = low_rank_linear(x, weight, bias, *factors, gather_group=gather_group)
-        self._ahead.pairs = out if is_gated else None
-        if not row:
+        if factors is not None:
+            return low_rank_linear(x, weight, bias, *factors, gather_group=group)
+        return linear(x, weight, bias, gather_group=group, **self._wgrad_options())
+
+    def _wgrad_options(self) -> dict[str, Any]:
+        return {"fused": self.fuse_wgrad_accumulation, "deferred": self._deferred}
+
+    def _reduce(self, out: Tensor) -> Tensor:
+        if self.parallel_mode != "row":
             return out
         reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_partial
-        out = reduce(out, group)
+        out = reduce(out, self._group())
         return out + self._whole("bias").to(out.dtype) if self.apply_bias else out
 
     def _shared(self, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,22 +131,44 @@ class LinearBase(TransformerEngineBaseModule):
             return inner, copy_to_ranks(outer, self._group())
         return inner, outer
 
-    def swiglu_ahead(self) -> AbstractContextManager[None]:
-        """Compute SwiGLU along with the product while this is entered, where a kernel does both.
+    def linear_swiglu(self, x: Tensor, *, in_epilogue: bool) -> tuple[Tensor, Tensor]:
+        """Return the output of `forward`, without bias, as a pre-activation, and its SwiGLU.
 
-        The output is pairs of gate and up then: SwiGLU must be the next to see it.
+        `in_epilogue` allows the GEMM to compute SwiGLU where a kernel does; gate and up of the
+        pre-activation are interleaved then, (..., F, 2).
         """
-        hooks = (
-            self._forward_hooks,
-            self._backward_hooks,
-            self._backward_pre_hooks,
-            every_module._global_forward_hooks,
-            every_module._global_backward_hooks,
-            every_module._global_backward_pre_hooks,
-        )
-        is_exchanged = "forward" in vars(self)
-        self._ahead.is_wanted = not (self.use_bias or is_exchanged or any(hooks))
-        return self._ahead
+        operands = self._operands(self._gemm_input(x))
+        x, weight, factors, group = operands
+        rank = 0 if factors is None else len(factors[0])
+        if not (in_epilogue and gemm_swiglu.is_supported(x, weight, rank)):
+            preact = self._multiply(operands)
+            return preact, swiglu(preact)
+        if factors is None:
+            preact, y = linear_swiglu(x, weight, gather_group=group, **self._wgrad_options())
+        else:
+            preact, y = low_rank_linear_swiglu(x, weight, *factors, gather_group=group)
+        return preact, gemm_swiglu.with_gradient(y, preact)
+
+    def swiglu_linear(self, preact: Tensor | None, activated: Tensor) -> Tensor:
+        """Return the output of `forward`, without bias, for activated = swiglu(preact).
+
+        Backward recomputes the activation where nothing changes it before the GEMM. Without
+        `preact`, `activated` is an input like any other.
+        """
+        operands = self._operands(activated)
+        x, weight, factors, group = operands
+        is_unchanged = x is activated and group is None
+        if preact is None or not (is_unchanged and preact.requires_grad):
+            out = self._multiply(operands)
+        elif factors is None:
+            out = swiglu_linear(preact, activated, weight, **self._wgrad_options())
+        else:
+            out = low_rank_swiglu_linear(preact, activated, weight, *factors)
+        return self._reduce(out)
+
+    def _gemm_input(self, x: Tensor) -> Tensor:
+        """Return what the GEMM takes of the input of `forward`."""
+        return x
 
     def _returned_bias(self, out: Tensor) -> Tensor | None:
         return self._whole("bias").to(out.dtype) if self.use_bias else None
@@ -173,5 +201,5 @@ class Linear(LinearBase):
         self, x: Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return y, or y without bias and the bias where return_bias asks for it."""
-        out = self._product(x)
+        out = self._gemm(x)
         return (out, self._returned_bias(out)) if self.return_bias else out

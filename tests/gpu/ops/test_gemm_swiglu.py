@@ -1,22 +1,20 @@
-"""SwiGLU inside the products around it, by the package itself."""
+"""SwiGLU inside the GEMMs around it, by the package itself."""
 
 import pytest
 import torch
 from torch.nn.functional import silu
 
 from mindspeed.device import hopper
-from mindspeed.ops.swiglu import paired
-from mindspeed.ops.swiglu.megatron import wrap_bias_swiglu_impl
+from mindspeed.ops.swiglu import gemm_swiglu
 from mindspeed.parallel.tensor import (
-    gated_linear,
-    linear,
-    low_rank_gated_linear,
-    low_rank_linear,
+    linear_swiglu,
+    low_rank_linear_swiglu,
+    low_rank_swiglu_linear,
+    swiglu_linear,
 )
 
 pytestmark = pytest.mark.gpu
 TOKENS, HIDDEN, COLUMNS = 1152, 520, 776  # no multiple of a kernel's tile
-swiglu_of_megatron = wrap_bias_swiglu_impl(lambda *_: pytest.fail("Megatron's own was called"))
 
 
 @pytest.fixture(autouse=True)
@@ -32,26 +30,27 @@ def draw(dtype):
     return x, first / 16, second / 16, grad
 
 
-def packed(pairs):
-    return pairs.transpose(-1, -2).flatten(-2)
+def packed(preact):
+    return preact.transpose(-1, -2).flatten(-2)
 
 
 def ours(x, first, second, grad):
-    pairs, y = paired.product(x, first)
-    grad_pairs, again = paired.gradient(grad, second, pairs)
+    preact, y = gemm_swiglu.gemm_swiglu(x, first)
+    slope, again = gemm_swiglu.gemm_swiglu_gradient(grad, second, preact)
     total = torch.full_like(first, 0.5, dtype=torch.float32)
-    paired.add_weight_gradient(total, grad_pairs, x)
-    weight, inputs = paired.weight_gradient(grad_pairs, x), paired.input_gradient(grad_pairs, first)
-    return packed(pairs), y, packed(grad_pairs), again, inputs, weight, total - 0.5
+    gemm_swiglu.add_weight_gradient(total, slope, x)
+    weight = gemm_swiglu.weight_gradient(slope, x)
+    inputs = gemm_swiglu.input_gradient(slope, first)
+    return packed(preact), y, packed(slope), again, inputs, weight, total - 0.5
 
 
 def plain(x, first, second, grad):
-    products = (x @ first.t()).requires_grad_()
-    gate, up = products.chunk(2, -1)
+    preact = (x @ first.t()).requires_grad_()
+    gate, up = preact.chunk(2, -1)
     y = silu(gate) * up
-    (slope,) = torch.autograd.grad(y, products, grad @ second)
+    (slope,) = torch.autograd.grad(y, preact, grad @ second)
     weight = slope.t() @ x
-    return products, y, slope, y, slope @ first, weight, weight
+    return preact, y, slope, y, slope @ first, weight, weight
 
 
 def is_no_worse(got, other, exact):
@@ -62,7 +61,7 @@ def is_no_worse(got, other, exact):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_no_worse_than_plain_torch_against_float64(dtype):
     inputs = draw(dtype)
-    assert paired.serves(*inputs[:2])
+    assert gemm_swiglu.is_supported(*inputs[:2])
     exact = plain(*(x.double() for x in inputs))
     for results in zip(ours(*inputs), plain(*inputs), exact):
         assert is_no_worse(*results)
@@ -76,8 +75,8 @@ def test_repeats_bits():
 
 
 def mlp(x, first, second):
-    pairs = gated_linear(x.view(-1, 2, HIDDEN), first, fused=True)
-    return linear(swiglu_of_megatron(pairs, None), second, fused=True)
+    preact, y = linear_swiglu(x.view(-1, 2, HIDDEN), first, fused=True)
+    return swiglu_linear(preact, y, second, fused=True)
 
 
 def gradients(x, first, second, grad):
@@ -86,18 +85,20 @@ def gradients(x, first, second, grad):
 
 
 @pytest.mark.parametrize("offset", [0, 1])  # 1: an address that the copy engine does not take
-def test_an_mlp_keeps_no_output_and_adds_to_main_grad(offset):
+def test_an_mlp_keeps_no_activation_and_adds_to_main_grad(offset):
     tensors = draw(torch.bfloat16)
     *given, grad = tensors
     x, *weights = (each.detach().requires_grad_() for each in given)
     for weight in weights:
-        room = torch.zeros(weight.numel() + offset, device="cuda")
-        weight.main_grad = room[offset:].view(weight.shape)
+        buffer = torch.zeros(weight.numel() + offset, device="cuda")
+        weight.main_grad = buffer[offset:].view(weight.shape)
     mlp(x, *weights)  # makes cuBLAS take its workspace
     before = torch.cuda.memory_allocated()
     out = mlp(x, *weights)
     kept = torch.cuda.memory_allocated() - before - out.nbytes
-    assert 2 * kept < 5 * TOKENS * COLUMNS * out.itemsize  # the pairs are 2, the output would be 1
+    assert (
+        2 * kept < 5 * TOKENS * COLUMNS * out.itemsize
+    )  # the pre-activation is 2, the activation would be 1
     out.backward(grad.view(out.shape))
     found = x.grad, *(weight.main_grad for weight in weights)
     exact = gradients(*(each.double() for each in tensors))
@@ -108,14 +109,13 @@ def test_an_mlp_keeps_no_output_and_adds_to_main_grad(offset):
 RANK = 16
 
 
-def low_rank(x, first, second, grad, factors, gated):
+def low_rank(x, first, second, grad, factors, in_epilogue):
     """Return the output of an MLP with adapters, and all its gradients."""
     x, *factors = (one.detach().clone().requires_grad_() for one in (x, *factors))
-    if gated:
-        assert paired.serves(x, first, RANK)
-        pairs = low_rank_gated_linear(x, first, *factors[:2])
-        activated = swiglu_of_megatron(pairs, None, False, False)
-        out = low_rank_linear(activated, second, None, *factors[2:])
+    if in_epilogue:
+        assert gemm_swiglu.is_supported(x, first, RANK)
+        preact, y = low_rank_linear_swiglu(x, first, *factors[:2])
+        out = low_rank_swiglu_linear(preact, y, second, *factors[2:])
     else:
         inner, outer, inner_second, outer_second = factors
         gate, up = (x @ first.t() + x @ inner.t() @ outer.t()).chunk(2, -1)
@@ -124,11 +124,11 @@ def low_rank(x, first, second, grad, factors, gated):
     return out, *torch.autograd.grad(out, (x, *factors), grad)
 
 
-def test_adapters_inside_the_products_are_no_worse_than_beside_them():
+def test_adapters_inside_the_gemms_are_no_worse_than_beside_them():
     inputs = draw(torch.bfloat16)
     sizes = (RANK, HIDDEN), (2 * COLUMNS, RANK), (RANK, COLUMNS), (HIDDEN, RANK)
     factors = [torch.randn(size, device="cuda", dtype=torch.bfloat16) / 8 for size in sizes]
-    got, other = (low_rank(*inputs, factors, gated) for gated in (True, False))
+    got, other = (low_rank(*inputs, factors, which) for which in (True, False))
     exact = low_rank(*(x.double() for x in inputs), [x.double() for x in factors], False)
     for one, plain_one, exact_one in zip(got, other, exact, strict=True):
         assert is_no_worse(one, plain_one, exact_one)

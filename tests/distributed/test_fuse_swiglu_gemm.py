@@ -1,4 +1,4 @@
-"""A GPT whose products compute SwiGLU trains as one whose products do not.
+"""A GPT whose GEMMs compute SwiGLU trains as one whose GEMMs do not.
 
 The kernels are stood in for by plain torch; sizes and float32 are let through, which they refuse.
 """
@@ -11,20 +11,20 @@ import torch
 import mindspeed
 from mindspeed.config import ConfigError
 from tests.gpt.layout import Layout
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.unit.ops import quack_stand_in
 
 LLAMA = Layout("llama", num_layers=2, spec="te")
 
 
 def _enable(is_on):
-    """Switch it on or off, and return the list that grows with each product that does both."""
-    from mindspeed.ops.swiglu import paired
+    """Switch it on or off, and return the list that grows with each GEMM that computes SwiGLU."""
+    from mindspeed.ops.swiglu import gemm_swiglu
 
     quack_stand_in.install(pytest.MonkeyPatch())
-    paired.TOKENS, paired.HALF = 1, (torch.float32,)
-    mindspeed.enable(use_fused_swiglu=True, swiglu_in_product=is_on)
-    assert paired._is_proven(torch.float32) or not is_on  # its own calls do not count
+    gemm_swiglu.MIN_TOKENS, gemm_swiglu.DTYPES = 1, (torch.float32,)
+    mindspeed.enable(use_fused_swiglu=True, fuse_swiglu_gemm=is_on)
+    assert gemm_swiglu._passes_trial(torch.float32) or not is_on  # its own calls do not count
     import quack.gemm_interface as package
 
     calls, gated = [], package.gemm_gated
@@ -58,9 +58,9 @@ def _train(layout, is_on, prepare=None):
 )
 def test_same_losses_and_gradients(layout, times):
     plain, ours = (run_ranks(_train, layout.world, layout, is_on) for is_on in (False, True))
-    for (losses, gradients, none), (same, others, products) in zip(plain, ours, strict=True):
+    for (losses, gradients, none), (same, others, count) in zip(plain, ours, strict=True):
         assert not none
-        assert products == 2 * layout.micro_batches * layout.num_layers * times
+        assert count == 2 * layout.micro_batches * layout.num_layers * times
         torch.testing.assert_close(same, losses, rtol=1e-6, atol=1e-6)
         assert gradients.keys() == others.keys()
         for name, gradient in gradients.items():
@@ -68,7 +68,7 @@ def test_same_losses_and_gradients(layout, times):
 
 
 class _Adapted(torch.nn.Module):
-    """What an adapter does: a module around the product that adds to its output."""
+    """What an adapter does: a module around the linear that adds to its output."""
 
     def __init__(self, base):
         super().__init__()
@@ -105,7 +105,7 @@ def _exchange(model):
 
 
 def _slip_in(model):
-    """Change the output where no attribute of the module tells of it."""
+    """Change the output in a subclass, which no attribute of the module shows."""
 
     class Scaled(type(model.decoder.layers[0].mlp.linear_fc1)):
         def forward(self, x):
@@ -116,23 +116,44 @@ def _slip_in(model):
         layer.mlp.linear_fc1.__class__ = Scaled
 
 
-@pytest.mark.parametrize("prepare", [_adapt, _hook, _hook_backward, _watch, _exchange])
-def test_a_product_that_others_look_at_stays_as_it_was(prepare):
+def _hook_second(model):
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc2.register_forward_hook(lambda _, __, out: (out[0] * 1.5, out[1]))
+
+
+@pytest.mark.parametrize(
+    "prepare", [_adapt, _hook, _hook_backward, _hook_second, _watch, _exchange, _slip_in]
+)
+def test_an_mlp_with_other_code_inside_stays_megatrons(prepare):
     plain, ours = (run_ranks(_train, 1, LLAMA, is_on, prepare)[0] for is_on in (False, True))
-    losses, gradients, products = ours
-    assert products == 0
+    losses, gradients, count = ours
+    assert count == 0
     assert losses == plain[0]
     for name, gradient in gradients.items():
         assert torch.equal(gradient, plain[1][name]), name
 
 
-def test_an_output_that_is_replaced_unseen_is_an_error():
-    with pytest.raises(RankFailed, match="turn swiglu_in_product off for this model"):
-        run_ranks(_train, 1, LLAMA, True, _slip_in)
+def _scale_input(model):
+    """Add hooks that run before a linear, as DDP's, and replace the input."""
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+        layer.mlp.linear_fc2.register_forward_pre_hook(lambda _, args: args[0] * 0.5)
+        layer.mlp.linear_fc2.register_forward_pre_hook(
+            lambda _, args, kwargs: ((args[0] * 1.25,), kwargs), with_kwargs=True
+        )
+
+
+def test_hooks_before_a_linear_run_and_may_replace_its_input():
+    plain, ours = (run_ranks(_train, 1, LLAMA, is_on, _scale_input)[0] for is_on in (False, True))
+    losses, gradients, count = ours
+    assert count == 2 * LLAMA.micro_batches * LLAMA.num_layers
+    torch.testing.assert_close(losses, plain[0], rtol=1e-6, atol=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, plain[1][name], rtol=2e-5, atol=1e-6, msg=name)
 
 
 def test_without_the_package_it_is_refused():
     with pytest.raises(
         ConfigError, match=r"a Hopper GPU.* pip install 'quack-kernels\[cu13\]>=0.6.5,<0.7'"
     ):
-        mindspeed.enable(use_fused_swiglu=True, swiglu_in_product=True)
+        mindspeed.enable(use_fused_swiglu=True, fuse_swiglu_gemm=True)

@@ -1,0 +1,201 @@
+"""SwiGLU in the epilogue of the GEMMs around it, by the package quack-kernels on Hopper.
+
+The GEMM before SwiGLU writes its output with gate and up interleaved, and silu(gate) * up beside
+it; the GEMM that computes the gradient of SwiGLU's output writes that of gate and up directly. No
+kernel passes over them in between. T tokens, H hidden, F columns; `preact` is the interleaved
+output (..., F, 2). The weight stays [gate; up] (2F, H), as Megatron keeps it, and is never
+rearranged. The package's autotuning takes minutes at the start: the kernels of backward are chosen
+here, that of forward is its default.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed import device
+from mindspeed.device.hopper import QUACK
+from mindspeed.ops.dispatch import is_watched
+from mindspeed.ops.swiglu import swiglu_gradient
+
+DTYPES = (torch.bfloat16, torch.float16)
+ALIGN_ELEMENTS, ALIGN_BYTES = 8, 16  # row size and address that TMA copies need
+MIN_TOKENS = 1024  # fewer do not fill the chip
+
+
+def is_supported(x: Tensor, weight: Tensor, extra_columns: int = 0) -> bool:
+    """Return whether the kernels take x (..., H) and weight (2F, H), and are the fastest.
+
+    Args:
+        x: input of the GEMM.
+        weight: [gate; up].
+        extra_columns: columns that the caller appends to both, as low-rank factors.
+    """
+    columns, hidden = weight.shape
+    return (
+        not is_watched()
+        and x.dtype in DTYPES
+        and x.numel() >= MIN_TOKENS * hidden
+        and _is_aligned(hidden + extra_columns, columns // 2)
+        and columns % 2 == 0
+        and x.device.type == device.current().name
+        and QUACK.is_here()
+        and _passes_trial(x.dtype)
+    )
+
+
+@functools.cache
+def _passes_trial(dtype: torch.dtype) -> bool:
+    """Return whether all kernels of this dtype work here; this compiles them."""
+    return QUACK.passes(functools.partial(_trial, dtype), f"SwiGLU inside GEMMs ({dtype})")
+
+
+@torch.no_grad()
+def _trial(dtype: torch.dtype) -> bool:
+    """Run forward and backward of a small MLP; every result is known without rounding."""
+    options: dict[str, Any] = {"dtype": dtype, "device": device.current().torch_device}
+    x, weight1 = torch.zeros(128, 64, **options), torch.ones(256, 64, **options)
+    weight2, grad = torch.ones(64, 128, **options), torch.ones(128, 64, **options)
+    x[:, 0] = 1.0
+    preact, y = gemm_swiglu(x, weight1)
+    grad_preact, recomputed = gemm_swiglu_gradient(grad, weight2, preact)
+    main_grad = torch.zeros(256, 64, dtype=torch.float32, device=x.device)
+    add_weight_gradient(main_grad, grad_preact, x)
+    silu, slope = 0.7310586, 0.9276705  # of 1
+    expected = (
+        (y, silu),
+        (recomputed, silu),
+        (grad_preact[..., 0], 64 * slope),
+        (input_gradient(grad_preact, weight1), 128 * 64 * (slope + silu)),
+        (main_grad[:128, 0], 128 * 64 * slope),
+        (main_grad[128:, 0], 128 * 64 * silu),
+    )
+    return all(bool(((one - value).abs() <= 0.02 * value).all()) for one, value in expected)
+
+
+def gemm_swiglu(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return preact = x (..., H) times weight (2F, H), interleaved, and swiglu of it (..., F)."""
+    from quack.gemm_interface import gemm_gated
+
+    preact, y = gemm_gated(
+        *(_rows(x), _rows(weight).t()), activation="swiglu", concat_layout=("B",), tuned=False
+    )
+    return preact.view(*x.shape[:-1], -1, 2), y.view(*x.shape[:-1], -1)
+
+
+def gemm_swiglu_gradient(grad: Tensor, weight: Tensor, preact: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of preact and, recomputed, swiglu of it.
+
+    `grad` (..., H) is the gradient of swiglu(preact) times weight (H, F).
+    """
+    from quack.gemm_interface import gemm_dgated
+
+    if is_watched() or not _is_aligned(*weight.shape):
+        return _plain_gradient(grad @ weight, preact)
+    rows = _rows(grad), _rows(weight), _flat(preact)
+    options = {"activation": "swiglu", "tuned": False, "config": _kernels().gradient}
+    grad_preact, y = gemm_dgated(*rows, **options)
+    return grad_preact.view(preact.shape), y.view(preact.shape[:-1])
+
+
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Multiply the gradient of preact (..., F, 2) by weight (2F, H)."""
+    if is_watched():
+        return _deinterleaved(grad) @ weight
+    out = grad.new_empty(*grad.shape[:-2], weight.shape[1])
+    _gemm(_flat(grad), _rows(weight), out.flatten(0, -2), ("B",), _kernels().input_gradient)
+    return out
+
+
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return grad^T x as the gradient of [gate; up] (2F, H), in the dtype of grad by default."""
+    if is_watched():
+        return (_deinterleaved(grad).flatten(0, -2).t() @ x.flatten(0, -2)).to(dtype or grad.dtype)
+    out = grad.new_empty(2 * grad.shape[-2], x.shape[-1], dtype=dtype)
+    _gemm(_flat(grad).t(), _rows(x), out, ("out",), _kernels().weight_gradient)
+    return out
+
+
+def add_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add grad^T x to the gradient of [gate; up] (2F, H)."""
+    # Megatron packs gradients of any size back to back: their addresses are not all aligned.
+    if is_watched() or main_grad.data_ptr() % ALIGN_BYTES:
+        main_grad.add_(weight_gradient(grad, x, main_grad.dtype))
+        return
+    kernel = _kernels().weight_gradient
+    _gemm(_flat(grad).t(), _rows(x), main_grad, ("C", "out"), kernel, add_to_output=True)
+
+
+def _gemm(
+    a: Tensor, b: Tensor, out: Tensor, concatenated: tuple[str, ...], kernel: Any, **options: Any
+) -> None:
+    """Write a b to out; matrices named in `concatenated` are [gate; up], others interleaved."""
+    from quack.gemm_interface import gemm_tuned
+
+    # `.fn` is what the package's public functions come to, after 0.1 to 0.2 ms on the host.
+    gemm_tuned.fn(a, b, out, config=kernel, concat_layout=concatenated, **options)
+
+
+class _Kernels(NamedTuple):
+    gradient: Any
+    input_gradient: Any
+    weight_gradient: Any
+
+
+@functools.cache  # the package finds what it has compiled by these very objects
+def _kernels() -> _Kernels:
+    """Return the kernels that were the fastest of twenty each, back to back on an H200."""
+    from quack.gemm_config import GemmConfig
+
+    return _Kernels(
+        gradient=GemmConfig(tile_n=160),  # the epilogue needs registers
+        input_gradient=GemmConfig(
+            tile_m=256, pingpong=False, is_dynamic_persistent=False, cluster_m=1, cluster_n=2
+        ),
+        weight_gradient=GemmConfig(),
+    )
+
+
+def with_gradient(y: Tensor, preact: Tensor) -> Tensor:
+    """Return y, which `gemm_swiglu` computed of preact, as a differentiable function of preact."""
+    return _SwiGLU.apply(preact, y)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, preact: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(preact)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (preact,) = ctx.saved_tensors
+        return _plain_gradient(grad, preact)[0], None
+
+
+def _plain_gradient(grad: Tensor, preact: Tensor) -> tuple[Tensor, Tensor]:
+    grad_packed, y = swiglu_gradient(grad, _deinterleaved(preact))
+    return grad_packed.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous(), y
+
+
+def _deinterleaved(preact: Tensor) -> Tensor:
+    """Return (..., F, 2) as [gate | up] (..., 2F)."""
+    return preact.transpose(-1, -2).flatten(-2)
+
+
+def _is_aligned(*sizes: int) -> bool:
+    return all(size % ALIGN_ELEMENTS == 0 for size in sizes)
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rows.clone() if rows.data_ptr() % ALIGN_BYTES else rows
+
+
+def _flat(preact: Tensor) -> Tensor:
+    return _rows(preact.flatten(-2))

@@ -1,0 +1,124 @@
+"""Megatron's SwiGLU MLP with its two linears and the activation as one path.
+
+fc1 hands its pre-activation and SwiGLU of it to fc2, which keeps the pre-activation for backward
+and not the activation. fc1's GEMM may compute SwiGLU in its epilogue.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+
+from mindspeed.te.pytorch.module.linear import LinearBase
+
+_in_epilogue = False
+
+
+@contextmanager
+def swiglu_in_epilogue() -> Iterator[None]:
+    """Let fc1's GEMM compute SwiGLU where a kernel does both."""
+    global _in_epilogue
+    _in_epilogue = True
+    try:
+        yield
+    finally:
+        _in_epilogue = False
+
+
+def wrap_mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an MLP of this package's linears without a bias as one path; others stay Megatron's."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        per_token_scale: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if per_token_scale is not None or torch.compiler.is_compiling() or not is_fusible(self):
+            return original(self, hidden_states, per_token_scale, *args, **kwargs)
+        return _forward(self.linear_fc1, self.linear_fc2, hidden_states), None
+
+    return forward
+
+
+def _forward(fc1: LinearBase, fc2: LinearBase, hidden_states: Tensor) -> Tensor:
+    x = _run_forward_pre_hooks(fc1, hidden_states)
+    preact, activated = fc1.linear_swiglu(x, in_epilogue=_in_epilogue)
+    # A hook that returns another input of fc2 gets its gradient through `activated`.
+    given = _run_forward_pre_hooks(fc2, activated)
+    return fc2.swiglu_linear(preact if given is activated else None, given)
+
+
+def is_fusible(mlp: Any) -> bool:
+    """Return whether an MLP is fc1, SwiGLU and fc2, with nothing that sees the tensors between."""
+    return (
+        _is_plain_swiglu(mlp.config)
+        and _is_plain_linear(mlp.linear_fc1)
+        and _is_plain_linear(mlp.linear_fc2)
+        and mlp.linear_fc1.parallel_mode != "row"
+        and not any(
+            getattr(every_module, f"_global_{kind}")
+            for kind in ("forward_pre_hooks", "forward_hooks", *_BACKWARD_HOOKS)
+        )
+    )
+
+
+def _is_plain_swiglu(config: Any) -> bool:
+    """Return whether Megatron would call `bias_swiglu_impl` without a bias and other options."""
+    offloads = config.cpu_offloading and config.cpu_offloading_activations
+    return (
+        config.gated_linear_unit
+        and config.activation_func is F.silu
+        and config.bias_activation_fusion
+        and not getattr(config, "use_te_activation_func", False)
+        and not (config.add_bias_linear or config.activation_func_fp8_input_store or offloads)
+    )
+
+
+_BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a module is one of the socket's linears, as Megatron built it."""
+    return (
+        type(module).forward in _socket_forwards()
+        and "forward" not in vars(module)
+        and not getattr(module, "use_bias", True)
+        and not getattr(module, "return_layernorm_output", False)
+        and not module._forward_hooks
+        and not any(getattr(module, f"_{kind}") for kind in _BACKWARD_HOOKS)
+    )
+
+
+@functools.cache
+def _socket_forwards() -> frozenset[Any]:
+    """Return the forward methods of Megatron's classes around this package's linears."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    names = ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear")
+    classes = (getattr(extension, name, None) for name in names)
+    return frozenset(
+        one.forward for one in classes if isinstance(one, type) and issubclass(one, LinearBase)
+    )
+
+
+def _run_forward_pre_hooks(module: nn.Module, x: Tensor) -> Tensor:
+    """Run what a call of the module would run first: there DDP and FSDP bring its weights."""
+    for key, hook in module._forward_pre_hooks.items():
+        if key in module._forward_pre_hooks_with_kwargs:
+            result = hook(module, (x,), {})
+            result = None if result is None else result[0]
+        else:
+            result = hook(module, (x,))
+        if result is not None:
+            (x,) = result if isinstance(result, tuple) else (result,)
+    return x
