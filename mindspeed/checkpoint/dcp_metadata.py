@@ -7,9 +7,10 @@ become inert records. From the verified records a `Metadata` is rebuilt, and tor
 
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -23,12 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mindspeed.checkpoint.digests import Ranges
+from mindspeed.checkpoint.tensor_slice import TensorSlice
 from mindspeed.config import ConfigError
 
 METADATA = ".metadata"
 LARGEST = 1 << 30
 FLAT_SHAPE = "nd_reformulated_orig_global_shape"
-"""What megatron-core 0.12 notes about a flattened tensor: its shape before."""
+"""The key under which megatron-core 0.12 keeps the original shape of a flattened tensor."""
 
 _DCP = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -50,7 +53,7 @@ _FIELDS: dict[tuple[str, str], frozenset[str]] = {
     (f"{_DCP}.filesystem", "_StorageInfo"): frozenset(
         ("relative_path", "offset", "length", "transform_descriptors")
     ),
-    # Plans, which Megatron keeps for a second save by the same process: read past, never used.
+    # Plans, which Megatron keeps for a second save by the same process: skipped, never used.
     (f"{_DCP}.planner", "SavePlan"): _PLAN,
     (_MEGATRON, "MCoreSavePlan"): _PLAN,
     (_MEGATRON, "MCoreMetadata"): _WHOLE,
@@ -85,7 +88,7 @@ _DTYPES = {
 
 
 class _Name:
-    """A global that the pickle names; it is never looked up."""
+    """A global that the pickle names; it is never resolved."""
 
     def __init__(self, module: str, name: str) -> None:
         self.key = (module, name)
@@ -95,7 +98,7 @@ class _Name:
 
 
 class _Record:
-    """Keeps what the pickle gives an object of a class, and does nothing."""
+    """An inert record of the state that the pickle gives an object of a class."""
 
     def __init__(self, kind: _Name, arguments: tuple[Any, ...]) -> None:
         self.kind, self.arguments = kind, arguments
@@ -120,19 +123,20 @@ _PLAIN_OPCODES = (
 
 # The unpickler in Python: the one in C allocates 32 GB of memory when ten bytes say so.
 class _Interpreter(pickle._Unpickler):
-    dispatch = {
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
         for name in _PLAIN_OPCODES
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a name of the list; nothing is imported or looked up."""
+        """Return a name of the list; nothing is imported or resolved."""
         if not isinstance(module, str) or not isinstance(name, str):
-            raise ConfigError("it names a class by something that is no text")
+            raise ConfigError("it names a class by something that is not a string")
         key = (module, name)
         if key in _FIELDS or key in _CALLED or key in _PROPERTIES or key in _DTYPES:
             return _Name(module, name)
-        raise ConfigError(f"it names {module}.{name}, which has no place in such a file")
+        raise ConfigError(f"it names {module}.{name}, which does not belong in such a file")
 
     def _make(self) -> None:
         arguments, kind = self.stack.pop(), self.stack[-1]
@@ -159,6 +163,70 @@ class _Interpreter(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = _build
 
 
+@dataclass(frozen=True)
+class DcpChunk:
+    """A slice of a tensor, and where its bytes are."""
+
+    region: TensorSlice
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    chunks: tuple[DcpChunk, ...]
+
+
+def read_dcp_tensors(folder: Path) -> dict[str, DcpTensor]:
+    """Return the tensors of a checkpoint; entries that are not tensors are left out."""
+    return dcp_tensors(read_dcp_metadata(folder), folder)
+
+
+def dcp_tensors(metadata: Metadata, folder: Path) -> dict[str, DcpTensor]:
+    """Return the tensors of verified metadata; every chunk of them has to be in a file."""
+    try:
+        return {
+            name: DcpTensor(
+                tuple(entry.size),
+                tuple(_dcp_chunk(name, tuple(entry.size), each, metadata) for each in entry.chunks),
+            )
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+    except ConfigError as error:
+        raise ConfigError(f"{folder / METADATA}: refused: {error}") from None
+
+
+def byte_ranges(stored: Mapping[str, DcpTensor], wanted: Iterable[DcpTensor]) -> Ranges:
+    """Return the byte ranges of the wanted tensors in each file that holds tensors."""
+    found: dict[str, list[tuple[int, int]]] = {
+        chunk.file: [] for tensor in stored.values() for chunk in tensor.chunks
+    }
+    for tensor in wanted:
+        for chunk in tensor.chunks:
+            found[chunk.file].append((chunk.offset, chunk.length))
+    return found
+
+
+def _dcp_chunk(
+    name: str, shape: tuple[int, ...], chunk: ChunkStorageMetadata, metadata: Metadata
+) -> DcpChunk:
+    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    region = tuple((start, start + size) for start, size in zip(offsets, sizes))
+    if len(region) != len(shape) or len(offsets) != len(sizes):
+        raise ConfigError(f"{name} has a part {region} outside its shape {shape}")
+    if any(stop > size for (_, stop), size in zip(region, shape)):
+        raise ConfigError(f"{name} has a part {region} outside its shape {shape}")
+    info = metadata.storage_data.get(MetadataIndex(name, offsets))
+    if info is None:
+        raise ConfigError(f"{name} has a part at {offsets} that is in no file")
+    return DcpChunk(region, info.relative_path, info.offset, info.length)
+
+
 def read_dcp_metadata(folder: Path) -> Metadata:
     """Return a Metadata made from the verified contents of a checkpoint's .metadata."""
     path = folder / METADATA
@@ -181,8 +249,9 @@ def _metadata(record: Any) -> Metadata:
         _text(name): _entry(_text(name), value)
         for name, value in _items(record.get("state_dict_metadata"), "state_dict_metadata")
     }
-    places = dict(
-        _place(index, info) for index, info in _items(record.get("storage_data"), "storage_data")
+    storage = dict(
+        _storage_entry(index, info)
+        for index, info in _items(record.get("storage_data"), "storage_data")
     )
     planner_data = record.get("planner_data")
     if planner_data is not None:
@@ -190,7 +259,7 @@ def _metadata(record: Any) -> Metadata:
             _text(name): _path(path) for name, path in _items(planner_data, "planner_data")
         }
     version = record.get("version")
-    metadata = Metadata(entries, planner_data, places, StorageMeta())
+    metadata = Metadata(entries, planner_data, storage, StorageMeta())
     if version is not None:
         metadata.version = _text(version)
     if (shapes := record.get("mcore_data")) is not None:
@@ -215,7 +284,7 @@ def _chunk(record: Any) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(_size(record.get("offsets")), _size(record.get("sizes")))
 
 
-def _place(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
+def _storage_entry(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
     _must_be(index, (f"{_DCP}.metadata", "MetadataIndex"))
     _must_be(info, (f"{_DCP}.filesystem", "_StorageInfo"))
     name, offset, number = (index.get(field) for field in ("fqn", "offset", "index"))
@@ -228,7 +297,7 @@ def _place(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
     if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
         raise ConfigError(f"{name} is in {file!r}, which is not a file of this folder")
     if info.get("transform_descriptors"):
-        raise ConfigError(f"{name} is stored compressed, which is not served")
+        raise ConfigError(f"{name} is stored compressed, which is not supported")
     return key, _StorageInfo(file, _number(info.get("offset")), _number(info.get("length")))
 
 
@@ -241,7 +310,7 @@ def _properties(record: Any) -> TensorProperties:
     if not isinstance(dtype, _Name) or dtype.key not in _DTYPES:
         raise ConfigError(f"{dtype!r} is not the type of a tensor")
     _must_be(memory_format, *_MEMORY_FORMATS)
-    # What else there is (layout, pinned memory) is deprecated; checkpoints hold strided tensors.
+    # The other fields (layout, pinned memory) are deprecated; checkpoints hold strided tensors.
     return TensorProperties(dtype=_DTYPES[dtype.key])
 
 

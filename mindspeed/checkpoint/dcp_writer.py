@@ -22,11 +22,11 @@ class _DigestedStream(io.IOBase):
         self._raw, self._digests, self._hash = raw, digests, xxhash.xxh3_128()
 
     def writable(self) -> bool:
-        """Say that it can be written."""
+        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write through; what takes long is hashed at the same time, on a thread."""
+        """Write through; large writes are hashed at the same time, on a thread."""
         view = memoryview(data).cast("B")
         if len(view) < SLICE:
             self._hash.update(view)
@@ -48,10 +48,10 @@ class _DigestedStream(io.IOBase):
 
 
 class DigestTransforms(_StorageWriterTransforms):
-    """Gives torch streams that digest.
+    """Give torch streams that digest what is written.
 
-    A digest comes back from whichever process wrote, in the place of the names of transformations
-    (`transform_descriptors`), of which there are none; `taken` takes it out again.
+    A digest comes back from whichever process wrote in `transform_descriptors`, the list of
+    transformation names, which is otherwise empty; `collect_digests` removes it again.
     """
 
     def transform_save_stream(
@@ -62,8 +62,8 @@ class DigestTransforms(_StorageWriterTransforms):
         return _DigestedStream(raw_stream, digests), digests  # type: ignore[return-value]
 
 
-def taken(results: Iterable[Iterable[WriteResult]]) -> dict[str, FileRecord]:
-    """Take the digests out of the results of all ranks, and return the files they are of."""
+def collect_digests(results: Iterable[Iterable[WriteResult]]) -> dict[str, FileRecord]:
+    """Remove the digests from the results of all ranks and return them by file."""
     parts: dict[str, list[tuple[int, int, str]]] = {}
     for result in (each for rank in results for each in rank):
         info = result.storage_data
@@ -78,7 +78,7 @@ def taken(results: Iterable[Iterable[WriteResult]]) -> dict[str, FileRecord]:
 
 
 class DigestWriter(FileSystemWriter):
-    """torch's writer; on the first rank `files` are what all ranks have written."""
+    """torch's writer; on rank 0 `files` holds the digests of what all ranks have written."""
 
     def __init__(self, path: Any) -> None:
         super().__init__(path)
@@ -87,19 +87,19 @@ class DigestWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata, without the digests."""
-        self.files = taken(results)
+        self.files = collect_digests(results)
         super().finish(metadata, results)
 
 
 def digest_writes(writer: Any, files: dict[str, FileRecord]) -> None:
-    """Let a writer that Megatron made digest, too, and fill `files` on the first rank."""
+    """Make a writer that Megatron created digest as well, and fill `files` on rank 0."""
     if not hasattr(writer, "transforms"):
-        return  # of a torch without them; the files are read once more then
+        return  # an older torch: the files are read once more to be hashed
     original = writer.finish
     writer.transforms = DigestTransforms()
 
     def finish(metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files.update(taken(results))
+        files.update(collect_digests(results))
         original(metadata, results)
 
     writer.finish = finish

@@ -1,7 +1,7 @@
 """Digests of the files of a checkpoint: written beside them, compared when they are read.
 
-They reveal damage (flipped bits, swapped files, another iteration), not an attacker: who can
-change a file can change its digest.
+They detect damage (flipped bits, swapped files, another iteration), not an attacker, who can
+change the digest with the file.
 """
 
 import json
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 NAME = "digests.json"
 ALGORITHM = "xxh3_128"
 SLICE = 1 << 20
-"""Bytes hashed at a time: what was just read, or will be written next, is in the cache then."""
+"""Bytes hashed at a time: small enough to stay in the cache between the copy and the hash."""
 PART = 64 << 20
 """Bytes of a part of a file that is written as one stream; parts are verified in parallel."""
 READERS = 8
@@ -37,7 +37,7 @@ Ranges = Mapping[str, Iterable[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file holds."""
+    """The digests of a file."""
 
     parts: tuple[tuple[int, str], ...]
     """(length, digest) of each part, from the first byte to the last."""
@@ -49,14 +49,14 @@ class FileRecord:
 
 
 class Hasher:
-    """Digests a file that is written from the first byte to the last."""
+    """Digests a file that is written sequentially."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, str]] = []
         self._hash, self._length = xxhash.xxh3_128(), 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes, as many as a cache holds."""
+        """Add the next bytes, at most as many as fit in the cache."""
         view = memoryview(data)
         while len(view):
             taken = view[: PART - self._length]
@@ -83,9 +83,9 @@ def write_digests(
     about: Mapping[str, Any],
     files: Mapping[str, Mapping[str, int]] | None = None,
 ) -> None:
-    """Write the digests of a folder: of files that were hashed as they were written, and the rest.
+    """Write the digests of a folder; files that are not in `written` are hashed now.
 
-    `about` says what the folder is, `files` what single files of it are.
+    `about` describes the folder, `files` single files of it.
     """
     listed = {}
     for path in sorted(folder.rglob("*")):
@@ -107,13 +107,13 @@ def _record_of(path: Path) -> FileRecord:
 
 
 def _text(content: Mapping[str, Any]) -> str:
-    """Return the text of a file that ends with the digest of all before it."""
+    """Return the text of digests.json, which ends with the digest of all before it."""
     digest = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
     return json.dumps({**content, "digest": digest}) + "\n"
 
 
 def read_digests(folder: Path) -> dict[str, FileRecord] | None:
-    """Return the files of a folder by name, if digests were written; they have to be its own."""
+    """Return the records of a folder by file name, None if it has no digests."""
     path = folder / NAME
     try:
         text = path.read_text(encoding="utf-8")
@@ -142,16 +142,16 @@ _HELP = "; take the folder from a copy, or give --no-verify to use it as it is"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a file that will be read."""
+class FileRange:
+    """A range of a file with the digest it must have."""
 
     path: Path
     offset: int
     length: int
     digest: str
 
-    def found(self) -> str:
-        """Return the digest of what the disk holds."""
+    def compute_digest(self) -> str:
+        """Return the digest of what is on the disk."""
         state, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(SLICE, self.length)))
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
@@ -167,28 +167,32 @@ def verify(
     *,
     enabled: bool = True,
     ranges: Ranges | None = None,
-    but: str | None = None,
+    skip_suffix: str | None = None,
     is_shared: bool = False,
     is_expected: bool = True,
 ) -> dict[str, FileRecord] | None:
     """Compare the files of a folder with their digests; damage is an error that names the file.
 
-    With `ranges`, only what they name of these files is read, and all other files; of files whose
-    names end with `but`, only the size. With `is_shared`, every rank calls this and reads a share.
-    A folder from before there were digests is accepted with a warning, where digests are expected.
+    Of the files in `ranges` only these ranges are read; of files whose names end with `skip_suffix`
+    only the size is checked. With `is_shared`, every rank calls this and reads a share. A folder
+    without digests is accepted, with a warning where they are expected.
     """
     files = read_digests(folder) if enabled else None
     if files is None:
         if enabled and is_expected:
-            logger.warning("%s: has no %s: damage to its files is not noticed", folder, NAME)
+            logger.warning("%s: has no %s: damage to its files is not detected", folder, NAME)
         return None
     _check_sizes(folder, files)
-    read = {name: each for name, each in files.items() if but is None or not name.endswith(but)}
+    read = {
+        name: record
+        for name, record in files.items()
+        if skip_suffix is None or not name.endswith(skip_suffix)
+    }
     rank, world = 0, 1
     if is_shared:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    pieces = list(pieces_of(folder, read, ranges or {}))[rank::world]
-    damage = _damage(pieces, folder, files)
+    checked = list(file_ranges(folder, read, ranges or {}))[rank::world]
+    damage = _damage(checked, folder, files)
     if world > 1:
         everywhere: list[str] = [""] * world
         torch.distributed.all_gather_object(everywhere, damage)
@@ -204,7 +208,7 @@ def verify_small(folder: Path | None, *, enabled: bool = True) -> None:
         return
     _check_sizes(folder, files)
     small = {name: record for name, record in files.items() if record.size <= SMALL}
-    if damage := _damage(list(pieces_of(folder, small, {})), folder, files):
+    if damage := _damage(list(file_ranges(folder, small, {})), folder, files):
         raise ConfigError(damage)
 
 
@@ -218,8 +222,10 @@ def _check_sizes(folder: Path, files: Mapping[str, FileRecord]) -> None:
             raise ConfigError(f"{path}: {what}: {size} bytes, not {record.size}{_HELP}")
 
 
-def pieces_of(folder: Path, files: Mapping[str, FileRecord], ranges: Ranges) -> Iterator[Piece]:
-    """Yield the parts that will be read: of a file in `ranges`, those which these touch."""
+def file_ranges(
+    folder: Path, files: Mapping[str, FileRecord], ranges: Ranges
+) -> Iterator[FileRange]:
+    """Yield the ranges to verify: of a file in `ranges`, the parts that these overlap."""
     for name, record in files.items():
         wanted = sorted(ranges[name]) if name in ranges else [(0, record.size)]
         start, number = 0, 0
@@ -227,17 +233,17 @@ def pieces_of(folder: Path, files: Mapping[str, FileRecord], ranges: Ranges) -> 
             while number < len(wanted) and sum(wanted[number]) <= start:
                 number += 1
             if number < len(wanted) and wanted[number][0] < start + length:
-                yield Piece(folder / name, start, length, digest)
+                yield FileRange(folder / name, start, length, digest)
             start += length
 
 
-def _damage(pieces: list[Piece], folder: Path, files: Mapping[str, FileRecord]) -> str:
-    """Return what is wrong with the first damaged part."""
+def _damage(checked: list[FileRange], folder: Path, files: Mapping[str, FileRecord]) -> str:
+    """Return what is wrong with the first damaged range, an empty string if there is none."""
     with ThreadPoolExecutor(min(READERS, max(2, os.cpu_count() or 1))) as pool:
         try:
-            for piece, found in zip(pieces, pool.map(Piece.found, pieces)):
-                if found != piece.digest:
-                    return difference(piece, found, folder, files)
+            for each, found in zip(checked, pool.map(FileRange.compute_digest, checked)):
+                if found != each.digest:
+                    return mismatch_message(each, found, folder, files)
         except OSError as error:
             return f"{error.filename or folder}: cannot be read ({error.strerror})"
         finally:
@@ -245,9 +251,11 @@ def _damage(pieces: list[Piece], folder: Path, files: Mapping[str, FileRecord]) 
     return ""
 
 
-def difference(piece: Piece, found: str, folder: Path, files: Mapping[str, FileRecord]) -> str:
-    """Return what is wrong with a part that has another digest than its own."""
-    part = (piece.length, found)
+def mismatch_message(
+    damaged: FileRange, found: str, folder: Path, files: Mapping[str, FileRecord]
+) -> str:
+    """Return the error for a range with another digest than its own."""
+    part = (damaged.length, found)
     others = [name for name, record in files.items() if part in record.parts]
     what = f"holds what belongs to {folder / others[0]}" if others else "is damaged"
-    return f"{piece.path}: {what}: its bytes are not those that were written{_HELP}"
+    return f"{damaged.path}: {what}: its bytes are not those that were written{_HELP}"

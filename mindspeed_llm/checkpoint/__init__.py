@@ -1,9 +1,8 @@
-"""Weights from anywhere to anywhere: HF safetensors, mcore directories, torch_dist, live models.
+"""Weights between HF safetensors, mcore directories, torch_dist checkpoints and live models.
 
 What needs torch is imported from its own module: `conversion.convert`, `loading.load_weights`.
 """
 
-from mindspeed_llm.checkpoint.detection import Found, detect
 from mindspeed_llm.checkpoint.options import ConvertOptions
 
-__all__ = ["ConvertOptions", "Found", "detect"]
+__all__ = ["ConvertOptions"]

@@ -1,4 +1,4 @@
-"""LoRA adapters: out of training checkpoints, in and out of peft's files, merged into weights."""
+"""LoRA adapters: read from training checkpoints, read and written as peft files, merged."""
 
 import dataclasses
 import json
@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from mindspeed.checkpoint import digests
-from mindspeed.config import ConfigError, parse_json
-from mindspeed_llm.checkpoint.assembly import Part, Whole
-from mindspeed_llm.checkpoint.boxes import slices, whole
-from mindspeed_llm.checkpoint.commit import written_aside
-from mindspeed_llm.checkpoint.dcp_source import ADAPTERS, adapter_ranges, read_adapters
-from mindspeed_llm.checkpoint.detection import Found
-from mindspeed_llm.checkpoint.source import Source
+from mindspeed.checkpoint.assembly import FullTensor, Shard
+from mindspeed.checkpoint.commit import staged_directory
+from mindspeed.checkpoint.detection import ADAPTER_CONFIG, CheckpointDir, read_adapter_config
+from mindspeed.checkpoint.tensor_slice import full_slice, to_index
+from mindspeed.config import ConfigError
+from mindspeed_llm.checkpoint.source import WeightSource
+from mindspeed_llm.checkpoint.torch_dist import ADAPTERS, adapter_ranges, read_adapters
 from mindspeed_llm.models.families import family_named
 from mindspeed_llm.models.shape import ModelShape
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -37,15 +37,15 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """The factor of what they add."""
+        """Return the factor of the low-rank update."""
         return float(self.config["lora_alpha"]) / int(self.config["r"])
 
 
 def saved_adapters(folder: Path, shape: ModelShape) -> Adapters | None:
     """Read the adapters of an iteration, if it has any."""
-    if not (folder / CONFIG).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         return None
-    config, tensors = read_config(folder), read_adapters(folder)
+    config, tensors = read_adapter_config(folder), read_adapters(folder)
     factors = {}
     for weight in family_named(shape.family).table.weights(shape):
         layer = weight.name.removesuffix(".weight") + ADAPTERS
@@ -57,12 +57,12 @@ def saved_adapters(folder: Path, shape: ModelShape) -> Adapters | None:
     return Adapters(config, factors)
 
 
-def merged(source: Source, folder: Path) -> Source:
-    """Return the weights of an iteration with its adapters, if it has any, in them."""
+def merge_adapters(source: WeightSource, folder: Path) -> WeightSource:
+    """Return the weights of an iteration with its adapters, if it has any, merged into them."""
     adapters = saved_adapters(folder, source.shape)
     if adapters is None:
         return source
-    wholes = dict(source.wholes)
+    tensors = dict(source.tensors)
     for weight in family_named(source.shape.family).table.weights(source.shape):
         total: torch.Tensor | None = None
         for link in weight.links:
@@ -70,18 +70,18 @@ def merged(source: Source, folder: Path) -> Source:
             if factors is None:
                 continue
             if total is None:
-                total = _together(wholes[weight.name], weight.shape)
-            rows, columns = slices(link.at)
+                total = _assembled(tensors[weight.name], weight.shape)
+            rows, columns = to_index(link.at)
             a, b = (factor.float() for factor in factors)
-            total[slices(link.place)] += adapters.scale * (b[rows] @ a[:, columns])
+            total[to_index(link.place)] += adapters.scale * (b[rows] @ a[:, columns])
         if total is not None:
-            values = total.to(wholes[weight.name].dtype)
-            wholes[weight.name] = Whole([Part(whole(weight.shape), values)])
-    return dataclasses.replace(source, wholes=wholes)
+            values = total.to(tensors[weight.name].dtype)
+            tensors[weight.name] = FullTensor([Shard(full_slice(weight.shape), values)])
+    return dataclasses.replace(source, tensors=tensors)
 
 
-def export(found: Found, shape: ModelShape, target: Path, *, verify: bool = True) -> int:
-    """Write the adapters of a training checkpoint as peft does; return how many they are."""
+def export(found: CheckpointDir, shape: ModelShape, target: Path, *, verify: bool = True) -> int:
+    """Write the adapters of a training checkpoint as peft does; return their number."""
     from safetensors.torch import save_file
 
     check_present(found)
@@ -93,17 +93,17 @@ def export(found: Found, shape: ModelShape, target: Path, *, verify: bool = True
     for name, factors in sorted(adapters.factors.items()):
         for letter, factor in zip("AB", factors):
             tensors[f"{PEFT_PREFIX}{name}.lora_{letter}.weight"] = factor.contiguous()
-    with written_aside(target) as aside:
-        save_file(tensors, aside / WEIGHTS, {"format": "pt"})
+    with staged_directory(target) as staging:
+        save_file(tensors, staging / WEIGHTS, {"format": "pt"})
         text = json.dumps(adapters.config, indent=2, sort_keys=True)
-        (aside / CONFIG).write_text(text + "\n", encoding="utf-8")
-        digests.write_digests(aside, {}, {"kind": "adapters"})
+        (staging / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+        digests.write_digests(staging, {}, {"kind": "adapters"})
     return len(adapters.factors)
 
 
-def check_present(found: Found) -> None:
+def check_present(found: CheckpointDir) -> None:
     """Raise unless a directory is a training checkpoint with adapters."""
-    if found.kind != "torch_dist" or not (found.folder / CONFIG).is_file():
+    if found.kind != "torch_dist" or not (found.folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"{found.folder}: holds no adapters: it was not trained with --lora-r")
 
 
@@ -127,18 +127,8 @@ def read_peft(folder: str | os.PathLike[str]) -> dict[str, Factors]:
     }
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read what a checkpoint or a folder of peft tells of its adapters."""
-    try:
-        config = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
-        float(config["lora_alpha"]) / int(config["r"])
-    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-        raise ConfigError(f"{folder / CONFIG}: cannot be read ({error})") from None
-    return dict(config)
-
-
-def _together(weight: Whole, shape: tuple[int, ...]) -> torch.Tensor:
+def _assembled(weight: FullTensor, shape: tuple[int, ...]) -> torch.Tensor:
     total = torch.empty(shape)
-    for part in weight.parts:
-        total[slices(part.place)] = part.values.float()
+    for shard in weight.shards:
+        total[to_index(shard.region)] = shard.values.float()
     return total

@@ -1,4 +1,4 @@
-"""Convert a checkpoint: read one, plan another, stream the numbers across."""
+"""Convert a checkpoint: open one, plan the files of another, stream the weights across."""
 
 import logging
 from collections.abc import Sequence
@@ -7,30 +7,34 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint.commit import atomic_write_text, fsync_tree, staged_directory
+from mindspeed.checkpoint.detection import HF_FOLDER, TRACKER, CheckpointDir, detect
 from mindspeed.checkpoint.digests import verify_small, write_digests
+from mindspeed.checkpoint.hf_folder import copy_small_files, weight_files, write_index
+from mindspeed.checkpoint.output import (
+    DTYPES,
+    Output,
+    Progress,
+    write_folder_digests,
+    write_outputs,
+)
+from mindspeed.checkpoint.safetensors_file import is_export
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.commit import flush_tree, write_file, written_aside
-from mindspeed_llm.checkpoint.detection import HF_FOLDER, TRACKER, Found, detect
-from mindspeed_llm.checkpoint.hf_source import weight_files
-from mindspeed_llm.checkpoint.hf_target import copy_small_files, hf_outputs, write_index
+from mindspeed_llm.checkpoint.hf import hf_outputs
 from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
-from mindspeed_llm.checkpoint.mcore_target import ITERATION, mcore_outputs, padded_vocabulary
-from mindspeed_llm.checkpoint.opening import config_folder, open_source, verify_source
+from mindspeed_llm.checkpoint.loading import config_folder, open_source, verify_source
+from mindspeed_llm.checkpoint.mcore import ITERATION, mcore_outputs, padded_vocab_size
 from mindspeed_llm.checkpoint.options import ConvertOptions
-from mindspeed_llm.checkpoint.output import Output, Progress, write_folder_digests, write_outputs
-from mindspeed_llm.checkpoint.placement import Style
-from mindspeed_llm.checkpoint.safetensors_file import is_export
-from mindspeed_llm.checkpoint.source import Source
+from mindspeed_llm.checkpoint.sharding import NameStyle
+from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.models.shape import contradictions, refuse_contradictions
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has done."""
+    """The result of a conversion."""
 
     family: str
     folder: Path
@@ -40,7 +44,7 @@ class Converted:
 
 
 def convert(options: ConvertOptions, progress: Progress | None = None) -> Converted:
-    """Read --load-dir and write --save-dir; nothing appears there unless all of it does."""
+    """Read --load-dir and write --save-dir, atomically."""
     _check_given(options)
     found = detect(options.load_dir)
     if (found.kind == "hf") != (options.load_model_type == "hf"):
@@ -67,7 +71,7 @@ def _check_given(options: ConvertOptions) -> None:
 
 
 def _check_target(options: ConvertOptions, root: Path) -> None:
-    """Raise if a checkpoint would replace one, unless it is another conversion's and may."""
+    """Raise if a checkpoint would be replaced, except one of a conversion with --overwrite."""
     if root.resolve() == Path(options.load_dir).resolve():
         raise ConfigError(f"--save-dir {root} is the --load-dir too: choose another directory")
     tracker = root / TRACKER
@@ -79,12 +83,14 @@ def _check_target(options: ConvertOptions, root: Path) -> None:
         )
     if tracker.read_text(encoding="utf-8", errors="replace").strip() != str(ITERATION):
         raise ConfigError(
-            f"{root}: holds the checkpoints of a training, which --overwrite does not replace: "
+            f"{root}: holds the checkpoints of a training run, which --overwrite does not replace: "
             "choose another --save-dir"
         )
 
 
-def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
+def _to_mcore(
+    options: ConvertOptions, found: CheckpointDir, progress: Progress | None
+) -> Converted:
     root = Path(options.save_dir)
     _check_target(options, root)
     configs = config_folder(found, options.hf_cfg_dir)
@@ -92,38 +98,38 @@ def _to_mcore(options: ConvertOptions, found: Found, progress: Progress | None) 
     source = _open(options, found, configs)
     shape, tp = source.shape, options.target_tensor_parallel_size
     layout = _requested_layout(options, source)
-    rows = padded_vocabulary(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
+    rows = padded_vocab_size(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
     final = root / f"iter_{ITERATION:07d}"
     verify_source(found, source, enabled=not options.no_verify)
-    with written_aside(final, options.overwrite) as aside:
-        outputs = mcore_outputs(aside, source, layout, _style(options), rows, _dtype(options))
+    with staged_directory(final, options.overwrite) as staging:
+        outputs = mcore_outputs(staging, source, layout, _style(options), rows, _dtype(options))
         written = write_outputs(outputs, source, root, progress, check_finite=options.check_finite)
         about = {"iteration": ITERATION, "layout": layout.as_plain()}
-        write_folder_digests(aside, written, outputs, **about)
+        write_folder_digests(staging, written, outputs, **about)
     copy_small_files(configs, root / HF_FOLDER)
     write_digests(root / HF_FOLDER, {}, {"kind": "config"})
-    flush_tree(root / HF_FOLDER)
-    write_file(root / TRACKER, str(ITERATION))
+    fsync_tree(root / HF_FOLDER)
+    atomic_write_text(root / TRACKER, str(ITERATION))
     return _converted(source, final, outputs, _dtype(options))
 
 
-def _to_hf(options: ConvertOptions, found: Found, progress: Progress | None) -> Converted:
+def _to_hf(options: ConvertOptions, found: CheckpointDir, progress: Progress | None) -> Converted:
     final = Path(options.save_dir)
     configs = config_folder(found, options.hf_cfg_dir, final)
     _verify_small(options, found.folder, configs)
-    if (final / "config.json").is_file() and not _is_ours(weight_files(final)):
+    if (final / "config.json").is_file() and not _is_replaceable(weight_files(final)):
         final = final / "mg2hf"
         logger.info("%s is an HF model from elsewhere: writing to %s", options.save_dir, final)
     source = _open(options, found, configs)
     verify_source(found, source, enabled=not options.no_verify)
-    with written_aside(final, options.overwrite) as aside:
-        outputs = hf_outputs(aside, source, _dtype(options))
+    with staged_directory(final, options.overwrite) as staging:
+        outputs = hf_outputs(staging, source, _dtype(options))
         written = write_outputs(
             outputs, source, final.parent, progress, check_finite=options.check_finite
         )
-        write_index(aside, outputs)
-        copy_small_files(configs, aside, outputs[0].tensors[0][1])
-        write_folder_digests(aside, written, outputs)
+        write_index(staging, outputs)
+        copy_small_files(configs, staging, outputs[0].tensors[0][1])
+        write_folder_digests(staging, written, outputs)
     return _converted(source, final, outputs, _dtype(options))
 
 
@@ -132,19 +138,19 @@ def _verify_small(options: ConvertOptions, *folders: Path) -> None:
         verify_small(folder, enabled=not options.no_verify)
 
 
-def _is_ours(files: Sequence[Path]) -> bool:
-    """Return whether a model, if it has weights, is an export that a new one may replace."""
+def _is_replaceable(files: Sequence[Path]) -> bool:
+    """Return whether all weights of a model were exported, so that an export may replace it."""
     return all(is_export(path) for path in files)
 
 
-def _open(options: ConvertOptions, found: Found, configs: Path) -> Source:
+def _open(options: ConvertOptions, found: CheckpointDir, configs: Path) -> WeightSource:
     noops = options.noop_layers if options.load_model_type == "mg" else ()
     source = open_source(found, configs, named=options.model_type_hf, noop_layers=noops)
     refuse_contradictions(contradictions(options, source.shape))
     return source
 
 
-def _requested_layout(options: ConvertOptions, source: Source) -> Layout:
+def _requested_layout(options: ConvertOptions, source: WeightSource) -> Layout:
     request = LayoutRequest(
         tp=options.target_tensor_parallel_size,
         pp=options.target_pipeline_parallel_size,
@@ -157,14 +163,14 @@ def _requested_layout(options: ConvertOptions, source: Source) -> Layout:
     return request.layout(source.shape)
 
 
-def _style(options: ConvertOptions) -> Style:
+def _style(options: ConvertOptions) -> NameStyle:
     is_te = options.transformer_impl == "transformer_engine"
     experts = ("numbered" if is_te else "joined") if options.moe_grouped_gemm else "each"
-    return Style(
+    return NameStyle(
         fuses_norms=is_te,
         experts=experts,
-        cuts_latent_down=not (is_te or options.join_mla_down_proj),
-        joins_latent_down=options.join_mla_down_proj,
+        shards_latent_down=not (is_te or options.join_mla_down_proj),
+        fuses_latent_down=options.join_mla_down_proj,
     )
 
 
@@ -173,9 +179,9 @@ def _dtype(options: ConvertOptions) -> torch.dtype | None:
 
 
 def _converted(
-    source: Source, folder: Path, outputs: Sequence[Output], dtype: torch.dtype | None
+    source: WeightSource, folder: Path, outputs: Sequence[Output], dtype: torch.dtype | None
 ) -> Converted:
-    kept = next(iter(source.wholes.values())).dtype
+    kept = next(iter(source.tensors.values())).dtype
     return Converted(
         family=source.shape.family,
         folder=folder,

@@ -1,4 +1,4 @@
-"""Turn a GGUF file into an HF directory that can be trained: weights, config and tokenizer."""
+"""Convert a GGUF file to an HF directory that can be trained: weights, config and tokenizer."""
 
 import logging
 import sys
@@ -7,42 +7,42 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed.checkpoint.commit import staged_directory
 from mindspeed.checkpoint.digests import write_digests
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.commit import written_aside
 
 MAGIC = b"GGUF"
 
 
 def import_gguf(file: Path, folder: Path, dtype: str = "fp32", overwrite: bool = False) -> None:
-    """Write the model in `file` as an HF directory; quantised weights become plain numbers."""
+    """Write the model in `file` as an HF directory; quantized weights are dequantized."""
     import transformers
 
     _check(file)
-    with written_aside(folder, overwrite) as aside:
-        import_weights(file, aside, dtype)
-        _read(transformers.AutoTokenizer, file).save_pretrained(aside)
-        write_digests(aside, {}, {"kind": "converted"})
+    with staged_directory(folder, overwrite) as staging:
+        import_weights(file, staging, dtype)
+        _read(transformers.AutoTokenizer, file).save_pretrained(staging)
+        write_digests(staging, {}, {"kind": "converted"})
 
 
 def import_weights(file: Path, folder: Path, dtype: str = "fp32") -> None:
     """Write the config and the weights only: reading the tokenizer takes much longer."""
-    import torch
     import transformers
 
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    model = _read(transformers.AutoModelForCausalLM, file, dtype=kind)
+    from mindspeed.checkpoint.output import DTYPES
+
+    model = _read(transformers.AutoModelForCausalLM, file, dtype=DTYPES[dtype])
     # transformers refuses to save what came out of a GGUF file, so its parts are saved.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
-    type(model.config)(**_as_written(config)).save_pretrained(folder)
+    type(model.config)(**_shortest_floats(config)).save_pretrained(folder)
     _save_weights(model, folder / "model.safetensors")
 
 
-def _as_written(value: Any) -> Any:
-    """Return 1e-05 for the 9.999999747378752e-06 that it became in the 32 bits of a GGUF file."""
+def _shortest_floats(value: Any) -> Any:
+    """Return 1e-05 for 9.999999747378752e-06, as which float32 in a GGUF file stores it."""
     if isinstance(value, dict):
-        return {key: _as_written(entry) for key, entry in value.items()}
+        return {key: _shortest_floats(entry) for key, entry in value.items()}
     if isinstance(value, float) and np.float32(value) == value:
         return float(str(np.float32(value)))
     return value

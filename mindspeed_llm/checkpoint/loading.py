@@ -1,19 +1,75 @@
-"""Load weights into the Megatron model of this rank."""
+"""Open a checkpoint of any kind, and load its weights into the Megatron model of this rank."""
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed.checkpoint.assembly import check_names, check_shape, only_tensors
+from mindspeed.checkpoint.detection import HF_FOLDER, CheckpointDir, detect
+from mindspeed.checkpoint.digests import verify as verify_digests
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.detection import detect
+from mindspeed_llm.checkpoint.adapters import merge_adapters
+from mindspeed_llm.checkpoint.hf import open_hf
 from mindspeed_llm.checkpoint.layout import Chunk, Rank
-from mindspeed_llm.checkpoint.opening import open_source, verify_source
-from mindspeed_llm.checkpoint.placement import EMBEDDING, OUTPUT, Placement, Style
-from mindspeed_llm.checkpoint.source import Source, check_names, check_shape, only_tensors
-from mindspeed_llm.models.families import family_named
+from mindspeed_llm.checkpoint.mcore import open_mcore
+from mindspeed_llm.checkpoint.sharding import EMBEDDING, OUTPUT, NameStyle, WeightSharding
+from mindspeed_llm.checkpoint.source import WeightSource
+from mindspeed_llm.checkpoint.torch_dist import open_torch_dist
+from mindspeed_llm.models.families import family_named, read_shape
 from mindspeed_llm.models.shape import ModelShape
+
+
+def open_source(
+    found: CheckpointDir,
+    configs: Path | None = None,
+    *,
+    shape: ModelShape | None = None,
+    named: str | None = None,
+    noop_layers: tuple[int, ...] = (),
+) -> WeightSource:
+    """Map the weights of a directory; the shape is that of config.json unless it is given."""
+    if found.kind == "hf":
+        return open_hf(found.folder, named, shape)
+    if shape is None:
+        shape = read_shape(configs or config_folder(found), named=named)
+    if found.kind == "torch_dist":
+        return merge_adapters(open_torch_dist(found.folder, shape), found.folder)
+    return open_mcore(found.folder, shape, noop_layers)
+
+
+def verify_source(
+    found: CheckpointDir, source: WeightSource, *, enabled: bool, is_shared: bool = False
+) -> None:
+    """Verify the digests of what will be read; HF models from elsewhere have none."""
+    verify_digests(
+        found.folder,
+        enabled=enabled,
+        ranges=source.ranges,
+        is_shared=is_shared,
+        is_expected=found.kind != "hf",
+    )
+
+
+def config_folder(
+    found: CheckpointDir, given: str | None = None, other: Path | None = None
+) -> Path:
+    """Return the folder with the HF config of a checkpoint: the given one, its own or another."""
+    if given is not None:
+        if not (Path(given) / "config.json").is_file():
+            raise ConfigError(f"--hf-cfg-dir {given}: has no config.json")
+        return Path(given)
+    if (own := found.config_folder) is not None:
+        return own
+    if other is not None and (other / "config.json").is_file():
+        return other
+    looked = dict.fromkeys((found.folder, found.root / HF_FOLDER, found.root))
+    raise ConfigError(
+        f"{found.root}: no config.json tells what model this is: looked in "
+        f"{' and in '.join(map(str, looked))}: give --hf-cfg-dir"
+    )
 
 
 def load_weights(
@@ -27,10 +83,10 @@ def load_weights(
 ) -> None:
     """Fill this rank's model from an HF directory or a Megatron checkpoint of any layout.
 
-    `shape` is that of the model; without it the config.json beside the weights is read. Numbers
-    are cast to the type of the parameters. A weight that is missing or has no place is an error.
-    So is a file that differs from its digest, unless `verify` is false; with `is_shared` all ranks
-    call this, and each verifies a share.
+    `shape` is that of the model; without it the config.json beside the weights is read. Values are
+    cast to the dtype of the parameters. A missing or unexpected weight is an error. So is a file
+    that differs from its digest, unless `verify` is false; with `is_shared` all ranks call this,
+    and each verifies a share.
     """
     found = detect(source)
     opened = open_source(found, shape=shape)
@@ -39,27 +95,28 @@ def load_weights(
         _fill(_unwrapped(chunk), opened, tuple(noop_layers))
 
 
-def _fill(model: torch.nn.Module, source: Source, noops: tuple[int, ...]) -> None:
-    shape, rank = source.shape, _this_rank()
+def _fill(model: torch.nn.Module, source: WeightSource, noops: tuple[int, ...]) -> None:
+    shape, rank = source.shape, _current_rank()
     tensors = only_tensors(model.state_dict(keep_vars=True), "the model")
     has_mtp = any(name.startswith("mtp.") for name in tensors)
     if shape.mtp_num_layers and not has_mtp:
-        shape = shape.model_copy(update={"mtp_num_layers": 0})  # weights nobody asked for
+        shape = shape.model_copy(
+            update={"mtp_num_layers": 0}
+        )  # the model has no MTP layers to fill
     weights = list(family_named(shape.family).table.weights(shape))
-    placement = Placement(
-        shape, weights, Style.found(tensors, shape), _vocabulary(tensors, shape, rank)
-    )
-    stored = placement.stored(_chunk_of(model, noops), rank)
+    style, rows = NameStyle.detect(tensors, shape), _padded_rows(tensors, shape, rank)
+    sharding = WeightSharding(shape, weights, style, rows)
+    stored = sharding.stored(_chunk_of(model, noops), rank)
     check_names(tensors, (tensor.name for tensor in stored), "the model")
     with torch.no_grad():
         for tensor in stored:
             check_shape("the model", tensor.name, tensors[tensor.name], tensor.shape)
-            tensor.fill(tensors[tensor.name].data, source.wholes)
-    source.let_go()
+            tensor.fill(tensors[tensor.name].data, source.tensors)
+    source.release_pages()
 
 
 def _chunk_of(model: Any, noops: tuple[int, ...]) -> Chunk:
-    """See which layers a model holds; Megatron numbers them from 1 over the whole model."""
+    """Return the layers that a model holds; Megatron numbers them from 1 over the full model."""
     layers = []
     for local, layer in enumerate(model.decoder.layers):
         number = layer.layer_number - 1
@@ -68,7 +125,7 @@ def _chunk_of(model: Any, noops: tuple[int, ...]) -> Chunk:
     return Chunk(tuple(layers), is_first=bool(model.pre_process), is_last=bool(model.post_process))
 
 
-def _this_rank() -> Rank:
+def _current_rank() -> Rank:
     from megatron.core import parallel_state
 
     return Rank(
@@ -81,7 +138,7 @@ def _this_rank() -> Rank:
     )
 
 
-def _vocabulary(tensors: Mapping[str, torch.Tensor], shape: ModelShape, rank: Rank) -> int:
+def _padded_rows(tensors: Mapping[str, torch.Tensor], shape: ModelShape, rank: Rank) -> int:
     """Return the rows of the model's embedding over all ranks, at least those of the weights."""
     for name in (EMBEDDING, OUTPUT):
         if name in tensors:
@@ -96,7 +153,7 @@ def _vocabulary(tensors: Mapping[str, torch.Tensor], shape: ModelShape, rank: Ra
 
 
 def _unwrapped(model: Any) -> Any:
-    """Take a model out of Float16Module, DistributedDataParallel and the like."""
+    """Unwrap a model from Float16Module, DistributedDataParallel and the like."""
     while not hasattr(model, "decoder"):
         if not hasattr(model, "module"):
             raise ConfigError(f"a {type(model).__name__} is not a GPTModel: it has no decoder")

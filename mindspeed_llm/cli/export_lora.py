@@ -27,8 +27,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was written."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    from mindspeed_llm.checkpoint import adapters, detect
-    from mindspeed_llm.checkpoint.opening import config_folder
+    from mindspeed.checkpoint.detection import detect
+    from mindspeed_llm.checkpoint import adapters
+    from mindspeed_llm.checkpoint.loading import config_folder
     from mindspeed_llm.models.families import read_shape
 
     found = detect(args.checkpoint)

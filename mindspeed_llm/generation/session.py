@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mindspeed.checkpoint.detection import detect
 from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
-from mindspeed_llm.checkpoint import detect
 from mindspeed_llm.generation.beam import Beams
 from mindspeed_llm.generation.engine import Engine, Request
 from mindspeed_llm.generation.model import load_model

@@ -3,13 +3,13 @@
 A box is one (start, stop) pair per dimension.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from mindspeed.checkpoint.tensor_slice import TensorSlice, full_slice
 from mindspeed_llm.models.shape import ModelShape
 
-Box = tuple[tuple[int, int], ...]
 ALWAYS = "hidden_size"
 
 
@@ -28,8 +28,8 @@ class Link:
     """The box `place` of a Megatron tensor is the box `at` of an HF tensor."""
 
     hf: str
-    at: Box
-    place: Box
+    at: TensorSlice
+    place: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,20 @@ def qkv(mcore: str, hf: tuple[str, str, str], *rest: str, when: str = ALWAYS) ->
     return Rule(mcore, hf, rest, _grouped_boxes, Cut.ROWS, when)
 
 
-def whole(sizes: Sequence[int]) -> Box:
-    """Return the box of a whole tensor."""
-    return tuple((0, size) for size in sizes)
-
-
 def _same_boxes(rule: Rule, shape: ModelShape) -> Iterator[Link]:
-    box = whole(rule.sizes(shape))
+    box = full_slice(rule.sizes(shape))
     yield Link(rule.hf[0], box, box)
 
 
 def _stacked_boxes(rule: Rule, shape: ModelShape) -> Iterator[Link]:
     rows, *rest = rule.sizes(shape)
     for number, name in enumerate(rule.hf):
-        place = ((number * rows, (number + 1) * rows), *whole(rest))
-        yield Link(name, whole((rows, *rest)), place)
+        place = ((number * rows, (number + 1) * rows), *full_slice(rest))
+        yield Link(name, full_slice((rows, *rest)), place)
 
 
 def _grouped_boxes(rule: Rule, shape: ModelShape) -> Iterator[Link]:
-    rest = whole(rule.sizes(shape))
+    rest = full_slice(rule.sizes(shape))
     groups, head = shape.num_query_groups, shape.kv_channels
     queries = shape.num_attention_heads // groups * head
     start = 0

@@ -7,7 +7,8 @@ of the expert in the whole layer.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindspeed_llm.models.rules import Box, Cut, Link, Rule
+from mindspeed.checkpoint.tensor_slice import TensorSlice
+from mindspeed_llm.models.rules import Cut, Link, Rule
 from mindspeed_llm.models.shape import ModelShape
 
 
@@ -87,5 +88,5 @@ def _named(
         yield Weight(name, size, rule.cut, links, expert, rule.is_float32)
 
 
-def _extent(boxes: list[Box]) -> tuple[int, ...]:
+def _extent(boxes: list[TensorSlice]) -> tuple[int, ...]:
     return tuple(max(stop for _, stop in pairs) for pairs in zip(*boxes))

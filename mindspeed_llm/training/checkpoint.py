@@ -11,14 +11,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from mindspeed.checkpoint.dcp_entries import verify_but_entries
-from mindspeed.checkpoint.dcp_metadata import METADATA, read_dcp_metadata
-from mindspeed.checkpoint.dcp_reader import weights_only
+from mindspeed.checkpoint.dcp_files import check_files
+from mindspeed.checkpoint.dcp_metadata import METADATA, dcp_tensors, read_dcp_metadata
+from mindspeed.checkpoint.dcp_reader import verify_except_entries, weights_only
 from mindspeed.checkpoint.dcp_writer import digest_writes
 from mindspeed.checkpoint.digests import FileRecord
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.dcp_files import check_files
-from mindspeed_llm.checkpoint.dcp_metadata import tensors_of
 from mindspeed_llm.training.folders import (
     CheckpointFolders,
     Mismatch,
@@ -60,9 +58,9 @@ class Checkpoints:
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
         from torch.distributed.checkpoint import CheckpointException
 
-        entries = verify_but_entries(folder, enabled=verify)
+        entries = verify_except_entries(folder, enabled=verify)
         metadata = read_dcp_metadata(folder)
-        check_files(folder, tensors_of(metadata, folder).values())
+        check_files(folder, dcp_tensors(metadata, folder).values())
         _check_backend(folder)
         wanted = self._state(with_optimizer, is_loading=True)
         _must_be_tensors(wanted, metadata, folder)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import yaml
 
 from mindspeed import device
+from mindspeed.checkpoint.commit import atomic_write_text
 from mindspeed.config import ConfigError
 from mindspeed.training.entry import RunFailed, Stopped, StopRequest
 from mindspeed.training.log import ProgressBar, TrainingLog
@@ -20,7 +21,6 @@ from mindspeed.training.metrics import StepResult
 from mindspeed.training.options import RunOptions
 from mindspeed.training.schedule import make_schedule
 from mindspeed.tune.flop_meter import FlopMeter
-from mindspeed_llm.checkpoint.commit import write_file
 from mindspeed_llm.training.folders import Progress, newest_good
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Course(ABC):
         root = Path(self._options.save)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            write_file(root / "config.yaml", yaml.safe_dump(self.config(), sort_keys=False))
+            atomic_write_text(root / "config.yaml", yaml.safe_dump(self.config(), sort_keys=False))
         except OSError as error:
             raise ConfigError(f"--save {root}: cannot be written ({error.strerror})") from None
 

@@ -17,13 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
+from mindspeed.checkpoint.commit import atomic_write_text, fsync_tree
+from mindspeed.checkpoint.detection import ADAPTER_CONFIG, TRACKER, detect
 from mindspeed.checkpoint.digests import FileRecord, verify_small, write_digests
 from mindspeed.config import ConfigError
 from mindspeed.training import disk
 from mindspeed.training.options import RunOptions
-from mindspeed_llm.checkpoint.adapters import CONFIG
-from mindspeed_llm.checkpoint.commit import flush_tree, write_file
-from mindspeed_llm.checkpoint.detection import TRACKER, detect
 
 logger = logging.getLogger(__name__)
 
@@ -231,13 +230,15 @@ class CheckpointFolders:
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             final = self._root / f"iter_{progress.iteration:07d}"
-            write_file(aside / STATE_FILE, json.dumps(asdict(progress)) + "\n")
+            atomic_write_text(aside / STATE_FILE, json.dumps(asdict(progress)) + "\n")
             if progress.lora:
-                write_file(aside / CONFIG, json.dumps(progress.lora, indent=2) + "\n")
+                atomic_write_text(
+                    aside / ADAPTER_CONFIG, json.dumps(progress.lora, indent=2) + "\n"
+                )
             _write_digests(aside, progress.iteration, written, layout)
-            flush_tree(aside)
+            fsync_tree(aside)
             self._rename(aside, final)
-            write_file(self._root / TRACKER, f"{progress.iteration}\n")
+            atomic_write_text(self._root / TRACKER, f"{progress.iteration}\n")
             logger.info("saved iteration %d in %s", progress.iteration, final)
             if keep_last is not None:
                 self._forget(final, keep_last)

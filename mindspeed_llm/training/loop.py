@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from mindspeed import device
+from mindspeed.checkpoint.detection import HF_FOLDER
 from mindspeed.checkpoint.digests import write_digests
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.tune.flop_meter import FlopMeter
-from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
 from mindspeed_llm.training.course import Course
 from mindspeed_llm.training.folders import Progress
@@ -147,7 +147,7 @@ class Loop(Course):
             return
         target = Path(setup.options.save) / HF_FOLDER
         if setup.config_folder.resolve() != target.resolve():
-            from mindspeed_llm.checkpoint.hf_target import copy_small_files
+            from mindspeed.checkpoint.hf_folder import copy_small_files
 
             copy_small_files(setup.config_folder, target)
             write_digests(target, {}, {"kind": "config"})

@@ -23,7 +23,7 @@ from mindspeed.config import ConfigError
 from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
 from mindspeed.te.pytorch.module.linear import LinearBase
 from mindspeed_llm.checkpoint.adapters import Factors, read_peft
-from mindspeed_llm.checkpoint.dcp_source import ADAPTERS
+from mindspeed_llm.checkpoint.torch_dist import ADAPTERS
 from mindspeed_llm.models.rules import Cut
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.models.table import Weight

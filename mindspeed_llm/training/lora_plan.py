@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed.checkpoint.detection import ADAPTER_CONFIG, read_adapter_config
 from mindspeed.config import ConfigError, did_you_mean
-from mindspeed_llm.checkpoint.adapters import CONFIG, read_config
 from mindspeed_llm.models.families import family_named
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.models.table import Weight
@@ -75,9 +75,9 @@ def plan_lora(options: TrainOptions, shape: ModelShape) -> LoraPlan | None:
 
 def _check_loaded(folder: Path, rank: int, alpha: float) -> None:
     """Refuse adapters whose config says that they add something else than this run would."""
-    if not (folder / CONFIG).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         return
-    config = read_config(folder)
+    config = read_adapter_config(folder)
     for key, flag, given in (("r", "--lora-r", rank), ("lora_alpha", "--lora-alpha", alpha)):
         if config[key] != given:
             raise ConfigError(
@@ -87,7 +87,8 @@ def _check_loaded(folder: Path, rank: int, alpha: float) -> None:
     for key in UNSUPPORTED:
         if config.get(key):
             raise ConfigError(
-                f"--lora-load {folder}: {CONFIG} has {key} {config[key]}, which is not supported"
+                f"--lora-load {folder}: {ADAPTER_CONFIG} has {key} {config[key]}, "
+                "which is not supported"
             )
 
 

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mindspeed.checkpoint.detection import CheckpointDir, detect
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling
-from mindspeed_llm.checkpoint import Found, detect
 from mindspeed_llm.models.families import read_shape
 from mindspeed_llm.models.shape import (
     ModelShape,
@@ -38,9 +38,9 @@ def find_shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
     return shape, folder
 
 
-def _of_weights(found: Found, folder: Path, options: TrainOptions) -> ModelShape:
+def _of_weights(found: CheckpointDir, folder: Path, options: TrainOptions) -> ModelShape:
     """Read the config and see in the weights what it does not say, such as biases."""
-    from mindspeed_llm.checkpoint.opening import open_source
+    from mindspeed_llm.checkpoint.loading import open_source
 
     source = open_source(
         found, folder, named=options.model_type_hf, noop_layers=options.noop_layers
@@ -48,7 +48,7 @@ def _of_weights(found: Found, folder: Path, options: TrainOptions) -> ModelShape
     return source.shape
 
 
-def _config_folder(options: TrainOptions, found: Found | None) -> Path | None:
+def _config_folder(options: TrainOptions, found: CheckpointDir | None) -> Path | None:
     if options.hf_cfg_dir is not None:
         return Path(options.hf_cfg_dir)
     places = [found.config_folder if found else None, options.load, options.tokenizer_name_or_path]
@@ -105,11 +105,11 @@ def check_flags(options: TrainOptions, shape: ModelShape) -> None:
 
 def vocabulary(options: TrainOptions, shape: ModelShape) -> int:
     """Return the rows of the embedding with padding."""
-    from mindspeed_llm.checkpoint.mcore_target import padded_vocabulary
+    from mindspeed_llm.checkpoint.mcore import padded_vocab_size
 
     tp = options.tensor_model_parallel_size
     if options.padded_vocab_size is None:
-        return padded_vocabulary(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
+        return padded_vocab_size(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
     if options.padded_vocab_size < shape.vocab_size or options.padded_vocab_size % tp:
         raise ConfigError(
             f"--padded-vocab-size {options.padded_vocab_size}: must be at least the model's "

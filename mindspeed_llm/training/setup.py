@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed import device
+from mindspeed.checkpoint.detection import HF_FOLDER
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling, build
 from mindspeed.distributed import environment
@@ -16,7 +17,6 @@ from mindspeed.distributed.seeds import seed_everything
 from mindspeed.features.activation import current
 from mindspeed.features.base import Context
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
-from mindspeed_llm.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import Checkpoints

@@ -1,46 +1,53 @@
-"""The weights of a model in a torch.distributed.checkpoint; the numbers stay in the files."""
+"""The weights of a torch.distributed.checkpoint under the names of a model or an HF folder.
 
-from collections.abc import Mapping
+The values stay in the files until they are written.
+"""
+
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from mindspeed.checkpoint.assembly import FullTensor, Shard, SliceCopy, StoredTensor, check_names
+from mindspeed.checkpoint.dcp_files import DcpFiles
+from mindspeed.checkpoint.dcp_metadata import DcpTensor, byte_ranges, read_dcp_tensors
+from mindspeed.checkpoint.detection import ADAPTER_CONFIG, read_adapter_config
+from mindspeed.checkpoint.file_io import aligned
+from mindspeed.checkpoint.hf_folder import SafetensorsOutput, shard_outputs, weight_files
+from mindspeed.checkpoint.output import TypedTensor
+from mindspeed.checkpoint.tensor_slice import full_slice, to_index
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.adapters import CONFIG, read_config
-from mindspeed_llm.checkpoint.assembly import Part, Whole
-from mindspeed_llm.checkpoint.boxes import slices, whole
-from mindspeed_llm.checkpoint.dcp_files import DcpFiles
-from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, ranges_of, read_metadata
-from mindspeed_llm.checkpoint.mapped_file import aligned
-from mindspeed_llm.checkpoint.source import check_names
 from mindspeed_llm.training.folders import STATE_FILE, read_progress
+from mindspeed_mm.models.hf_folder import HfFolder
+from mindspeed_mm.models.names import as_in_transformers, recipes
 from mindspeed_mm.models.shards import same_tensors
 from mindspeed_mm.models.weights import ADAPTER, BASE
 
 PREFIXES = ("model.model.", "model.", "")
-"""What stands before the names of a model's tensors: training has `model.`, and TransformersModel
-keeps the model of transformers in its own `model`."""
+"""Prefixes of a model's tensors: training adds `model.`, and TransformersModel keeps the model of
+transformers in its own `model`."""
 OTHERS = ("optimizer.",)
 
 
 class DcpModel:
-    """The tensors by the names that the model has without adapters, which are merged."""
+    """The weights of a checkpoint by the names of the model without adapters, which are merged."""
 
     def __init__(
         self, folder: Path, known: Mapping[str, torch.Tensor], lora_alpha: int | None = None
     ) -> None:
-        """Read the description of a checkpoint safely; with `known` ones, they have to be there."""
+        """Read the metadata of a checkpoint safely; `known` tensors have to be present."""
         self._files = DcpFiles(folder)
-        stored = read_metadata(folder)
+        stored = read_dcp_tensors(folder)
         self._tensors = _without_prefix(stored, known)
-        self.ranges = ranges_of(stored, self._tensors.values())
-        """Where they are in the files, which may hold an optimizer as well."""
+        self.ranges = byte_ranges(stored, self._tensors.values())
+        """Their byte ranges in the files, which may hold an optimizer as well."""
         adapters = [name for name in self._tensors if ADAPTER in name]
         self._alpha = _alpha(folder, adapters[0], lora_alpha) if adapters else None
         self.names = {n.replace(BASE, ""): n for n in self._tensors if ADAPTER not in n}
         """The tensor in the checkpoint for each of the model."""
         self.copies: set[str] = set()
-        """Those that the checkpoint has under the name of a tensor they are tied to."""
+        """Names that the checkpoint holds under the name of a tensor they are tied to."""
         if known:
             tied = same_tensors(known)
             for name in known.keys() - self.names.keys():  # of tied tensors one is enough
@@ -60,47 +67,126 @@ class DcpModel:
         return self._tensors[self.names[name]].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor."""
+        """Return the dtype of a tensor."""
         return self._files.values(self._tensors[self.names[name]].chunks[0]).dtype
 
-    def whole(self, name: str) -> Whole:
-        """Return a tensor, as views of files if nothing is to be added to it."""
+    def full_tensor(self, name: str) -> FullTensor:
+        """Return a tensor, as views of files if it has no adapter."""
         stored = self.names[name]
         if not stored.endswith(f"{BASE}.weight"):
-            return self._parts(stored)
+            return self._stored(stored)
         merged = self._merged(stored.removesuffix(f"{BASE}.weight"))
-        return Whole([Part(whole(merged.shape), merged)])
+        return FullTensor([Shard(full_slice(merged.shape), merged)])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor in one piece."""
-        return _joined(self.whole(name), self.shape(name))
+        """Return a contiguous tensor."""
+        return _joined(self.full_tensor(name), self.shape(name))
 
-    def let_go(self) -> None:
-        """Give back the memory of what has been read."""
+    def release_pages(self) -> None:
+        """Release the memory of what has been read."""
         for file in self._files.opened():
-            file.let_go()
+            file.release_pages()
 
-    def _parts(self, stored: str) -> Whole:
+    def _stored(self, stored: str) -> FullTensor:
         chunks = self._tensors[stored].chunks
-        return Whole([Part(chunk.box, self._files.values(chunk)) for chunk in chunks])
+        return FullTensor([Shard(chunk.region, self._files.values(chunk)) for chunk in chunks])
 
     def _merged(self, layer: str) -> torch.Tensor:
-        """Add an adapter to the layer it stands beside."""
+        """Merge an adapter into its base layer."""
         ends = (f"{BASE}.weight", ".lora_A.default.weight", ".lora_B.default.weight")
         base, low, high = (
-            _joined(self._parts(layer + end), self._tensors[layer + end].shape) for end in ends
+            _joined(self._stored(layer + end), self._tensors[layer + end].shape) for end in ends
         )
         assert self._alpha is not None
         added = (self._alpha / len(low)) * (high.float() @ low.float())
         return (base.float() + added).to(base.dtype)
 
 
+class HfView(Mapping[str, FullTensor]):
+    """The tensors of a Hugging Face folder, each made from the checkpoint when it is requested."""
+
+    def __init__(self, dcp: DcpModel, model: Any, assets: Path | None) -> None:
+        """Name the tensors as in the folder the model came from, if that still has its weights."""
+        self._dcp, self._model = dcp, model
+        self._plain = as_in_transformers(model)
+        self._last: tuple[tuple[str, ...], dict[str, torch.Tensor]] = ((), {})
+        self._original: HfFolder | None = None
+        self._made_of = {name: [name] for name in dcp.names if name not in dcp.copies}
+        """The tensors of the model that each one is made of."""
+        if assets is not None and any(p.suffix == ".safetensors" for p in weight_files(assets)):
+            self._original = HfFolder(assets)
+            self._made_of = self._as_original(self._original)
+
+    @property
+    def tensors(self) -> Mapping[str, FullTensor]:
+        """Return the tensors by name."""
+        return self
+
+    def release_pages(self) -> None:
+        """Release the memory of what has been read."""
+        self._dcp.release_pages()
+
+    def outputs(self, folder: Path, dtype: torch.dtype | None) -> list[SafetensorsOutput]:
+        """Plan the files: those of the original folder, else as transformers shards them."""
+        tensors = []
+        for name, made_of in self._made_of.items():
+            region = full_slice(self._shape(name))
+            stored = StoredTensor(name, self._shape(name), (SliceCopy(name, region, region),))
+            tensors.append((stored, dtype or self._dcp.dtype(made_of[0])))
+        if self._original is None:
+            return shard_outputs(folder, tensors)
+        files: dict[str, list[TypedTensor]] = {}
+        for stored, kind in tensors:
+            files.setdefault(self._original.files[stored.name], []).append((stored, kind))
+        return [SafetensorsOutput(folder / name, files[name]) for name in sorted(files)]
+
+    def __getitem__(self, name: str) -> FullTensor:
+        made_of = self._made_of[name]
+        if self._original is None or not self._converted[name]:
+            return self._dcp.full_tensor(made_of[0])
+        made = self._reverted(tuple(made_of))[name]
+        return FullTensor([Shard(full_slice(made.shape), made.contiguous())])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made_of)
+
+    def __len__(self) -> int:
+        return len(self._made_of)
+
+    def _reverted(self, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Split what transformers fuses; the results are requested one after the other."""
+        last = self._last
+        if last[0] != names:
+            from transformers.core_model_loading import revert_weight_conversion
+
+            values = {name: self._dcp.tensor(name) for name in names}
+            self._last = last = (names, revert_weight_conversion(self._plain, values))
+        return last[1]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if self._original is not None:
+            return tuple(self._original.tensors[name].shape)
+        return self._dcp.shape(name)
+
+    def _as_original(self, original: HfFolder) -> dict[str, list[str]]:
+        meta = {name: tensor.to("meta") for name, tensor in original.tensors.items()}
+        found: dict[str, list[str]] = {}
+        self._converted: dict[str, bool] = {}
+        for recipe in recipes(self._model, meta, self._dcp.names):
+            made = [name for name in recipe.apply(meta) if name in self._dcp.names]
+            for source in recipe.sources if made else ():
+                found[source] = made
+                self._converted[source] = recipe.convert is not None
+        return {name: found[name] for name in original.tensors if name in found}
+
+
 def _alpha(folder: Path, adapter: str, given: float | None) -> float:
-    """Return the alpha of adapters: the run that trained them tells, or else the user."""
-    saved = float(read_config(folder)["lora_alpha"]) if (folder / CONFIG).is_file() else given
+    """Return the alpha of adapters: as saved with them, else as given."""
+    has_config = (folder / ADAPTER_CONFIG).is_file()
+    saved = float(read_adapter_config(folder)["lora_alpha"]) if has_config else given
     if saved is None:
         raise ConfigError(
-            f"{folder}: has adapters ({adapter}) and no {CONFIG}: give their --lora-alpha"
+            f"{folder}: has adapters ({adapter}) and no {ADAPTER_CONFIG}: give their --lora-alpha"
         )
     if given is not None and given != saved:
         raise ConfigError(
@@ -111,28 +197,28 @@ def _alpha(folder: Path, adapter: str, given: float | None) -> float:
 
 
 def _tied(folder: Path) -> dict[str, str]:
-    """Return the other names of tied tensors, if a training saved the checkpoint."""
+    """Return the other names of tied tensors, if a training run saved the checkpoint."""
     return read_progress(folder).tied if (folder / STATE_FILE).is_file() else {}
 
 
 def _without_prefix(
     tensors: Mapping[str, DcpTensor], known: Mapping[str, torch.Tensor]
 ) -> dict[str, DcpTensor]:
-    """Take the tensors of the model, by the prefix under which most of the known ones are."""
+    """Return the tensors of the model: those with the prefix that most known tensors have."""
     tensors = {name: t for name, t in tensors.items() if not name.startswith(OTHERS)}
     found = [
         {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         for prefix in PREFIXES
     ]
-    if not known:  # a model that nobody knows is not in a TransformersModel
+    if not known:  # without a known model there is no TransformersModel
         return found[1] or found[2]
     return max(found, key=lambda names: len({n.replace(BASE, "") for n in names} & known.keys()))
 
 
-def _joined(tensor: Whole, shape: tuple[int, ...]) -> torch.Tensor:
-    if len(tensor.parts) == 1:
-        return aligned(tensor.parts[0].values)
+def _joined(tensor: FullTensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if len(tensor.shards) == 1:
+        return aligned(tensor.shards[0].values)
     values = torch.empty(shape, dtype=tensor.dtype)
-    for part in tensor.parts:
-        values[slices(part.place)] = aligned(part.values)
+    for shard in tensor.shards:
+        values[to_index(shard.region)] = aligned(shard.values)
     return values

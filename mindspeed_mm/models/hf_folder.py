@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint.file_io import MappedFile
+from mindspeed.checkpoint.hf_folder import weight_files
+from mindspeed.checkpoint.safetensors_file import read_safetensors
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.hf_source import weight_files
-from mindspeed_llm.checkpoint.mapped_file import MappedFile
-from mindspeed_llm.checkpoint.safetensors_file import read_safetensors
 
 LET_GO = 256 << 20
 """Bytes after which the memory of what has been read is given back."""
@@ -35,13 +35,13 @@ class HfFolder:
         """Count what has been used; give the memory back from time to time."""
         self._unreleased += nbytes
         if self._unreleased > LET_GO:
-            self.let_go()
+            self.release_pages()
 
-    def let_go(self) -> None:
+    def release_pages(self) -> None:
         """Give back the memory of what has been read."""
         self._unreleased = 0
         for file in self._mapped:
-            file.let_go()
+            file.release_pages()
 
 
 def _safetensors(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from mindspeed_llm.checkpoint.source import check_names
+from mindspeed.checkpoint.assembly import check_names
 from mindspeed_mm.models.hf_folder import HfFolder
 from mindspeed_mm.models.names import Recipe, ignored, recipes
 from mindspeed_mm.models.shards import same_tensors

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import mindspeed.device
-from mindspeed_llm.checkpoint.mapped_file import aligned
+from mindspeed.checkpoint.file_io import aligned
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:

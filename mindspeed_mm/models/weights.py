@@ -50,7 +50,7 @@ def load_pretrained(
     for name, original in copied.items():
         with torch.no_grad():
             targets[name].copy_(targets[original])
-    source.folder.let_go()
+    source.folder.release_pages()
 
 
 def check_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:

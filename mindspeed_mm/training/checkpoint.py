@@ -18,13 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed import device
-from mindspeed.checkpoint.dcp_entries import verify_but_entries
-from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
-from mindspeed.checkpoint.dcp_reader import weights_only
+from mindspeed.checkpoint.dcp_files import check_files
+from mindspeed.checkpoint.dcp_metadata import DcpTensor, dcp_tensors, read_dcp_metadata
+from mindspeed.checkpoint.dcp_reader import verify_except_entries, weights_only
 from mindspeed.checkpoint.dcp_writer import DigestWriter
 from mindspeed.config import did_you_mean
-from mindspeed_llm.checkpoint.dcp_files import check_files
-from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, tensors_of
 from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, unloadable
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
@@ -58,9 +56,9 @@ class FsdpCheckpoints:
 
     def load(self, folder: Path, *, with_optimizer: bool, verify: bool = True) -> None:
         """Read this rank's shards of a checkpoint that any number of ranks has written."""
-        entries = verify_but_entries(folder, enabled=verify)
+        entries = verify_except_entries(folder, enabled=verify)
         metadata = read_dcp_metadata(folder)
-        stored = tensors_of(metadata, folder)
+        stored = dcp_tensors(metadata, folder)
         check_files(folder, stored.values())
         wanted = self._stored(self._weights(stored))
         _must_have_adapters(wanted, stored, folder)

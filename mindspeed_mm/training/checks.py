@@ -1,12 +1,12 @@
 """What can never work is refused here, before ranks meet or a model is built."""
 
 from mindspeed import device
+from mindspeed.checkpoint.detection import detect
 from mindspeed.config import ConfigError, Spelling, did_you_mean
 from mindspeed.distributed import environment
 from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.fsdp import FsdpOptions
 from mindspeed.training.options import check_run
-from mindspeed_llm.checkpoint import detect
 from mindspeed_mm.training.options import INSTEAD, MmOptions
 
 DCP = "torch_dist"

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed import device
+from mindspeed.checkpoint.detection import detect
 from mindspeed.checkpoint.digests import verify
 from mindspeed.compat.stand_ins.megatron_training.global_vars import set_args
 from mindspeed.config import ConfigError
@@ -26,7 +27,6 @@ from mindspeed.distributed.seeds import seed_everything
 from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
-from mindspeed_llm.checkpoint import detect
 from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on, verify_state
 from mindspeed_mm.models import weights
 from mindspeed_mm.models.options import LoraConfig

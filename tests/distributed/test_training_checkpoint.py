@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mindspeed_llm.checkpoint import ConvertOptions, detect
+from mindspeed.checkpoint.detection import detect
+from mindspeed_llm.checkpoint import ConvertOptions
 from tests.llm import tiny
 from tests.llm.megatron_logits import all_logits, loaded_model
 from tests.ranks import run_ranks

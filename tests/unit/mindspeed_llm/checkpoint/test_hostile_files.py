@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mindspeed.checkpoint.dcp_metadata import read_dcp_tensors
+from mindspeed.checkpoint.file_io import MappedFile
+from mindspeed.checkpoint.safetensors_file import read_safetensors
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.dcp_metadata import read_metadata
-from mindspeed_llm.checkpoint.mapped_file import MappedFile
 from mindspeed_llm.checkpoint.pt_file import read_pt
-from mindspeed_llm.checkpoint.safetensors_file import read_safetensors
 
 
 class Command:
@@ -198,7 +198,7 @@ def metadata(tmp_path, value):
 
 def metadata_refused(folder, *reasons):
     with pytest.raises(ConfigError) as raised:
-        read_metadata(folder)
+        read_dcp_tensors(folder)
     message = str(raised.value)
     assert message.startswith(str(folder / ".metadata")) and "\n" not in message
     assert all(reason in message for reason in reasons), message
@@ -235,7 +235,7 @@ def real_metadata(tmp_path):
 def test_metadata_that_lies(tmp_path):
     folder = real_metadata(tmp_path)
     content = (folder / ".metadata").read_bytes()
-    assert read_metadata(folder)["decoder.w"].shape == (3, 4)
+    assert read_dcp_tensors(folder)["decoder.w"].shape == (3, 4)
     for cut in range(0, len(content) - 1, 37):
         metadata_refused(metadata(tmp_path, content[:cut]))
     outside = content.replace(b"__0_0.distcp", b"../../passwd")
@@ -243,16 +243,16 @@ def test_metadata_that_lies(tmp_path):
     metadata_refused(metadata(tmp_path, 5), "not Metadata")
     metadata_refused(tmp_path / "nowhere", "cannot be read")
     with pytest.raises(ConfigError, match="is damaged|refused"):
-        read_metadata(metadata(tmp_path, pickle.dumps(list(range(10)))[:-1] + b"!."))
+        read_dcp_tensors(metadata(tmp_path, pickle.dumps(list(range(10)))[:-1] + b"!."))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_distcp_files_that_lie(tmp_path):
     """Damage anywhere in the data is an error or harmless; nothing of it runs."""
-    from mindspeed_llm.checkpoint.dcp_files import DcpFiles
+    from mindspeed.checkpoint.dcp_files import DcpFiles
 
     folder = real_metadata(tmp_path)
-    tensor = read_metadata(folder)["decoder.w"]
+    tensor = read_dcp_tensors(folder)["decoder.w"]
     (chunk,) = tensor.chunks
     data = (folder / chunk.file).read_bytes()
     assert torch.equal(DcpFiles(folder).values(chunk), torch.arange(12.0).reshape(3, 4))

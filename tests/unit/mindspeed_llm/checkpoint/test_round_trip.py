@@ -105,19 +105,19 @@ def test_types(tmp_path):
 
 def test_shards_and_index(models, tmp_path):
     """Several files with an index are written and read."""
-    from mindspeed_llm.checkpoint.hf_source import open_hf
-    from mindspeed_llm.checkpoint.hf_target import copy_small_files, hf_outputs, write_index
-    from mindspeed_llm.checkpoint.output import Writer
+    from mindspeed.checkpoint.hf_folder import copy_small_files, write_index
+    from mindspeed.checkpoint.output import Writer
+    from mindspeed_llm.checkpoint.hf import hf_outputs, open_hf
 
     source = open_hf(models["qwen2"])
-    outputs = hf_outputs(tmp_path, source, None, shard=20_000)
+    outputs = hf_outputs(tmp_path, source, None, shard_size=20_000)
     assert len(outputs) > 3 and all(output.nbytes <= 20_000 for output in outputs)
     Writer(source).write(outputs)
     write_index(tmp_path, outputs)
     copy_small_files(models["qwen2"], tmp_path)
     assert torch.equal(tiny.logits(tmp_path), tiny.logits(models["qwen2"]))
     again = open_hf(tmp_path)
-    assert again.wholes.keys() == source.wholes.keys()
+    assert again.tensors.keys() == source.tensors.keys()
 
 
 def mtp_model(source, target):

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from mindspeed.checkpoint.commit import staged_directory
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.commit import written_aside
 from mindspeed_llm.cli.main import main
 from tests.llm import tiny
 
@@ -46,7 +46,7 @@ def test_overwrite_replaces_nothing_but_models(capsys, qwen2, tmp_path):
     mg, mine = tmp_path / "mg", tmp_path / "mine"
     assert run(capsys, qwen2, mg) == (0, "")
     code, message = run(capsys, mg, mg, *BACK, "--overwrite")
-    assert code == 2 and "holds other things, such as hf: choose another place" in message
+    assert code == 2 and "holds other things, such as hf: choose another directory" in message
     mine.mkdir()
     (mine / "notes.txt").write_text("kept")
     code, message = run(capsys, mg, mine, *BACK, "--overwrite")
@@ -63,7 +63,7 @@ def test_overwrite_replaces_nothing_but_models(capsys, qwen2, tmp_path):
 def test_of_two_that_write_at_once_the_second_fails(tmp_path):
     final = tmp_path / "out"
     with pytest.raises(ConfigError, match="exists already"):
-        with written_aside(final) as aside:
+        with staged_directory(final) as aside:
             (aside / "config.json").write_text("second")
             final.mkdir()
             (final / "config.json").write_text("first")

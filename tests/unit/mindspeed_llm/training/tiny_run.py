@@ -107,11 +107,11 @@ def read_checkpoint(saved: Path) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from mindspeed_llm.checkpoint import detect
-    from mindspeed_llm.checkpoint.dcp_metadata import read_metadata
+    from mindspeed.checkpoint.dcp_metadata import read_dcp_tensors
+    from mindspeed.checkpoint.detection import detect
 
     folder = detect(saved).folder
-    tensors = {n: torch.empty(t.shape) for n, t in read_metadata(folder).items()}
+    tensors = {n: torch.empty(t.shape) for n, t in read_dcp_tensors(folder).items()}
     load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
     return tensors
 

@@ -1,33 +1,44 @@
-"""Read the weights of an mcore checkpoint: one torch.save file for each rank."""
+"""Read and write the weights of an mcore checkpoint: one torch.save file for each rank."""
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from mindspeed.checkpoint.assembly import (
+    FullTensor,
+    check_names,
+    check_shape,
+    gather,
+    only_tensors,
+)
+from mindspeed.checkpoint.detection import RANK_FILE
+from mindspeed.checkpoint.output import Blocks, TypedTensor, tensor_nbytes, with_dtypes
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.assembly import Whole, gather
-from mindspeed_llm.checkpoint.detection import RANK_FILE
 from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
-from mindspeed_llm.checkpoint.placement import EMBEDDING, OUTPUT, Placement, Style
-from mindspeed_llm.checkpoint.pt_file import read_pt
-from mindspeed_llm.checkpoint.source import Source, check_names, check_shape, only_tensors
+from mindspeed_llm.checkpoint.pt_file import PtTensor, read_pt, write_pt
+from mindspeed_llm.checkpoint.sharding import EMBEDDING, OUTPUT, NameStyle, WeightSharding
+from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.models.families import family_named
 from mindspeed_llm.models.shape import ModelShape
 
 FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+VERSION = 3.0
+"""Of Megatron's checkpoints: fused query, key and value are in the current order."""
+ITERATION = 1
 
 
-def open_mcore(folder: Path, shape: ModelShape, noop_layers: tuple[int, ...] = ()) -> Source:
-    """Map the weights of an iteration; its layout is found in its files."""
+def open_mcore(folder: Path, shape: ModelShape, noop_layers: tuple[int, ...] = ()) -> WeightSource:
+    """Map the weights of an iteration; its layout is detected from its files."""
     files = _RankFiles(folder)
-    shape = seen_shape(shape, files.all_names())
+    shape = with_detected_fields(shape, files.all_names())
     layout = files.layout(shape, noop_layers)
     weights = list(family_named(shape.family).table.weights(shape))
-    wholes: dict[str, Whole] = {}
+    tensors: dict[str, FullTensor] = {}
     for stage, chunks in enumerate(layout.stages):
         for rank in layout.ranks():
             path = folder / layout.folder(rank, stage) / RANK_FILE
@@ -35,27 +46,27 @@ def open_mcore(folder: Path, shape: ModelShape, noop_layers: tuple[int, ...] = (
             if len(models) != len(chunks):
                 raise ConfigError(f"{path}: has {len(models)} models, not {len(chunks)}")
             joined = {name: tensor for model in models for name, tensor in model.items()}
-            rows = _vocabulary(joined, shape, layout.tp)
-            placement = Placement(shape, weights, Style.found(joined, shape), rows)
+            rows = _padded_rows(joined, shape, layout.tp)
+            sharding = WeightSharding(shape, weights, NameStyle.detect(joined, shape), rows)
             for chunk, model in zip(chunks, models):
-                stored = placement.stored(chunk, rank)
+                stored = sharding.stored(chunk, rank)
                 check_names(model, (tensor.name for tensor in stored), str(path))
                 for tensor in stored:
                     check_shape(str(path), tensor.name, model[tensor.name], tensor.shape)
-                for name, place, values in gather(stored, model):
-                    wholes.setdefault(name, Whole()).add(place, values)
-    return Source(shape, wholes)
+                for name, region, values in gather(stored, model):
+                    tensors.setdefault(name, FullTensor()).add(region, values)
+    return WeightSource(shape, tensors)
 
 
-def seen_shape(shape: ModelShape, names: str) -> ModelShape:
-    """Return the shape with what only the names of the weights tell: biases and MTP layers."""
+def with_detected_fields(shape: ModelShape, names: str) -> ModelShape:
+    """Return the shape with the fields that follow from weight names: biases and MTP layers."""
     mtp = {int(number) for number in re.findall(r"(?:^|\n)mtp\.layers\.(\d+)\.", names)}
-    seen = {
+    detected = {
         "qkv_bias": ".linear_qkv.bias" in names,
         "linear_bias": ".linear_proj.bias" in names,
         "mtp_num_layers": len(mtp),
     }
-    return shape.model_copy(update=seen)
+    return shape.model_copy(update=detected)
 
 
 class _RankFiles:
@@ -78,7 +89,7 @@ class _RankFiles:
         """Return what a file holds."""
         if path not in self._opened:
             if not path.is_file():
-                raise ConfigError(f"{path}: is missing; the other ranks' files are there")
+                raise ConfigError(f"{path}: is missing; the files of other ranks exist")
             self._opened[path] = read_pt(path)
         return self._opened[path]
 
@@ -97,7 +108,7 @@ class _RankFiles:
         return "\n".join(n for path in self._paths() for m in self.models(path) for n in m)
 
     def layout(self, shape: ModelShape, noops: tuple[int, ...]) -> Layout:
-        """Return the layout that the files have: the one they name, else the one they show."""
+        """Return the layout of the files: the recorded one, else the one their names imply."""
         first = self._paths()[0]
         values = self.values(first)
         if isinstance(values.get("layout"), dict):
@@ -116,7 +127,7 @@ class _RankFiles:
             request = LayoutRequest(tp, pp, ep, etp, per_chunk, noop_layers=noops)
         else:
             request = LayoutRequest(tp, pp, ep, etp, None, self._layer_list(pp, ep), noops)
-            if noops:  # no-ops at the end of a stage cannot be seen
+            if noops:  # no-ops at the end of a stage leave no trace in the names
                 request = LayoutRequest(tp, pp, ep, etp, noop_layers=noops)
         return request.layout(shape)
 
@@ -135,7 +146,7 @@ class _RankFiles:
 def _expert_tensor_size(
     models: list[dict[str, torch.Tensor]], shape: ModelShape, ep: int
 ) -> int | None:
-    """Return how many ranks share an expert, from the size of one rank's part."""
+    """Return the expert tensor parallel size, from the size of one rank's shard."""
     if shape.moe is None:
         return None
     one = 2 * shape.moe.ffn_hidden_size * shape.hidden_size
@@ -149,13 +160,13 @@ def _expert_tensor_size(
 
 
 def _noops_of(args: Any) -> tuple[int, ...]:
-    """Return the no-op layers of a training's arguments, however they are written there."""
+    """Return the no-op layers of saved training arguments, a string or a list."""
     value = getattr(args, "noop_layers", None) or ()
-    words = value.split(",") if isinstance(value, str) else value
-    return tuple(sorted(int(word) for word in words))
+    numbers = value.split(",") if isinstance(value, str) else value
+    return tuple(sorted(int(number) for number in numbers))
 
 
-def _vocabulary(model: Mapping[str, torch.Tensor], shape: ModelShape, tp: int) -> int:
+def _padded_rows(model: Mapping[str, torch.Tensor], shape: ModelShape, tp: int) -> int:
     """Return the rows of the padded embedding."""
     for name in (EMBEDDING, OUTPUT):
         if name in model and model[name].ndim == 2:
@@ -166,3 +177,68 @@ def _vocabulary(model: Mapping[str, torch.Tensor], shape: ModelShape, tp: int) -
                 )
             return rows
     return shape.vocab_size
+
+
+@dataclass(frozen=True)
+class PtOutput:
+    """A torch.save file with the tensors of one rank."""
+
+    path: Path
+    models: dict[str, list[TypedTensor]]
+    """The tensors of each model in the file."""
+    values: dict[str, Any]
+    """Entries beside the models."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """The rank of the file in each parallel group."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its tensors."""
+        return sum(tensor_nbytes(*tensor) for model in self.models.values() for tensor in model)
+
+    def write(self, file: BinaryIO, stream: Blocks) -> None:
+        """Write the whole file."""
+        tensors: dict[PtTensor, TypedTensor] = {}
+        models: dict[str, dict[str, PtTensor]] = {}
+        for key, model in self.models.items():
+            models[key] = {}
+            for stored, dtype in model:
+                models[key][stored.name] = PtTensor(dtype, stored.shape)
+                tensors[models[key][stored.name]] = (stored, dtype)
+        write_pt(file, self.values | models, lambda tensor: stream(*tensors[tensor]))
+
+
+def padded_vocab_size(vocab_size: int, divisor: int, tp: int) -> int:
+    """Return the vocabulary size, padded so that tensor parallel ranks can shard it."""
+    multiple = divisor * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def mcore_outputs(
+    folder: Path,
+    source: WeightSource,
+    layout: Layout,
+    style: NameStyle,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+) -> list[PtOutput]:
+    """Plan the files of every rank."""
+    weights = list(family_named(source.shape.family).table.weights(source.shape))
+    sharding = WeightSharding(source.shape, weights, style, vocab_size)
+    values = {
+        "checkpoint_version": VERSION,
+        "iteration": ITERATION,
+        "layout": layout.as_plain(),
+    }
+    outputs = []
+    for stage, chunks in enumerate(layout.stages):
+        for rank in layout.ranks():
+            names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+            models = {
+                name: with_dtypes(sharding.stored(chunk, rank), source.tensors, dtype)
+                for name, chunk in zip(names, chunks)
+            }
+            path = folder / layout.folder(rank, stage) / RANK_FILE
+            ranks = {"tp": rank.tp, "pp": stage, "ep": rank.ep}
+            outputs.append(PtOutput(path, models, values, ranks))
+    return outputs

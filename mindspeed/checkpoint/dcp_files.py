@@ -1,6 +1,5 @@
 """The tensors in the .distcp files of a torch.distributed.checkpoint, as views of the files."""
 
-import io
 import struct
 import zipfile
 from collections.abc import Iterable
@@ -8,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint.dcp_metadata import DcpChunk, DcpTensor
+from mindspeed.checkpoint.file_io import FileRangeReader, MappedFile
+from mindspeed.checkpoint.tensor_slice import slice_shape
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.boxes import sizes
-from mindspeed_llm.checkpoint.dcp_metadata import Chunk, DcpTensor
-from mindspeed_llm.checkpoint.mapped_file import MappedFile
 
 LARGEST_DESCRIPTION = 1 << 20
 
@@ -22,19 +21,19 @@ class DcpFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._opened: dict[str, MappedFile] = {}
-        self._values: dict[Chunk, torch.Tensor] = {}
+        self._values: dict[DcpChunk, torch.Tensor] = {}
 
     def opened(self) -> list[MappedFile]:
         """Return the files that have been opened."""
         return list(self._opened.values())
 
-    def values(self, chunk: Chunk) -> torch.Tensor:
+    def values(self, chunk: DcpChunk) -> torch.Tensor:
         """Return a view of a chunk."""
         if chunk not in self._values:
             self._values[chunk] = self._view(chunk)
         return self._values[chunk]
 
-    def _view(self, chunk: Chunk) -> torch.Tensor:
+    def _view(self, chunk: DcpChunk) -> torch.Tensor:
         path = self.folder / chunk.file
         if chunk.file not in self._opened:
             _check_size(path, 0)
@@ -51,7 +50,7 @@ class DcpFiles:
 
 
 def check_files(folder: Path, tensors: Iterable[DcpTensor]) -> None:
-    """Raise unless every file is there, and as long as .metadata says."""
+    """Raise unless every file exists and is as long as .metadata requires."""
     ends: dict[str, int] = {}
     for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
@@ -66,9 +65,9 @@ def _check_size(path: Path, end: int) -> None:
         raise ConfigError(f"{path}: is cut off: {size} bytes, less than .metadata says")
 
 
-def _saved_tensor(file: MappedFile, chunk: Chunk) -> torch.Tensor:
+def _saved_tensor(file: MappedFile, chunk: DcpChunk) -> torch.Tensor:
     """Return a view of the tensor that torch.save wrote into a range of a file."""
-    reader = _Range(file, chunk.offset, chunk.length)
+    reader = FileRangeReader(file.read_at, chunk.offset, chunk.length)
     with zipfile.ZipFile(reader) as archive:
         members = archive.infolist()
     records = [member for member in members if "/data/" in member.filename]
@@ -77,15 +76,15 @@ def _saved_tensor(file: MappedFile, chunk: Chunk) -> torch.Tensor:
         raise ConfigError(f"{file.path}: at byte {chunk.offset} is not one saved tensor")
     reader.seek(0)
     # On the meta device torch reads the description, which weights_only keeps harmless, and no
-    # numbers: these stay in the file.
+    # values: these stay in the file.
     described = torch.load(reader, map_location="meta", weights_only=True)  # type: ignore[arg-type]
     record = records[0]
     if not isinstance(described, torch.Tensor) or record.compress_type != zipfile.ZIP_STORED:
         raise ConfigError(f"{file.path}: at byte {chunk.offset} is not one saved tensor")
-    if tuple(described.shape) != sizes(chunk.box):
+    if tuple(described.shape) != slice_shape(chunk.region):
         raise ConfigError(
             f"{file.path}: at byte {chunk.offset} is a tensor of {tuple(described.shape)}, "
-            f".metadata says {sizes(chunk.box)}"
+            f".metadata says {slice_shape(chunk.region)}"
         )
     header = chunk.offset + record.header_offset
     name_length, extra_length = struct.unpack("<HH", file.read(header + 26, header + 30))
@@ -95,39 +94,3 @@ def _saved_tensor(file: MappedFile, chunk: Chunk) -> torch.Tensor:
     count = record.file_size // described.dtype.itemsize
     flat = file.tensor(start, described.dtype, (count,))
     return flat.as_strided(described.size(), described.stride(), described.storage_offset())
-
-
-class _Range(io.RawIOBase):
-    """A range of a mapped file, read like a file of its own."""
-
-    def __init__(self, file: MappedFile, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def readable(self) -> bool:
-        """Say that it can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Say that it can be read anywhere."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read the next bytes."""
-        stop = min(self._length, self._position + len(buffer))
-        data = self._file.read(
-            self._start + self._position, self._start + max(stop, self._position)
-        )
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)

@@ -1,4 +1,4 @@
-"""What is loaded from .distcp files has the digests it was written with, or one line names it."""
+"""Entries loaded from .distcp files match their digests, or a one-line error names the file."""
 
 import os
 import shutil
@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mindspeed.checkpoint import dcp_entries, digests
-from mindspeed.checkpoint.dcp_entries import EntryVerifier, verify_but_entries
+from mindspeed.checkpoint import dcp_reader, digests
 from mindspeed.checkpoint.dcp_metadata import read_dcp_metadata
-from mindspeed.checkpoint.dcp_reader import weights_only
+from mindspeed.checkpoint.dcp_reader import EntryVerifier, verify_except_entries, weights_only
 from mindspeed.checkpoint.dcp_writer import DigestWriter
 from mindspeed.checkpoint.digests import read_digests, write_digests
 from mindspeed.config import ConfigError
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def state_of(seed):
     """Return a tensor of several steps and one shorter than a step, a small one, and no tensor."""
     draw = torch.Generator().manual_seed(seed)
-    large = torch.randn(5 * dcp_entries.STEP // 8 + 7, generator=draw)
+    large = torch.randn(5 * dcp_reader.STEP // 8 + 7, generator=draw)
     return {
         "large": large,
         "small": large[:70].reshape(10, 7).clone(),
@@ -42,7 +41,7 @@ def save(folder, seed=1, has_entries=True):
     write_digests(folder, writer.files if has_entries else {}, {})
 
 
-def places(folder):
+def entry_ranges(folder):
     """Return (offset, length) of each entry."""
     found = read_dcp_metadata(folder).storage_data.items()
     return {index.fqn: (info.offset, info.length) for index, info in found}
@@ -71,9 +70,9 @@ def test_what_was_written_is_loaded(tmp_path):
 
 
 def test_one_bit_anywhere_in_an_entry_that_is_loaded(tmp_path):
-    """Also where the archive, its pickle or the numbers behind the first step cannot be read."""
+    """Also where the archive, its pickle or the values after the first step cannot be read."""
     save(tmp_path)
-    file, found = tmp_path / FILE, places(tmp_path)
+    file, found = tmp_path / FILE, entry_ranges(tmp_path)
     keep = file.read_bytes()
     for name, (offset, length) in found.items():
         others = [each for each in found if each != name]
@@ -89,7 +88,7 @@ def test_one_bit_anywhere_in_an_entry_that_is_loaded(tmp_path):
         file.write_bytes(keep)
 
 
-def test_entries_of_another_checkpoint_or_place(tmp_path):
+def test_entries_of_another_checkpoint_or_file(tmp_path):
     first, second = tmp_path / "1", tmp_path / "2"
     save(first, 1), save(second, 2)
     shutil.copy(second / FILE, first / FILE)
@@ -99,7 +98,7 @@ def test_entries_of_another_checkpoint_or_place(tmp_path):
     twin = first / "__1_0.distcp"
     shutil.copy(first / FILE, twin)
     (first / "digests.json").unlink()
-    flip(twin, places(first)["large"][0])
+    flip(twin, entry_ranges(first)["large"][0])
     write_digests(first, {name: record_of(first, name) for name in (FILE, twin.name)}, {})
     swapped = twin.rename(first / "x")
     (first / FILE).rename(twin)
@@ -110,58 +109,64 @@ def test_entries_of_another_checkpoint_or_place(tmp_path):
 def record_of(folder, name):
     """Return the digests of a file by entries."""
     content = (folder / name).read_bytes()
-    parts = sorted(places(folder).values())
+    parts = sorted(entry_ranges(folder).values())
     hashed = [(n, digests.xxhash.xxh3_128_hexdigest(content[at : at + n])) for at, n in parts]
     return digests.FileRecord(tuple(hashed))
 
 
-def test_digests_that_know_no_entries(tmp_path, monkeypatch):
+def test_digests_without_entries(tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "PART", 1 << 20)
     save(tmp_path, has_entries=False)
-    file, found = tmp_path / FILE, places(tmp_path)
+    file, found = tmp_path / FILE, entry_ranges(tmp_path)
     assert not isinstance(load(tmp_path), str)
     flip(file, found["large"][0] + 3_000_000)
     assert load(tmp_path, ["large"]).startswith(f"{file}: {DAMAGED}")
 
 
-def test_numbers_are_read_once_and_entries_hashed_once(tmp_path, monkeypatch):
+def test_values_are_read_once_and_entries_hashed_once(tmp_path, monkeypatch):
     save(tmp_path)
     reads = []
-    original = os.pread
-    monkeypatch.setattr(os, "pread", lambda *how: reads.append(how[1]) or original(*how))
+    original = os.preadv
+
+    def counting(descriptor, buffers, offset):
+        reads.append(original(descriptor, buffers, offset))
+        return reads[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
     verifier = EntryVerifier(tmp_path, read_digests(tmp_path))
     load(tmp_path, ["large"], verifier)
-    assert 0 < sum(reads) < 4000
-    offset, length = places(tmp_path)["large"]
+    offset, length = entry_ranges(tmp_path)["large"]
+    assert length <= sum(reads) < length + 8000
+    offset, length = entry_ranges(tmp_path)["large"]
     assert verifier.open(FILE, offset, length) is None
-    entry = verifier.open(FILE, *places(tmp_path)["small"])
-    assert entry.seek(-3, os.SEEK_END) == entry.tell() == entry.piece.length - 3
+    entry = verifier.open(FILE, *entry_ranges(tmp_path)["small"])
+    assert entry.seek(-3, os.SEEK_END) == entry.tell() == entry.range.length - 3
     assert len(entry.read()) == 3 and entry.read(5) == b""
     verifier.finish()
 
 
 def _load_own(*folders):
-    """Load another entry on each rank; return what is said of each folder."""
+    """Load another entry on each rank; return the error of each folder."""
     name = ("large", "small")[torch.distributed.get_rank()]
-    said = []
+    errors = []
     for folder in folders:
         wanted = {name: state_of(0)[name]}
         try:
-            verifier = verify_but_entries(folder, enabled=True)
+            verifier = verify_except_entries(folder, enabled=True)
             with weights_only(folder, read_dcp_metadata(folder), verifier):
                 dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder))
         except dcp.CheckpointException as error:
-            said.append(str(unloadable(folder, error)))
+            errors.append(str(unloadable(folder, error)))
         except ConfigError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def test_damage_that_one_rank_reads_ends_all(tmp_path: Path) -> None:
     whole, small, rest = (tmp_path / name for name in ("whole", "small", "rest"))
     for folder in (whole, small, rest):
         save(folder)
-    flip(small / FILE, sum(places(small)["small"]) - 100)
+    flip(small / FILE, sum(entry_ranges(small)["small"]) - 100)
     flip(rest / ".metadata")
     first, second = run_ranks(_load_own, 2, whole, small, rest)
     assert first == second and len(first) == 2
@@ -169,13 +174,13 @@ def test_damage_that_one_rank_reads_ends_all(tmp_path: Path) -> None:
     assert first[1].startswith(f"{rest / '.metadata'}: {DAMAGED}")
 
 
-def test_damage_is_raised_in_place_of_what_it_caused(tmp_path):
+def test_damage_is_raised_instead_of_its_consequence(tmp_path):
     """A verifier that finds nothing leaves the error of torch as it is."""
     save(tmp_path)
-    flip(tmp_path / FILE, places(tmp_path)["small"][0])
+    flip(tmp_path / FILE, entry_ranges(tmp_path)["small"][0])
     (tmp_path / "digests.json").unlink()
     write_digests(tmp_path, {FILE: record_of(tmp_path, FILE)}, {})
-    said = load(tmp_path, ["small"])
-    assert said.startswith(f"{tmp_path}: cannot be loaded (") and "damaged" not in said
+    error = load(tmp_path, ["small"])
+    assert error.startswith(f"{tmp_path}: cannot be loaded (") and "damaged" not in error
     with pytest.raises(ConfigError, match="is read while"), weights_only(tmp_path, None):
         dcp.FileSystemReader(tmp_path.parent).read_metadata()

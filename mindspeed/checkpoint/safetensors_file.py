@@ -1,4 +1,4 @@
-"""Read and write .safetensors files: 8 bytes of length, a JSON header, the numbers."""
+"""Read and write .safetensors files: 8 bytes of length, a JSON header, the tensor data."""
 
 import json
 import math
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.checkpoint.file_io import MappedFile
 from mindspeed.config import ConfigError, did_you_mean, kind_of
-from mindspeed_llm.checkpoint.mapped_file import MappedFile
 
 LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the format's own library."""
@@ -33,13 +33,13 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = "__metadata__"
 FORMAT = {"format": "pt"}
-"""What transformers wants a file to say of itself."""
+"""The metadata that transformers requires."""
 EXPORTED = FORMAT | {"writer": "mindspeed-llm"}
-"""What the files of our exports say of themselves."""
+"""The metadata of exported files, which a later export may replace."""
 
 
 def read_safetensors(file: MappedFile) -> dict[str, torch.Tensor]:
-    """Return views of the tensors; every number of the header is checked before it is used."""
+    """Return views of the tensors; every value of the header is checked before it is used."""
     header, start = _header(file)
     header.pop(METADATA, None)
     tensors, spans = {}, []
@@ -57,14 +57,14 @@ def read_safetensors(file: MappedFile) -> dict[str, torch.Tensor]:
 
 
 def is_export(path: Path) -> bool:
-    """Return whether a file is of an export of ours."""
+    """Return whether a file was written by an export."""
     return path.suffix == ".safetensors" and _header(MappedFile(path))[0].get(METADATA) == EXPORTED
 
 
 def header_bytes(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return the beginning of a file that holds these tensors in this order."""
+    """Return the length and header of a file with these tensors in this order."""
     header: dict[str, Any] = {METADATA: dict(metadata)}
     position = 0
     for name, dtype, shape in tensors:
@@ -99,7 +99,7 @@ def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
 
 
 def _must_tile(file: MappedFile, spans: Sequence[tuple[int, int, str]], size: int) -> None:
-    """Refuse bytes that belong to two tensors or to none: the offsets or the file are wrong."""
+    """Raise if bytes belong to two tensors or to none: the offsets or the file are wrong."""
     covered, last = 0, "the header"
     for begin, end, name in spans:
         if begin < covered:

@@ -1,4 +1,4 @@
-"""The tensors of one rank: which tiles of which whole weights, under which names.
+"""The tensors of one rank: which slices of which full weights, under which names.
 
 The same answer serves files to write, files to read and the parameters of a live model.
 """
@@ -9,8 +9,8 @@ from functools import cached_property
 
 import torch
 
-from mindspeed_llm.checkpoint.assembly import Stored, Tile
-from mindspeed_llm.checkpoint.boxes import Box, whole
+from mindspeed.checkpoint.assembly import SliceCopy, StoredTensor
+from mindspeed.checkpoint.tensor_slice import TensorSlice, full_slice
 from mindspeed_llm.checkpoint.layout import Chunk, Rank
 from mindspeed_llm.models.rules import Cut
 from mindspeed_llm.models.shape import ModelShape
@@ -30,23 +30,23 @@ LATENT_DOWN = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 @dataclass(frozen=True)
-class Style:
-    """What Megatron's layer specs name and store differently."""
+class NameStyle:
+    """How Megatron's layer specs differ in the names and storage of weights."""
 
     fuses_norms: bool = False
     """Norms belong to the linear layer after them (transformer_engine specs)."""
     experts: str = "each"
     """One module "each", one "numbered" module or one "joined" tensor for all local experts."""
-    cuts_latent_down: bool = True
-    """Tensor parallelism cuts the down projections of latent attention."""
-    joins_latent_down: bool = False
-    """Both down projections are one uncut linear_qkv (MindSpeed-LLM)."""
+    shards_latent_down: bool = True
+    """Tensor parallelism shards the down projections of latent attention."""
+    fuses_latent_down: bool = False
+    """Both down projections are one replicated linear_qkv (MindSpeed-LLM)."""
     mtp_layer: str = "transformer_layer"
     """The module inside a layer of multi-token prediction."""
 
     @classmethod
-    def found(cls, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> "Style":
-        """See the style of tensors that are there."""
+    def detect(cls, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> "NameStyle":
+        """Return the style of existing tensors."""
         names = "\n".join(tensors)
         experts = "each"
         if ".experts.weight1" in names:
@@ -59,23 +59,23 @@ class Style:
         return cls(
             fuses_norms=".layer_norm_weight" in names,
             experts=experts,
-            cuts_latent_down=is_cut,
-            joins_latent_down=shape.mla is not None and ".linear_qkv.weight" in names,
+            shards_latent_down=is_cut,
+            fuses_latent_down=shape.mla is not None and ".linear_qkv.weight" in names,
             mtp_layer="mtp_model_layer" if ".mtp_model_layer." in names else "transformer_layer",
         )
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Names and cuts the weights of a model for its ranks."""
+class WeightSharding:
+    """Names and shards the weights of a model for its ranks."""
 
     shape: ModelShape
     weights: Sequence[Weight]
-    style: Style
+    style: NameStyle
     vocab_size: int
     """Rows of the embedding with its padding."""
 
-    def stored(self, chunk: Chunk, rank: Rank) -> list[Stored]:
+    def stored(self, chunk: Chunk, rank: Rank) -> list[StoredTensor]:
         """Return the tensors that a rank has in a chunk."""
         found = [
             self._tensor(weight, name, rank)
@@ -83,9 +83,9 @@ class Placement:
             if weight.expert is None or weight.expert in rank.experts(self._num_experts)
         ]
         if self.style.experts == "joined":
-            found = list(_with_joined_experts(found))
-        if self.style.joins_latent_down:
-            found = list(_with_joined_latent_down(found))
+            found = list(_fuse_experts(found))
+        if self.style.fuses_latent_down:
+            found = list(_fuse_latent_down(found))
         return found
 
     @property
@@ -119,22 +119,27 @@ class Placement:
         for number in range(self.shape.mtp_num_layers if has_mtp else 0):
             yield from ((weight, weight.name) for weight in self._by_layer[("mtp", str(number))])
 
-    def _tensor(self, weight: Weight, name: str, rank: Rank) -> Stored:
+    def _tensor(self, weight: Weight, name: str, rank: Rank) -> StoredTensor:
         size, cut, is_padded = weight.shape, weight.cut, False
         if cut is Cut.VOCABULARY:
             size, cut, is_padded = (self.vocab_size, *size[1:]), Cut.ROWS, True
-        if any(part in name for part in LATENT_DOWN) and not self.style.cuts_latent_down:
+        if any(part in name for part in LATENT_DOWN) and not self.style.shards_latent_down:
             cut = Cut.NONE
         index, count = rank.tp, rank.tp_size
         if weight.expert is not None:
             index, count = rank.etp, rank.etp_size
-        boxes = list(_cut(size, cut, index, count))
-        tiles = tuple(Tile(weight.name, place, at, is_padded=is_padded) for place, at in boxes)
-        extent = tuple(max(stop for _, stop in pairs) for pairs in zip(*(at for _, at in boxes)))
-        return Stored(self._spelled(weight, name, rank), extent, tiles, None, weight.is_float32)
+        slices = list(_rank_slices(size, cut, index, count))
+        copies = tuple(
+            SliceCopy(weight.name, source, target, is_padded=is_padded) for source, target in slices
+        )
+        shape = tuple(
+            max(stop for _, stop in pairs) for pairs in zip(*(target for _, target in slices))
+        )
+        styled = self._styled_name(weight, name, rank)
+        return StoredTensor(styled, shape, copies, None, weight.is_float32)
 
-    def _spelled(self, weight: Weight, name: str, rank: Rank) -> str:
-        """Return the name as the style has it."""
+    def _styled_name(self, weight: Weight, name: str, rank: Rank) -> str:
+        """Return the name in this style."""
         name = name.replace(".transformer_layer.", f".{self.style.mtp_layer}.")
         if weight.expert is not None:
             local = weight.expert - rank.experts(self._num_experts).start
@@ -150,7 +155,7 @@ class Placement:
         norms = FUSED_LATENT_NORMS if self.shape.mla else FUSED_NORMS
         for plain, fused in norms.items():
             if name.endswith("." + plain):
-                # A norm before a router stays alone: there is no one linear layer after it.
+                # A norm before a router is not fused: no single linear layer follows it.
                 if plain.startswith("pre_mlp") and self._is_moe(weight.name):
                     return name
                 return name.removesuffix(plain) + fused
@@ -162,9 +167,9 @@ class Placement:
         return self.shape.is_moe_layer(number + (self.shape.num_layers if part == "mtp." else 0))
 
 
-def _with_joined_experts(found: Iterable[Stored]) -> Iterator[Stored]:
-    """Join the experts of a layer in weight1 and weight2, each expert transposed in memory."""
-    groups: dict[str, list[Stored]] = {}
+def _fuse_experts(found: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
+    """Fuse the experts of a layer in weight1 and weight2, each expert transposed in memory."""
+    groups: dict[str, list[StoredTensor]] = {}
     for tensor in found:
         if ".experts.local_experts." not in tensor.name:
             yield tensor
@@ -174,22 +179,25 @@ def _with_joined_experts(found: Iterable[Stored]) -> Iterator[Stored]:
         groups.setdefault(f"{head}.weight{number}", []).append(tensor)
     for name, tensors in groups.items():
         rows, columns = tensors[0].shape
-        tiles = tuple(
-            _turned(tile, number) for number, tensor in enumerate(tensors) for tile in tensor.tiles
+        copies = tuple(
+            _transposed(copy, number)
+            for number, tensor in enumerate(tensors)
+            for copy in tensor.copies
         )
         count = len(tensors)
-        # Megatron views the memory, which goes expert by expert, as one matrix.
+        # Megatron views the memory, which is laid out expert by expert, as one matrix.
         shape = (columns, count * rows) if name.endswith("1") else (count * columns, rows)
-        yield Stored(name, shape, tiles, (count, columns, rows))
+        yield StoredTensor(name, shape, copies, (count, columns, rows))
 
 
-def _turned(tile: Tile, number: int) -> Tile:
-    return replace(tile, at=((number, number + 1), *tile.at[::-1]), is_transposed=True)
+def _transposed(copy: SliceCopy, number: int) -> SliceCopy:
+    target = ((number, number + 1), *copy.target[::-1])
+    return replace(copy, target=target, is_transposed=True)
 
 
-def _with_joined_latent_down(found: Iterable[Stored]) -> Iterator[Stored]:
-    """Put the query's down projection above that of key and value in one linear_qkv."""
-    queries: dict[str, Stored] = {}
+def _fuse_latent_down(found: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
+    """Stack the query's down projection on that of key and value in one linear_qkv."""
+    queries: dict[str, StoredTensor] = {}
     for tensor in found:
         if ".linear_q_down_proj." in tensor.name:
             queries[tensor.name.replace("linear_q_down_proj", "linear_qkv")] = tensor
@@ -197,29 +205,31 @@ def _with_joined_latent_down(found: Iterable[Stored]) -> Iterator[Stored]:
             name = tensor.name.replace("linear_kv_down_proj", "linear_qkv")
             above = queries.get(name)
             start = above.shape[0] if above else 0
-            tiles = tuple(
-                replace(tile, at=((start, start + tensor.shape[0]), *tile.at[1:]))
-                for tile in tensor.tiles
+            copies = tuple(
+                replace(copy, target=((start, start + tensor.shape[0]), *copy.target[1:]))
+                for copy in tensor.copies
             )
             shape = (start + tensor.shape[0], *tensor.shape[1:])
-            yield Stored(name, shape, (*(above.tiles if above else ()), *tiles))
+            yield StoredTensor(name, shape, (*(above.copies if above else ()), *copies))
         else:
             yield tensor
 
 
-def _cut(size: tuple[int, ...], cut: Cut, index: int, count: int) -> Iterator[tuple[Box, Box]]:
-    """Yield the boxes of a whole weight that a rank has, and where they are in its tensor."""
-    box = whole(size)
+def _rank_slices(
+    size: tuple[int, ...], cut: Cut, index: int, count: int
+) -> Iterator[tuple[TensorSlice, TensorSlice]]:
+    """Yield the slices of a full weight that a rank has, and where they are in its tensor."""
+    region = full_slice(size)
     if cut is Cut.NONE or count == 1:
-        yield box, box
+        yield region, region
     elif cut is Cut.COLUMNS:
         width = size[1] // count
-        yield (box[0], (index * width, (index + 1) * width)), (box[0], (0, width))
+        yield (region[0], (index * width, (index + 1) * width)), (region[0], (0, width))
     else:
         parts = 2 if cut is Cut.HALVES else 1
         part = size[0] // parts
         height = part // count
         for number in range(parts):
             start = number * part + index * height
-            at = (number * height, (number + 1) * height)
-            yield ((start, start + height), *box[1:]), (at, *box[1:])
+            target = (number * height, (number + 1) * height)
+            yield ((start, start + height), *region[1:]), (target, *region[1:])

@@ -1,4 +1,4 @@
-"""A direct file holds what an ordinary one would, on every kind of file system."""
+"""Direct files hold what buffered ones would, on every kind of file system."""
 
 import errno
 import io
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from mindspeed_llm.checkpoint import direct_file
-from mindspeed_llm.checkpoint.direct_file import DirectFile
+from mindspeed.checkpoint import file_io
+from mindspeed.checkpoint.file_io import DirectFile
 
 
 @pytest.fixture(params=["disk", "memory", "refuses writes"])
 def folder(request, tmp_path, monkeypatch):
-    """A file system with direct writing, one without, and one that only pretends."""
-    monkeypatch.setattr(direct_file, "BLOCK", 8192)
+    """Yield a folder of a file system with O_DIRECT, without, and with O_DIRECT that fails."""
+    monkeypatch.setattr(file_io, "BLOCK", 8192)
     if request.param == "memory":
         if not os.access("/dev/shm", os.W_OK):
             pytest.skip("no file system in memory here")
@@ -35,7 +35,7 @@ def refuse_direct_writes(monkeypatch):
     write = os.pwrite
 
     def refusing(descriptor, data, position):
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct_file.DIRECT:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & file_io.DIRECT:
             raise OSError(errno.EINVAL, "no")
         return write(descriptor, data, position)
 
@@ -43,7 +43,7 @@ def refuse_direct_writes(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_holds_what_was_written(folder, seed):
+def test_a_direct_file_holds_what_was_written(folder, seed):
     random_, expected = random.Random(seed), io.BytesIO()
     with DirectFile(folder / "file") as file:
         for _ in range(random_.randrange(40)):
@@ -55,7 +55,7 @@ def test_it_holds_what_was_written(folder, seed):
     assert file.record().parts == ((len(content), xxhash.xxh3_128_hexdigest(content)),)
 
 
-def test_it_is_never_written_over_another(folder):
+def test_an_existing_file_is_not_overwritten(folder):
     (folder / "file").write_text("mine")
     with pytest.raises(FileExistsError):
         DirectFile(folder / "file")

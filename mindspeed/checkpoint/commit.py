@@ -1,4 +1,4 @@
-"""Directories that appear under their name only when they are complete."""
+"""The commit protocol: directories and files appear under their names only when complete."""
 
 import contextlib
 import os
@@ -9,34 +9,34 @@ from pathlib import Path
 
 from mindspeed.config import ConfigError
 
-ASIDE, OLD = ".incomplete-", ".replaced-"
+STAGING, OLD = ".incomplete-", ".replaced-"
 CHECKPOINT = re.compile(r"iter_\d+|release")
 """Names of directories that hold one checkpoint and nothing else."""
 CONFIGS = ("config.json", "adapter_config.json")
-"""One of them is in every directory that holds an HF model, or adapters, and nothing else."""
+"""Every directory that holds an HF model, or adapters, and nothing else has one of them."""
 
 
 @contextlib.contextmanager
-def written_aside(final: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Give a directory to write in; put it in place at the end, or remove it on an error."""
+def staged_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a staging directory; rename it to `final` at the end, or remove it on an error."""
     if final.is_dir() and not any(final.iterdir()):
         overwrite = True
     _check_free(final, overwrite)
     try:
         is_new = not final.parent.exists()
         final.parent.mkdir(parents=True, exist_ok=True)
-        _clear_remains(final)
-        aside = final.parent / f".{final.name}{ASIDE}{os.getpid()}"
-        aside.mkdir()
+        _clean_up_stale(final)
+        staging = final.parent / f".{final.name}{STAGING}{os.getpid()}"
+        staging.mkdir()
     except OSError as error:
         raise ConfigError(f"{final}: cannot be written ({error.strerror})") from None
     try:
-        yield aside
-        flush_tree(aside)
-        _check_free(final, overwrite)  # another process may have been faster
-        _replace(aside, final)
+        yield staging
+        fsync_tree(staging)
+        _check_free(final, overwrite)  # another process may have committed first
+        _replace(staging, final)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         if is_new:
             with contextlib.suppress(OSError):
                 final.parent.rmdir()
@@ -44,13 +44,13 @@ def written_aside(final: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _check_free(final: Path, overwrite: bool) -> None:
-    """Raise if something stands in the place that was not to be replaced, or is no model."""
+    """Raise if `final` exists and may not be replaced, or is not a model."""
     if not final.exists():
         return
     if final.is_file():
         raise ConfigError(f"{final}: is a file: give a directory")
     if not overwrite:
-        raise ConfigError(f"{final}: exists already: choose another place or give --overwrite")
+        raise ConfigError(f"{final}: exists already: choose another directory or give --overwrite")
     if CHECKPOINT.fullmatch(final.name):
         return
     entries = sorted(final.iterdir())
@@ -60,52 +60,52 @@ def _check_free(final: Path, overwrite: bool) -> None:
     if others:
         raise ConfigError(
             f"{final}: --overwrite replaces a model, and this holds other things, such as "
-            f"{others[0]}: choose another place"
+            f"{others[0]}: choose another directory"
         )
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a small file that is complete whenever it can be seen."""
-    aside = path.with_name(f".{path.name}{ASIDE}{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write a small file that is never visible incomplete."""
+    staging = path.with_name(f".{path.name}{STAGING}{os.getpid()}")
+    with staging.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
-    _flush(path.parent)
+    os.replace(staging, path)
+    _fsync(path.parent)
 
 
-def flush_tree(folder: Path) -> None:
-    """Put the names (and small files) of a directory and of those below it on the disk."""
+def fsync_tree(folder: Path) -> None:
+    """Make the files and the names of a directory tree durable."""
     for parent, _, files in os.walk(folder):
         for name in files:
-            _flush(Path(parent) / name)
-        _flush(Path(parent))
+            _fsync(Path(parent) / name)
+        _fsync(Path(parent))
 
 
-def _replace(aside: Path, final: Path) -> None:
-    """Rename; what was there before can be found again until the new one is there."""
+def _replace(staging: Path, final: Path) -> None:
+    """Rename; what is replaced can be restored until the rename has happened."""
     old = final.parent / f".{final.name}{OLD}{os.getpid()}"
     if final.exists():
         os.rename(final, old)
-    os.rename(aside, final)
-    _flush(final.parent)
+    os.rename(staging, final)
+    _fsync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _clear_remains(final: Path) -> None:
-    """Put back or remove what killed processes left behind."""
+def _clean_up_stale(final: Path) -> None:
+    """Restore or remove what killed processes left behind."""
     for path in final.parent.glob(f".{final.name}{OLD}*"):
         if not final.exists() and not _is_running(path):
             os.rename(path, final)
     for path in final.parent.glob(f".{final.name}.*-*"):
-        if path.name.startswith((f".{final.name}{ASIDE}", f".{final.name}{OLD}")):
+        if path.name.startswith((f".{final.name}{STAGING}", f".{final.name}{OLD}")):
             if not _is_running(path):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_running(path: Path) -> bool:
-    """Return whether the process that made a directory still runs."""
+    """Return whether the process that created a directory is still running."""
     try:
         os.kill(int(path.name.rpartition("-")[2]), 0)
     except PermissionError:
@@ -115,7 +115,7 @@ def _is_running(path: Path) -> bool:
     return True
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

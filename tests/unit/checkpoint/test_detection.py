@@ -1,9 +1,32 @@
-"""What a directory is, or what was looked for in it."""
+"""The kind of a checkpoint directory, or an error that lists what was searched for."""
 
 import pytest
 
+from mindspeed.checkpoint.detection import detect
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint import detect
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """Return a folder with the files of an HF model."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.fixture
+def mcore(tmp_path):
+    """Return a converted checkpoint of two stages."""
+    for stage in range(2):
+        folder = tmp_path / "mg" / "iter_0000001" / f"mp_rank_00_{stage:03d}"
+        folder.mkdir(parents=True)
+        (folder / "model_optim_rng.pt").touch()
+    (tmp_path / "mg" / "latest_checkpointed_iteration.txt").write_text("1")
+    (tmp_path / "mg" / "hf").mkdir()
+    (tmp_path / "mg" / "hf" / "config.json").touch()
+    return tmp_path / "mg"
 
 
 def test_hf(llama):
@@ -38,13 +61,13 @@ def test_torch_dist(tmp_path):
         ("7", "says 7, but there is no iter_0000007"),
     ],
 )
-def test_trackers_that_lead_nowhere(tmp_path, content, message):
+def test_trackers_without_a_checkpoint(tmp_path, content, message):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
     with pytest.raises(ConfigError, match=message):
         detect(tmp_path)
 
 
-def test_nothing_there(tmp_path, llama):
+def test_folders_without_weights(tmp_path, llama):
     with pytest.raises(
         ConfigError, match="holds no weights: looked for latest_.*mp_rank.*model.saf"
     ):

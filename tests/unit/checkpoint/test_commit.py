@@ -1,12 +1,12 @@
-"""What writers that died or still run have left beside a directory."""
+"""Stale staging directories of dead and of running writers."""
 
 import os
 
-from mindspeed_llm.checkpoint.commit import written_aside
+from mindspeed.checkpoint.commit import staged_directory
 
 
 def dead():
-    """The number of a process that has ended."""
+    """Return the id of a process that has ended."""
     child = os.fork()
     if not child:
         os._exit(0)
@@ -14,23 +14,23 @@ def dead():
     return child
 
 
-def test_only_the_remains_of_dead_writers_are_removed(tmp_path):
+def test_only_stale_directories_of_dead_writers_are_removed(tmp_path):
     running, ended = (tmp_path / f".model.incomplete-{number}" for number in (os.getppid(), dead()))
     for folder in (running, ended):
         folder.mkdir()
-    with written_aside(tmp_path / "model") as aside:
-        (aside / "config.json").write_text("{}")
+    with staged_directory(tmp_path / "model") as staging:
+        (staging / "config.json").write_text("{}")
     assert running.is_dir() and not ended.exists()
     assert (tmp_path / "model" / "config.json").read_text() == "{}"
 
 
-def test_a_directory_that_was_taken_away_is_put_back(tmp_path):
-    """Killed between two renames, the old one stands aside."""
+def test_a_replaced_directory_is_restored(tmp_path):
+    """A process killed between two renames leaves the old one under another name."""
     old = tmp_path / f".model.replaced-{dead()}"
     old.mkdir()
     (old / "config.json").write_text("old")
     try:
-        with written_aside(tmp_path / "model", overwrite=True):
+        with staged_directory(tmp_path / "model", overwrite=True):
             assert (tmp_path / "model" / "config.json").read_text() == "old"
             raise KeyboardInterrupt
     except KeyboardInterrupt:

@@ -1,11 +1,11 @@
-"""Say what a directory with weights is."""
+"""Detect the kind of a checkpoint directory, and read the description of its adapters."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, parse_json
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -13,29 +13,30 @@ TRACKER = "latest_checkpointed_iteration.txt"
 HF_FOLDER = "hf"
 """The folder of a converted checkpoint that keeps the config and tokenizer it came from."""
 RANK_FILE = "model_optim_rng.pt"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointDir:
     """A directory with weights."""
 
     kind: Literal["hf", "mcore", "torch_dist"]
     folder: Path
-    """Where the weights are: the directory itself or its newest iteration."""
+    """The directory with the weights: the given one or its newest iteration."""
     root: Path
     """The directory that was given, or the one above an iteration that was given."""
 
     @property
     def config_folder(self) -> Path | None:
-        """Return the folder with the HF config.json that came with the weights, if one did."""
+        """Return the folder with the HF config.json of the weights, None if there is none."""
         for folder in (self.folder, self.root / HF_FOLDER, self.root):
             if (folder / "config.json").is_file():
                 return folder
         return None
 
 
-def detect(path: str | os.PathLike[str]) -> Found:
-    """Say what a directory is; raise, telling what was looked for, if it has no weights."""
+def detect(path: str | os.PathLike[str]) -> CheckpointDir:
+    """Return what kind of checkpoint a directory is; raise if it has no weights."""
     root = Path(path)
     if not root.is_dir():
         what = "is a file, not a directory" if root.exists() else "does not exist"
@@ -48,7 +49,7 @@ def detect(path: str | os.PathLike[str]) -> Found:
     if any((root / name).is_file() for name in (*INDEXES, *SINGLES)) or any(
         root.glob("*.safetensors")
     ):
-        return Found("hf", root, root)
+        return CheckpointDir("hf", root, root)
     raise ConfigError(
         f"{root}: holds no weights: looked for {TRACKER} (a Megatron checkpoint), "
         f"mp_rank_*/{RANK_FILE} or .metadata (one iteration of it), and "
@@ -56,11 +57,11 @@ def detect(path: str | os.PathLike[str]) -> Found:
     )
 
 
-def _megatron(folder: Path, root: Path) -> Found | None:
+def _megatron(folder: Path, root: Path) -> CheckpointDir | None:
     if (folder / ".metadata").is_file():
-        return Found("torch_dist", folder, root)
+        return CheckpointDir("torch_dist", folder, root)
     if any(folder.glob(f"mp_rank_*/{RANK_FILE}")):
-        return Found("mcore", folder, root)
+        return CheckpointDir("mcore", folder, root)
     return None
 
 
@@ -78,5 +79,15 @@ def _newest(root: Path) -> Path:
     return folder
 
 
-def _nothing(folder: Path) -> Found:
+def _nothing(folder: Path) -> CheckpointDir:
     raise ConfigError(f"{folder}: holds no weights: looked for mp_rank_*/{RANK_FILE} and .metadata")
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Read the description of the LoRA adapters in a checkpoint or a folder of peft."""
+    try:
+        config = parse_json((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        float(config["lora_alpha"]) / int(config["r"])
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        raise ConfigError(f"{folder / ADAPTER_CONFIG}: cannot be read ({error})") from None
+    return dict(config)

@@ -5,55 +5,64 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint.assembly import FullTensor, Shard, check_names
+from mindspeed.checkpoint.dcp_files import DcpFiles
+from mindspeed.checkpoint.dcp_metadata import DcpTensor, byte_ranges, read_dcp_tensors
 from mindspeed.checkpoint.digests import Ranges
+from mindspeed.checkpoint.tensor_slice import (
+    TensorSlice,
+    full_slice,
+    intersection,
+    slice_shape,
+    to_index,
+    translate,
+)
 from mindspeed.config import ConfigError
-from mindspeed_llm.checkpoint.assembly import Part, Whole
-from mindspeed_llm.checkpoint.boxes import Box, intersection, moved, sizes, slices, whole
-from mindspeed_llm.checkpoint.dcp_files import DcpFiles
-from mindspeed_llm.checkpoint.dcp_metadata import DcpTensor, ranges_of, read_metadata
-from mindspeed_llm.checkpoint.mcore_source import seen_shape
-from mindspeed_llm.checkpoint.placement import FUSED_LATENT_NORMS, FUSED_NORMS
-from mindspeed_llm.checkpoint.source import Source, check_names
+from mindspeed_llm.checkpoint.mcore import with_detected_fields
+from mindspeed_llm.checkpoint.sharding import FUSED_LATENT_NORMS, FUSED_NORMS
+from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.models.families import family_named
 from mindspeed_llm.models.rules import Cut
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.models.table import Weight
 
 PARTS = ("embedding.", "decoder.", "output_layer.", "mtp.")
-"""Beginnings of the names of weights; others belong to the optimizer and the training."""
+"""Prefixes of weight names; other entries belong to the optimizer and the trainer."""
 PREFIXES = ("", "model.", "module.", "model.module.")
 ADAPTERS = "_lora"
-"""Behind the name of a layer, the name of its LoRA adapters."""
+"""Suffix of a layer's name that makes the name of its LoRA adapters."""
 
 
-def open_dcp(folder: Path, shape: ModelShape) -> Source:
+def open_torch_dist(folder: Path, shape: ModelShape) -> WeightSource:
     """Map the weights of an iteration, whatever layout it was saved in."""
-    stored = read_metadata(folder)
+    stored = read_dcp_tensors(folder)
     tensors = _weights_only(stored)
     if not tensors:
-        raise ConfigError(f"{folder}: has no weights: no name begins with {', '.join(PARTS)}")
-    shape = seen_shape(shape, "\n".join(tensors))
+        raise ConfigError(f"{folder}: has no weights: no name starts with {', '.join(PARTS)}")
+    shape = with_detected_fields(shape, "\n".join(tensors))
     files = DcpFiles(folder)
     found, used = {}, set()
     for weight in family_named(shape.family).table.weights(shape):
-        name, leading = _place_of(weight, tensors, folder)
+        name, leading = _locate(weight, tensors, folder)
         used.add(name)
         _check(folder, name, tensors[name], weight, len(leading))
-        found[weight.name] = Whole(list(_parts(tensors[name], leading, files)))
+        found[weight.name] = FullTensor(list(_shards(tensors[name], leading, files)))
     tied_copies = {"output_layer.weight"} if shape.tied else set()
     check_names(set(tensors) - tied_copies, used - tied_copies, str(folder))
-    return Source(shape, found, files.opened(), ranges_of(stored, _model_tensors(stored).values()))
+    return WeightSource(
+        shape, found, files.opened(), byte_ranges(stored, _model_tensors(stored).values())
+    )
 
 
 def read_adapters(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the adapters of an iteration, by the names that single layers give them."""
+    """Read the adapters of an iteration by their per-layer names."""
     files, found = DcpFiles(folder), {}
-    for name, tensor in _model_tensors(read_metadata(folder)).items():
+    for name, tensor in _model_tensors(read_dcp_tensors(folder)).items():
         if not _is_adapter(name):
             continue
         values = torch.empty(tensor.shape, dtype=files.values(tensor.chunks[0]).dtype)
-        for part in _parts(tensor, (), files):
-            values[slices(part.place)] = part.values
+        for shard in _shards(tensor, (), files):
+            values[to_index(shard.region)] = shard.values
         start, _, rest = name.partition(".layers.")
         if rest.partition(".")[0].isdigit():
             found[name] = values
@@ -63,9 +72,9 @@ def read_adapters(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def adapter_ranges(folder: Path) -> Ranges:
-    """Return where the adapters of an iteration are."""
-    stored = read_metadata(folder)
-    return ranges_of(stored, (t for n, t in _model_tensors(stored).items() if _is_adapter(n)))
+    """Return the byte ranges of the adapters of an iteration."""
+    stored = read_dcp_tensors(folder)
+    return byte_ranges(stored, (t for n, t in _model_tensors(stored).items() if _is_adapter(n)))
 
 
 def _weights_only(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
@@ -77,7 +86,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _model_tensors(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Return what belongs to the model without the prefix that wrappers give the names."""
+    """Return the tensors of the model without the prefix that wrappers add to the names."""
     for prefix in PREFIXES:
         starts = tuple(prefix + part for part in PARTS)
         found = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(starts)}
@@ -86,12 +95,12 @@ def _model_tensors(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
     return {}
 
 
-def _place_of(
+def _locate(
     weight: Weight, tensors: dict[str, DcpTensor], folder: Path
 ) -> tuple[str, tuple[int, ...]]:
-    """Return the tensor that holds a weight, and the weight's numbers in its leading dimensions."""
+    """Return the tensor that holds a weight, and the weight's index in its leading dimensions."""
     tried = []
-    for name in _spellings(weight.name):
+    for name in _name_variants(weight.name):
         leading: tuple[int, ...] = ()
         if weight.expert is not None:
             name = name.replace(f".experts.{weight.expert}.", ".experts.experts.")
@@ -107,7 +116,7 @@ def _place_of(
     raise ConfigError(f"{folder}: {weight.name} is missing: looked for {' and '.join(tried)}")
 
 
-def _spellings(name: str) -> Iterator[str]:
+def _name_variants(name: str) -> Iterator[str]:
     """Yield the names that different layer specs give a weight."""
     yield name
     for norms in (FUSED_NORMS, FUSED_LATENT_NORMS):
@@ -127,11 +136,15 @@ def _check(folder: Path, name: str, tensor: DcpTensor, weight: Weight, leading: 
         )
 
 
-def _parts(tensor: DcpTensor, leading: tuple[int, ...], files: DcpFiles) -> Iterator[Part]:
-    """Yield the parts of a weight that the chunks of its tensor hold."""
-    wanted: Box = (*((n, n + 1) for n in leading), *whole(tensor.shape[len(leading) :]))
+def _shards(tensor: DcpTensor, leading: tuple[int, ...], files: DcpFiles) -> Iterator[Shard]:
+    """Yield the shards of a weight that the chunks of its tensor hold."""
+    wanted: TensorSlice = (
+        *((n, n + 1) for n in leading),
+        *full_slice(tensor.shape[len(leading) :]),
+    )
     for chunk in tensor.chunks:
-        if (shared := intersection(wanted, chunk.box)) is not None:
-            values = files.values(chunk)[slices(moved(shared, chunk.box, whole(sizes(chunk.box))))]
-            place = shared[len(leading) :]
-            yield Part(place, values.reshape(sizes(place)))
+        if (shared := intersection(wanted, chunk.region)) is not None:
+            local = translate(shared, chunk.region, full_slice(slice_shape(chunk.region)))
+            values = files.values(chunk)[to_index(local)]
+            region = shared[len(leading) :]
+            yield Shard(region, values.reshape(slice_shape(region)))

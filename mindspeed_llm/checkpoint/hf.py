@@ -1,0 +1,125 @@
+"""Read the weights of an HF model directory, and plan the files of one to write."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mindspeed.checkpoint.assembly import (
+    FullTensor,
+    Shard,
+    SliceCopy,
+    StoredTensor,
+    check_names,
+    check_shape,
+    only_tensors,
+)
+from mindspeed.checkpoint.detection import INDEXES, SINGLES
+from mindspeed.checkpoint.file_io import MappedFile
+from mindspeed.checkpoint.hf_folder import (
+    SHARD_SIZE,
+    SafetensorsOutput,
+    shard_outputs,
+    weight_files,
+)
+from mindspeed.checkpoint.output import with_dtypes
+from mindspeed.checkpoint.safetensors_file import read_safetensors
+from mindspeed.checkpoint.tensor_slice import to_index
+from mindspeed.config import ConfigError, one_of
+from mindspeed_llm.checkpoint.pt_file import read_pt
+from mindspeed_llm.checkpoint.source import WeightSource
+from mindspeed_llm.models.families import family_named, read_shape
+from mindspeed_llm.models.hf_config import HfConfig
+from mindspeed_llm.models.shape import ModelShape
+
+
+def open_hf(
+    folder: Path, named: str | None = None, shape: ModelShape | None = None
+) -> WeightSource:
+    """Map the weights of a directory; `named` is the family where the config does not name it."""
+    tensors, files = _tensors(folder)
+    if shape is None:
+        _refuse_quantized(folder)
+        shape = read_shape(folder, tensors, named)
+    return WeightSource(shape, _full_tensors(folder, shape, tensors), files)
+
+
+def hf_outputs(
+    folder: Path, source: WeightSource, dtype: torch.dtype | None, shard_size: int = SHARD_SIZE
+) -> list[SafetensorsOutput]:
+    """Plan the files of a model."""
+    typed = with_dtypes(hf_tensors(source.shape), source.tensors, dtype)
+    return shard_outputs(folder, typed, shard_size)
+
+
+def hf_tensors(shape: ModelShape) -> list[StoredTensor]:
+    """Return the tensors of an HF model, in the order of its layers."""
+    table = family_named(shape.family).table
+    copies: dict[str, list[SliceCopy]] = {}
+    is_float32 = {}
+    full_weights = {}
+    for weight in table.weights(shape):
+        for link in weight.links:
+            copies.setdefault(link.hf, []).append(SliceCopy(weight.name, link.place, link.at))
+            is_float32[link.hf] = weight.is_float32
+        full_weights[weight.name] = copies[weight.links[0].hf]
+    for name, original in table.hf_copies(shape).items():
+        copies[name], is_float32[name] = full_weights[original], False
+    return [
+        StoredTensor(name, _extent(parts), tuple(parts), None, is_float32[name])
+        for name, parts in copies.items()
+    ]
+
+
+def _tensors(folder: Path) -> tuple[dict[str, torch.Tensor], list[MappedFile]]:
+    tensors: dict[str, torch.Tensor] = {}
+    files: list[MappedFile] = []
+    paths = weight_files(folder)
+    if not paths:
+        raise ConfigError(
+            f"{folder}: has no weights: looked for {one_of((*INDEXES, *SINGLES, '*.safetensors'))}"
+        )
+    for path in paths:
+        if path.suffix == ".bin":
+            found = only_tensors(read_pt(path), str(path))
+        else:
+            files.append(MappedFile(path))
+            found = read_safetensors(files[-1])
+        if twice := tensors.keys() & found.keys():
+            raise ConfigError(f"{path}: {min(twice)} is also in another file of {folder}")
+        tensors |= found
+    return tensors, files
+
+
+def _full_tensors(
+    folder: Path, shape: ModelShape, tensors: dict[str, torch.Tensor]
+) -> dict[str, FullTensor]:
+    """Take each weight from the HF tensors that its rule in the weight table names."""
+    table = family_named(shape.family).table
+    copies = set(table.hf_copies(shape)) | ({"lm_head.weight"} if shape.tied else set())
+    left = {name for name in tensors if not name.endswith(table.ignored) and name not in copies}
+    weights = list(table.weights(shape))
+    wanted = {link.hf for weight in weights for link in weight.links}
+    check_names(left, wanted, str(folder))
+    found = {}
+    for weight in weights:
+        sizes = {link.hf: tuple(stop for _, stop in link.at) for link in weight.links}
+        for name, size in sizes.items():  # the last slice of each tensor ends where it ends
+            check_shape(str(folder), name, tensors[name], size)
+        shards = [Shard(link.place, tensors[link.hf][to_index(link.at)]) for link in weight.links]
+        found[weight.name] = FullTensor(shards)
+    return found
+
+
+def _refuse_quantized(folder: Path) -> None:
+    config = HfConfig.read(folder)
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else "unknown"
+        raise ConfigError(
+            f"{config.source}: the weights are quantized ({method}): convert a bf16, fp16 or fp32 "
+            "version of the model"
+        )
+
+
+def _extent(copies: Sequence[SliceCopy]) -> tuple[int, ...]:
+    return tuple(max(stop for _, stop in pairs) for pairs in zip(*(c.target for c in copies)))
