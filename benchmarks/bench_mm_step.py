@@ -168,7 +168,7 @@ def hand_step(config, is_tiny, is_fused):
     import mindspeed.megatron_adaptor  # noqa: F401
     from mindspeed import device
     from mindspeed.ops.cross_entropy import cross_entropy
-    from mindspeed_mm.models.fused import fuse
+    from mindspeed_mm.models.fused_ops import fuse
 
     here = device.current()
     torch.distributed.init_process_group(here.backend, device_id=None)

@@ -28,9 +28,9 @@ from mindspeed.config import ConfigError
 from mindspeed_mm.checkpoint.dcp_model import DcpModel, HfView
 from mindspeed_mm.checkpoint.options import ConvertOptions
 from mindspeed_mm.models.common.modelzoo import ModelHub
-from mindspeed_mm.models.hf_weights import HfWeights
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.transformers_model import read_hf_config
+from mindspeed_mm.models.weights import HfWeights
 
 RELEASE = "release"
 

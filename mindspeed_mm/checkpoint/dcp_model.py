@@ -19,10 +19,14 @@ from mindspeed.checkpoint.output import TypedTensor
 from mindspeed.checkpoint.tensor_slice import full_slice, to_index
 from mindspeed.config import ConfigError
 from mindspeed_llm.training.folders import STATE_FILE, read_progress
-from mindspeed_mm.models.hf_folder import HfFolder
-from mindspeed_mm.models.names import as_in_transformers, recipes
-from mindspeed_mm.models.shards import same_tensors
-from mindspeed_mm.models.weights import ADAPTER, BASE
+from mindspeed_mm.models.meta_device import tied_names
+from mindspeed_mm.models.weights import (
+    ADAPTER,
+    BASE,
+    HfFolder,
+    conversions,
+    upstream_model,
+)
 
 PREFIXES = ("model.model.", "model.", "")
 """Prefixes of a model's tensors: training adds `model.`, and TransformersModel keeps the model of
@@ -49,7 +53,7 @@ class DcpModel:
         self.copies: set[str] = set()
         """Names that the checkpoint holds under the name of a tensor they are tied to."""
         if known:
-            tied = same_tensors(known)
+            tied = tied_names(known)
             for name in known.keys() - self.names.keys():  # of tied tensors one is enough
                 if other := next((n for n in tied[name] if n in self.names), None):
                     self.names[name] = self.names[other]
@@ -108,7 +112,7 @@ class HfView(Mapping[str, FullTensor]):
     def __init__(self, dcp: DcpModel, model: Any, assets: Path | None) -> None:
         """Name the tensors as in the folder the model came from, if that still has its weights."""
         self._dcp, self._model = dcp, model
-        self._plain = as_in_transformers(model)
+        self._plain = upstream_model(model)
         self._last: tuple[tuple[str, ...], dict[str, torch.Tensor]] = ((), {})
         self._original: HfFolder | None = None
         self._made_of = {name: [name] for name in dcp.names if name not in dcp.copies}
@@ -172,11 +176,11 @@ class HfView(Mapping[str, FullTensor]):
         meta = {name: tensor.to("meta") for name, tensor in original.tensors.items()}
         found: dict[str, list[str]] = {}
         self._converted: dict[str, bool] = {}
-        for recipe in recipes(self._model, meta, self._dcp.names):
-            made = [name for name in recipe.apply(meta) if name in self._dcp.names]
-            for source in recipe.sources if made else ():
+        for conversion in conversions(self._model, meta, self._dcp.names):
+            made = [name for name in conversion.apply(meta) if name in self._dcp.names]
+            for source in conversion.sources if made else ():
                 found[source] = made
-                self._converted[source] = recipe.convert is not None
+                self._converted[source] = conversion.convert is not None
         return {name: found[name] for name in original.tensors if name in found}
 
 

@@ -64,18 +64,18 @@ def _read(path: str, model: str | None) -> "tuple[FsdpOptions, Callable[[], nn.M
     from mindspeed.config import load_yaml
     from mindspeed.config.yaml_file import read_yaml
     from mindspeed.fsdp import FsdpOptions
-    from mindspeed_mm.models.skeleton import build_skeleton, trained_skeleton
+    from mindspeed_mm.models.meta_device import build_configured_meta_model, build_meta_model
 
     if is_one_file(read_yaml(path)):
         options, section = read_for_plan(path)
         if section is not None and model is None:
-            return options, lambda: trained_skeleton(section)
+            return options, lambda: build_configured_meta_model(section)
     else:
         options = load_yaml(path, FsdpOptions)
     source = model or options.model
     if source is None:
         raise ConfigError(f"{path} names no model: add `model: ...` or give --model")
-    return options, lambda: build_skeleton(source)
+    return options, lambda: build_meta_model(source)
 
 
 def _ranks(options: "FsdpOptions") -> int:

@@ -1,4 +1,4 @@
-"""The keys of data.json: where the records are, what their columns mean, how batches are made."""
+"""The options of data.json: the records, their columns, and the batches."""
 
 from __future__ import annotations
 
@@ -12,87 +12,87 @@ OWN_TEMPLATES = (
     *("tokenizer", "qwen2vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_nothink", "glm4.1v", "glm4v_moe"),
     *("internvl2_5", "llava", "mistral"),
 )
-"""Names that mean the chat template which comes with the model, the one it was trained with."""
+"""Names of the chat template that comes with the model, the one it was trained with."""
 
 
 class AttrOptions(Options):
-    """Which column, key or role name of the data means what."""
+    """Names of the columns, keys and roles of the data."""
 
     formatting: Literal["sharegpt", "openai", "alpaca"] = "sharegpt"
-    """Layout of a record: a list of messages with tags, OpenAI's messages, or question columns."""
+    """Layout of a record: messages with tags, OpenAI messages, or prompt and response columns."""
     messages: str | None = None
-    """Column with the messages; without it conversations, and messages for openai."""
+    """Column with the messages; default conversations, and messages for openai."""
     role_tag: str = "from"
-    """Key of a message that says who speaks."""
+    """Key of the role of a message."""
     content_tag: str = "value"
-    """Key of a message that holds what is said."""
+    """Key of the content of a message."""
     user_tag: str = "human"
-    """Role of the one who asks."""
+    """Role of the user."""
     assistant_tag: str = "gpt"
-    """Role of the model."""
+    """Role of the assistant."""
     observation_tag: str | None = "observation"
-    """Role of a tool that answers."""
+    """Role of tool results."""
     function_tag: str | None = "function_call"
-    """Role of the model where it calls a tool."""
+    """Role of tool calls of the assistant."""
     system_tag: str | None = "system"
-    """Role of a first message that is the system prompt."""
+    """Role of the system prompt, if it is the first message."""
     system: str | None = None
     """Column with the system prompt."""
     tools: str | None = None
-    """Column with the tools that may be called."""
+    """Column with the tool definitions."""
     images: str | None = "images"
     """Column with the images: one, or a list, one for each <image>."""
     videos: str | None = "videos"
     """Column with the videos: one, or a list, one for each <video>."""
     prompt: str = "instruction"
-    """alpaca: column with the question."""
+    """alpaca: column with the instruction."""
     query: str | None = "input"
-    """alpaca: column with more of the question."""
+    """alpaca: column with additional input of the instruction."""
     response: str = "output"
-    """alpaca: column with the answer."""
+    """alpaca: column with the response."""
     history: str | None = None
     """alpaca: column with earlier turns."""
 
 
 class BasicOptions(Options):
-    """Which records are read and how they become samples."""
+    """Which records are read, and how they become samples."""
 
     dataset: Annotated[tuple[str, ...], CommaSeparated] = ()
     """Files with records: json, jsonl, parquet or csv; several as a list or with commas."""
     dataset_dir: str | None = None
-    """Folder that paths of images and videos start from; without it that of the file of records."""
+    """Folder of relative image and video paths; default the folder of the file of records."""
     template: str = "tokenizer"
     """Chat template: the model's own (tokenizer), or one of configs/finetune/templates.json."""
     enable_thinking: bool | None = None
-    """Thoughts of templates that know them: true adds empty ones, false removes them."""
+    """Thinking of templates that support it: true adds empty thoughts, false removes them."""
     cutoff_len: int | None = Field(default=None, ge=1)
-    """Longest sample in tokens; --seq-length if it is not given. Text is cut, images never."""
+    """Maximum tokens of a sample; default --seq-length. Text is truncated, images never."""
     max_samples: int | None = Field(default=None, ge=1)
-    """At most so many records of each file."""
+    """Maximum number of records of each file."""
     train_on_prompt: bool = False
-    """Learn the questions too, except images and videos."""
+    """Train on prompts too, except images and videos."""
     mask_history: bool = False
-    """Learn the last answer of a conversation only."""
+    """Train on the last answer of a conversation only."""
     packing: bool = False
-    """Fill rows of cutoff_len tokens with several samples, which do not see each other."""
+    """Pack several samples into rows of cutoff_len tokens; they do not attend to each other."""
     neat_packing: Literal[True] | None = None
-    """Accepted for existing files: samples of a row are always kept apart."""
+    """Accepted for existing files: packed samples never attend to each other."""
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """A bad image, a missing file, too few placeholders: stop and name it, or skip and count."""
+    """Bad image, missing file, wrong number of placeholders: stop with an error, or skip it."""
     val_dataset: Annotated[tuple[str, ...], CommaSeparated] = ()
     """Files with records for validation."""
     val_rate: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the records that is kept for validation; always the same ones."""
+    """Fraction of the records used for validation; always the same ones."""
     val_max_samples: int | None = Field(default=None, ge=1)
-    """At most so many records for validation."""
+    """Maximum number of records for validation."""
     preprocessing_num_workers: int | None = Field(default=None, ge=0)
-    """Processes that check the records at the beginning."""
+    """Workers that check the records at start."""
     preprocessing_batch_size: int | None = None
-    """Accepted for existing files: records are handled one by one."""
+    """Accepted for existing files: records are processed one by one."""
     preprocess_on_fly: bool | None = None
-    """Accepted for existing files: samples are always made when they are needed."""
+    """Accepted for existing files: samples are always encoded on the fly."""
     streaming: bool | None = None
-    """Accepted for existing files: images and videos are always read when they are needed."""
+    """Accepted for existing files: images and videos are always read on the fly."""
     cache_dir: str | None = None
     """Accepted for existing files: nothing is cached."""
     overwrite_cache: bool | None = None
@@ -101,35 +101,37 @@ class BasicOptions(Options):
     @model_validator(mode="after")
     def _fits(self) -> BasicOptions:
         if self.train_on_prompt and self.mask_history:
-            raise ConfigError("train_on_prompt learns what mask_history leaves out: choose one")
+            raise ConfigError("train_on_prompt trains on what mask_history masks: choose one")
         if self.val_rate is not None and self.val_dataset:
-            raise ConfigError("val_rate and val_dataset both say what validates: choose one")
+            raise ConfigError(
+                "val_rate and val_dataset both define the validation data: choose one"
+            )
         return self
 
 
 class ProcessorOptions(Options):
-    """The model's processor and the sizes of what it is given."""
+    """The processor of the model, and the sizes of its inputs."""
 
     model_name_or_path: str
     """Folder of a Hugging Face model: its tokenizer and its processor are used."""
     use_fast_tokenizer: Literal[True] = True
-    """Accepted for existing files: the fast tokenizer is the one there is."""
+    """Accepted for existing files: the fast tokenizer is always used."""
     trust_remote_code: bool = False
     """Run Python code that comes with the processor. Only for folders you trust."""
     image_max_pixels: int | None = Field(default=None, ge=1)
-    """Larger images are made smaller before the processor sees them; without it, it decides."""
+    """Larger images are downscaled before the processor; default no limit."""
     image_min_pixels: int | None = Field(default=None, ge=0)
-    """Smaller images are made larger."""
+    """Smaller images are upscaled."""
     crop_to_patches: bool | None = None
-    """Whether the processor cuts an image into tiles, for those that can."""
+    """Whether the processor splits an image into tiles, if it supports that."""
     video_max_pixels: int | None = Field(default=None, ge=1)
-    """Larger frames are made smaller."""
+    """Larger frames are downscaled."""
     video_min_pixels: int | None = Field(default=None, ge=0)
-    """Smaller frames are made larger."""
+    """Smaller frames are upscaled."""
     video_fps: float = Field(default=2.0, gt=0)
-    """Frames that are taken of a second of video."""
+    """Frames sampled per second of video."""
     video_maxlen: int = Field(default=128, ge=1)
-    """At most so many frames are taken of a video."""
+    """Maximum frames sampled from a video."""
 
 
 class DatasetOptions(Options):
@@ -138,22 +140,22 @@ class DatasetOptions(Options):
     dataset_type: Literal["huggingface"] = "huggingface"
     """Records of conversations with images and videos, for the processors of transformers."""
     attr: AttrOptions = AttrOptions()
-    """What the columns mean."""
+    """Names of the columns."""
     basic_parameters: BasicOptions
-    """What is read."""
+    """Which records are read."""
     preprocess_parameters: ProcessorOptions
-    """What makes tensors of it."""
+    """The processor."""
 
 
 class CollateOptions(Options):
-    """How samples become a batch."""
+    """How samples are collated."""
 
     model_name: str | None = None
-    """Accepted for existing files: the processor says what a batch holds."""
+    """Accepted for existing files: the processor determines the contents of a batch."""
     ignore_pad_token_for_loss: Literal[True] = True
-    """Accepted for existing files: padding is never trained."""
+    """Accepted for existing files: padding never has a loss."""
     pad_to_multiple_of: int = Field(default=8, ge=1)
-    """Batches are as long as their longest sample, rounded up to a multiple of this."""
+    """Batches are padded to their longest sample, rounded up to a multiple of this."""
 
 
 class DataloaderOptions(Options):
@@ -164,32 +166,32 @@ class DataloaderOptions(Options):
     sampler_type: Literal[
         "BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler"
     ] = "BaseRandomBatchSampler"
-    """SequentialSampler is shuffle false; the others are the same."""
+    """SequentialSampler disables shuffle; the others are the same."""
     batch_size: int = Field(default=1, ge=1)
-    """Samples of a micro-batch; --micro-batch-size wins."""
+    """Samples of a micro-batch; --micro-batch-size takes precedence."""
     num_workers: int = Field(default=0, ge=0)
-    """Processes that prepare batches; --num-workers wins."""
+    """DataLoader workers; --num-workers takes precedence."""
     seed: int = 1234
-    """Decides the order; --seed wins."""
+    """Seed of the shuffle; --seed takes precedence."""
     shuffle: bool = True
-    """Another order in every epoch."""
+    """Shuffle in every epoch."""
     drop_last: bool = True
-    """true: batches are full, and the tail of an epoch goes on into the next one. false: the last
-    batch of an epoch is smaller."""
+    """true: batches are full, and the tail of an epoch continues into the next one. false: the
+    last batch of an epoch is smaller."""
     pin_memory: bool = False
-    """Prepare batches in host memory that copies faster to a device."""
+    """Prepare batches in pinned host memory, for faster copies to the device."""
     prefetch_factor: int | None = Field(default=None, ge=1)
-    """Batches that each process prepares ahead."""
+    """Batches that each worker prefetches."""
     persistent_workers: bool | None = None
-    """Keep the processes between epochs; without it they are kept."""
+    """Keep the workers between epochs; default true."""
     data_sharding: bool | None = None
-    """Accepted for existing files: every rank has its own part."""
+    """Accepted for existing files: the data is always sharded over ranks."""
     collate_param: CollateOptions = CollateOptions()
-    """How samples become a batch."""
+    """How samples are collated."""
 
 
 class DataConfig(Options):
-    """Everything that data.json says."""
+    """The contents of data.json."""
 
     dataset_param: DatasetOptions
     """The records."""
@@ -204,7 +206,7 @@ class DataConfig(Options):
         num_workers: int | None = None,
         seed: int | None = None,
     ) -> DataConfig:
-        """Return these options with what the command line says of a run; its values win."""
+        """Return these options with the values of the command line, which take precedence."""
         data, loader = self.dataset_param, self.dataloader_param
         basic = _with(data.basic_parameters, cutoff_len=seq_length)
         loader = _with(loader, batch_size=micro_batch_size, num_workers=num_workers, seed=seed)

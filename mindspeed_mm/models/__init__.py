@@ -1,1 +1,1 @@
-"""Models: built, registered and made ready for FSDP2."""
+"""Multimodal models: registry, weights, loss and FSDP2 mixins."""

@@ -1,4 +1,4 @@
-"""The loss of a language model: of every token, by chunks if wanted, then one number."""
+"""The loss of a language model: per token, optionally by chunks, then reduced to a scalar."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,24 +18,24 @@ IGNORED = -100
 
 
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
-    """Return what is to be predicted at every position: the label of the next one."""
+    """Return the target of every position: the label of the next one."""
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def mean(losses: torch.Tensor, targets: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the loss of a micro-batch from the losses (B, S) of its tokens; 0 if none counts."""
+def reduce_loss(losses: torch.Tensor, targets: torch.Tensor, loss_type: str) -> torch.Tensor:
+    """Return the loss of a micro-batch from the token losses (B, S); 0 without targets."""
     counts = (targets != IGNORED).sum(1)
     sums = losses.sum(1)
-    if kind == "per_sample_loss":
+    if loss_type == "per_sample_loss":
         return (sums / counts.clamp(min=1)).sum() / (counts > 0).sum().clamp(min=1)
-    if kind == "square_loss":
+    if loss_type == "square_loss":
         roots = counts.float().sqrt()
         return (sums / roots.clamp(min=1)).sum() / roots.sum().clamp(min=1)
     return sums.sum() / counts.sum().clamp(min=1)
 
 
 class LossHead:
-    """Lets the output layer of a model return the loss of every token in place of its logits."""
+    """Makes the output layer of a model return token losses instead of logits."""
 
     def __init__(self, head: nn.Module | None, config: LossConfig) -> None:
         if not isinstance(head, nn.Linear):
@@ -44,23 +44,23 @@ class LossHead:
                 f"model has {'none' if head is None else type(head).__name__}: use default"
             )
         self._head, self._config = head, config
-        self._plain = head.forward
+        self._forward = head.forward
         self._targets: torch.Tensor | None = None
-        # The weight is whole only while the layer itself runs: so the loss is computed in there.
-        head.forward = self._forward  # type: ignore[method-assign]
+        # FSDP2 gathers the weight only while the layer itself runs: the loss is computed there.
+        head.forward = self._losses_or_logits  # type: ignore[method-assign, assignment]
 
     @contextmanager
-    def of(self, targets: torch.Tensor) -> Iterator[None]:
-        """Return losses of these targets (B, S) while the context lasts."""
+    def losses_of(self, targets: torch.Tensor) -> Iterator[None]:
+        """Return the losses of these targets (B, S) within the context."""
         self._targets = targets
         try:
             yield
         finally:
             self._targets = None
 
-    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _losses_or_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._targets is None:
-            return self._plain(hidden)
+            return self._forward(hidden)
         targets, size = self._targets, self._config.chunk
         if self._is_fused(hidden):
             rows = size if self._config.compute_mode == "dynamic_chunk" else size * len(hidden)
@@ -70,18 +70,18 @@ class LossHead:
             )
         if self._config.compute_mode == "dynamic_chunk":
             hidden, targets = hidden.flatten(0, 1)[None], targets.flatten()[None]
-        pieces = [
-            self._losses(part, wanted)
-            for part, wanted in zip(hidden.split(size, 1), targets.split(size, 1))
+        chunks = [
+            self._losses(part, chunk)
+            for part, chunk in zip(hidden.split(size, 1), targets.split(size, 1))
         ]
-        losses = torch.cat(pieces, 1)
+        losses = torch.cat(chunks, 1)
         # Behind a view, FSDP2 could not hook into the backward pass.
         return (
             losses if losses.shape == self._targets.shape else losses.view_as(self._targets).clone()
         )
 
     def _is_fused(self, hidden: torch.Tensor) -> bool:
-        """Return whether there is a kernel here that never has all logits in memory."""
+        """Return whether a kernel is available that never materializes all logits."""
         choice = linear_cross_entropy.choice(hidden.device.type)
         return choice.name != REFERENCE and self._head.bias is None
 

@@ -1,4 +1,4 @@
-"""The model section: what model.json or the `model:` of the single YAML can say."""
+"""The options of the model section: model.json, or `model:` of the YAML file of a run."""
 
 from typing import Any, Literal
 
@@ -15,20 +15,20 @@ class LossConfig(Options):
 
     compute_mode: Literal["default", "chunk", "dynamic_chunk"] = "default"
     """default: from all logits at once; chunk: chunk_size positions of every sample at a time;
-    dynamic_chunk: chunk_size tokens at a time, whatever the batch. Only a chunk of the logits is
-    ever in memory then."""
+    dynamic_chunk: chunk_size tokens at a time for any batch size. With chunks, only one chunk of
+    the logits is in memory at a time."""
     chunk_size: int | None = Field(default=None, ge=1)
-    """Positions or tokens of a chunk; without it 1024 positions or 4096 tokens."""
+    """Positions or tokens of a chunk; default 1024 positions or 4096 tokens."""
     loss_type: Literal["default", "per_token_loss", "per_sample_loss", "square_loss"] = "default"
     """default: mean over the tokens of a micro-batch; per_token_loss: over those of the whole
-    step; per_sample_loss: over samples, each the mean of its tokens; square_loss: between the two,
-    a sample counts by the square root of its tokens."""
+    step; per_sample_loss: over samples, each the mean of its tokens; square_loss: in between, a
+    sample is weighted by the square root of its tokens."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the load-balancing loss of models with experts."""
+    """Coefficient of the load-balancing loss of MoE models."""
 
     @property
     def chunk(self) -> int:
-        """Positions or tokens of a chunk, in the modes that have chunks."""
+        """Positions or tokens of a chunk, in the chunked modes."""
         return self.chunk_size or CHUNKS[self.compute_mode]
 
     @model_validator(mode="after")
@@ -44,7 +44,7 @@ class LoraConfig(Options):
     r: int = Field(default=8, ge=1)
     """Rank of the adapters."""
     alpha: int = Field(default=16, ge=1)
-    """What the adapter is multiplied with, times r."""
+    """Scale of the adapter output, times r."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] = Field(min_length=1)
@@ -53,7 +53,7 @@ class LoraConfig(Options):
     q_proj."""
 
     def as_peft(self) -> dict[str, Any]:
-        """Return what adapter_config.json of peft says, with the layers as they are given."""
+        """Return the contents of peft's adapter_config.json, with target_modules as given."""
         return {
             "peft_type": "LORA",
             "r": self.r,
@@ -64,8 +64,8 @@ class LoraConfig(Options):
         }
 
 
-class PartConfig(Options):
-    """A part of the model; what config.json knows is accepted and not needed."""
+class SubmodelConfig(Options):
+    """A part of the model; values of config.json are accepted and not needed."""
 
     freeze: bool = False
     """Do not train this part."""
@@ -76,16 +76,16 @@ class PartConfig(Options):
 
 
 class ImageEncoderConfig(Options):
-    """The part that sees."""
+    """The image encoder."""
 
-    vision_encoder: PartConfig = PartConfig()
+    vision_encoder: SubmodelConfig = SubmodelConfig()
     """The vision tower, without its projector."""
-    vision_projector: PartConfig = PartConfig()
-    """What turns its output into tokens."""
+    vision_projector: SubmodelConfig = SubmodelConfig()
+    """The projector into the embedding space of the decoder."""
 
 
-class TextDecoderConfig(PartConfig):
-    """The part that writes; sizes are accepted and not needed: config.json has them."""
+class TextDecoderConfig(SubmodelConfig):
+    """The text decoder; sizes are accepted and not needed: config.json has them."""
 
     num_layers: int | None = None
     """Accepted, not needed."""
@@ -104,36 +104,36 @@ class TextDecoderConfig(PartConfig):
 
 
 class ModelConfig(Options):
-    """Which model, from where, and what of it is trained."""
+    """The model, its source, and what of it is trained."""
 
     model_config = ConfigDict(protected_namespaces=())  # pydantic keeps "model_" for itself
 
     model_id: str | None = None
-    """A class of ModelHub; without it the class that config.json names."""
+    """A class of ModelHub; default the class in config.json."""
     init_from_hf_path: str | None = None
     """Hugging Face folder with config.json and, unless the weights come from --load, weights."""
     trust_remote_code: bool = False
     """Run the Python files of that folder. Only for folders you would run yourself."""
     attn_implementation: str | None = None
-    """Attention of transformers: eager, sdpa, flash_attention_2, ...; without it its choice."""
+    """Attention of transformers: eager, sdpa, flash_attention_2, ...; default its own choice."""
     fused_ops: bool | None = None
-    """Norms, SwiGLU and attention by the operators of mindspeed; without it where the device has
-    kernels for them. Modules that compute anything else are left alone."""
+    """Use the operators of mindspeed for norms, SwiGLU and attention; default where the device has
+    kernels for them. Modules that do not match an operator stay unchanged."""
     tie_word_embeddings: bool | None = None
-    """Whether embedding and head are one; without it as config.json says. An untied head starts as
-    a copy of the embedding."""
+    """Whether embedding and head are tied; default as in config.json. An untied head starts as a
+    copy of the embedding."""
     freeze: tuple[str, ...] = ()
     """Modules that are not trained: patterns like model.visual.blocks.{0-15}."""
     image_encoder: ImageEncoderConfig = ImageEncoderConfig()
-    """The part that sees."""
+    """The image encoder."""
     text_decoder: TextDecoderConfig = TextDecoderConfig()
-    """The part that writes."""
+    """The text decoder."""
     loss_cfg: LossConfig = LossConfig()
     """How the loss is computed."""
     lora: LoraConfig | None = None
-    """Train adapters only."""
+    """Train LoRA adapters only."""
     init_model_with_meta_device: bool = False
-    """Build without memory, shard, then read weights: no rank ever holds the whole model."""
+    """Build on the meta device, shard, then load weights: no rank ever holds the full model."""
 
     @field_validator("freeze")
     @classmethod
@@ -143,10 +143,10 @@ class ModelConfig(Options):
         return value
 
     def for_run(self, *, untied: bool, on_meta: bool) -> "ModelConfig":
-        """Return these options with what the flags of a run add to them."""
-        told: dict[str, bool] = {}
+        """Return these options with the flags of a run applied."""
+        flags: dict[str, bool] = {}
         if untied:
-            told["tie_word_embeddings"] = False
+            flags["tie_word_embeddings"] = False
         if on_meta:
-            told["init_model_with_meta_device"] = True
-        return self.model_copy(update=told)
+            flags["init_model_with_meta_device"] = True
+        return self.model_copy(update=flags)

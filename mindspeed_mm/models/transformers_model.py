@@ -1,4 +1,4 @@
-"""Any model of transformers, from the folder it was downloaded to, ready to be trained."""
+"""Train any model of transformers from its Hugging Face folder."""
 
 import copy
 import os
@@ -14,16 +14,17 @@ from mindspeed.fsdp import FsdpOptions
 from mindspeed.ops.cross_entropy import cross_entropy
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.module import MultiModalModule
-from mindspeed_mm.models.fused import fuse, is_wanted
-from mindspeed_mm.models.loss import IGNORED, LossHead, mean, next_tokens
+from mindspeed_mm.models.fused_ops import fuse, is_enabled
+from mindspeed_mm.models.loss import IGNORED, LossHead, next_tokens, reduce_loss
+from mindspeed_mm.models.meta_device import meta_parameters
 from mindspeed_mm.models.options import ModelConfig
-from mindspeed_mm.models.parts import add_adapters, freeze
+from mindspeed_mm.models.trainable import add_adapters, freeze
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin
 from mindspeed_mm.models.ulysses import ContextParallel
-from mindspeed_mm.models.weights import check_pretrained, load_pretrained, meta_parameters
-from mindspeed_mm.refusals import explained
+from mindspeed_mm.models.weights import check_pretrained, load_pretrained
+from mindspeed_mm.transformers_errors import config_errors
 
-NEEDED = ("loss", "logits", "aux_loss")
+OUTPUTS = ("loss", "logits", "aux_loss")
 
 
 class TransformersModel(MultiModalModule):
@@ -44,16 +45,16 @@ class TransformersModel(MultiModalModule):
             self.model = _build(model_class, hf_config, config.init_from_hf_path)
             if not _is_on_meta(self.model):
                 load_pretrained(self.model, config.init_from_hf_path)
-        self.model.register_forward_hook(_only_needed)
+        self.model.register_forward_hook(_drop_features)
         self.model.train()
-        if is_wanted(config.fused_ops):
+        if is_enabled(config.fused_ops):
             fuse(self.model)
         self._freeze()
         self._parallel: ContextParallel | None = None
         self._head: LossHead | None = None
         loss = config.loss_cfg
         if loss.compute_mode != "default":
-            _must_not_cap_logits(self.model)
+            _check_no_softcapping(self.model)
             self._head = LossHead(self.model.get_output_embeddings(), loss)
 
     def unwrapped(self) -> nn.Module:
@@ -61,16 +62,16 @@ class TransformersModel(MultiModalModule):
         return self.model
 
     def set_context_parallel_group(self, group: ProcessGroup) -> None:
-        """Share every sequence among the ranks of a group, which are all given the same batch."""
+        """Split every sequence among the ranks of a group, which all get the same batch."""
         loss = self.config.loss_cfg
         if group.size() > 1 and loss.loss_type in ("per_sample_loss", "square_loss"):
             raise ConfigError(
-                f"loss_type: {loss.loss_type} needs whole samples: use default or per_token_loss "
+                f"loss_type: {loss.loss_type} needs unsplit samples: use default or per_token_loss "
                 "with context_parallel_size > 1"
             )
         if group.size() > 1 and loss.router_aux_loss_coef:
             raise ConfigError(
-                f"router_aux_loss_coef: {loss.router_aux_loss_coef} needs whole sequences: use 0 "
+                f"router_aux_loss_coef: {loss.router_aux_loss_coef} needs unsplit sequences: use 0 "
                 "with context_parallel_size > 1"
             )
         self._parallel = ContextParallel(self.model, group)
@@ -80,7 +81,7 @@ class TransformersModel(MultiModalModule):
         process_group: ProcessGroup | None = None,
         fsdp2_config: FsdpOptions | str | os.PathLike[str] | None = None,
     ) -> bool:
-        """Shard the model of transformers; patterns begin at its attributes."""
+        """Shard the model of transformers; patterns are relative to it."""
         return self.model.fully_shard(process_group, fsdp2_config)
 
     def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
@@ -100,11 +101,11 @@ class TransformersModel(MultiModalModule):
             outputs = self.model(**batch, use_cache=False)
             losses = cross_entropy(outputs.logits, targets, ignore_index=IGNORED)
         else:
-            with self._head.of(targets):
+            with self._head.losses_of(targets):
                 outputs = self.model(**batch, use_cache=False)
             losses = outputs.logits
         result = {
-            "loss": mean(losses, targets, self.config.loss_cfg.loss_type),
+            "loss": reduce_loss(losses, targets, self.config.loss_cfg.loss_type),
             "token_nums": (targets != IGNORED).sum(),
         }
         return result | self._extras(outputs)
@@ -115,7 +116,7 @@ class TransformersModel(MultiModalModule):
             if getattr(outputs, "aux_loss", None) is None:
                 raise ConfigError(
                     f"router_aux_loss_coef: {coefficient}: {type(self.model).__name__} has no "
-                    "experts, so no such loss"
+                    "experts, so no auxiliary loss: use 0"
                 )
             extras["aux_loss"] = coefficient * outputs.aux_loss
         return extras
@@ -130,13 +131,13 @@ class TransformersModel(MultiModalModule):
 
 
 def read_hf_config(config: ModelConfig) -> Any:
-    """Read config.json, with what the model section changes in it."""
+    """Read config.json, with the changes of the model section."""
     from transformers import AutoConfig
 
     path = Path(config.init_from_hf_path or "") / "config.json"
     if not path.is_file():
         raise ConfigError(f"init_from_hf_path: {path} does not exist: give a Hugging Face folder")
-    with explained(str(path)):
+    with config_errors(str(path)):
         found = AutoConfig.from_pretrained(
             path.parent, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
@@ -150,7 +151,7 @@ def read_hf_config(config: ModelConfig) -> Any:
 
 
 def with_mixin(model_class: type) -> type:
-    """Return the class, made able to be sharded if it is not yet."""
+    """Return the class, with FSDP2Mixin added if it lacks it."""
     if issubclass(model_class, FSDP2Mixin):
         return model_class
     attributes = {"__module__": model_class.__module__, "__doc__": model_class.__doc__}
@@ -158,37 +159,37 @@ def with_mixin(model_class: type) -> type:
 
 
 def _build(model_class: Any, hf_config: Any, folder: str) -> Any:
-    """Build the model, in float32: what is computed in less is the choice of the sharding."""
+    """Build the model in float32: the compute dtype is chosen by the sharding options."""
     change = getattr(model_class, "overwrite_transformer_config", None)
     if callable(change):
         hf_config = change(copy.deepcopy(hf_config)) or hf_config
-    with explained(f"{Path(folder) / 'config.json'}: {model_class.__name__}"):
+    with config_errors(f"{Path(folder) / 'config.json'}: {model_class.__name__}"):
         return model_class._from_config(hf_config, dtype=torch.float32)
 
 
 def _check_weights(model_class: Any, hf_config: Any, folder: str) -> None:
-    """Compare with the weights before the model takes memory: a wrong size may take minutes.
+    """Check the weights before memory is allocated: with a wrong size that may take minutes.
 
-    Only for classes of transformers: those of others may compute with what they build.
+    Only for classes of transformers: others may compute with parameters while they are built.
     """
     if model_class.__module__.startswith("transformers."):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             check_pretrained(_build(model_class, hf_config, folder), folder)
 
 
-def _only_needed(model: nn.Module, args: Any, output: Any) -> Any:
-    """In training, let go of features, which FSDP2 would otherwise prepare a backward pass for."""
+def _drop_features(model: nn.Module, args: Any, output: Any) -> Any:
+    """In training, drop features, which FSDP2 would otherwise prepare a backward pass for."""
     if not model.training or not isinstance(output, dict):
         return output
-    return type(output)(**{name: output[name] for name in NEEDED if name in output})
+    return type(output)(**{name: output[name] for name in OUTPUTS if name in output})
 
 
 def _attention(config: ModelConfig, hf_config: Any) -> Any:
-    parts = {
+    sections = {
         "vision_config": config.image_encoder.vision_encoder.attn_implementation,
         "text_config": config.text_decoder.attn_implementation,
     }
-    given = {k: v for k, v in parts.items() if v is not None and k in hf_config.sub_configs}
+    given = {k: v for k, v in sections.items() if v is not None and k in hf_config.sub_configs}
     if not given:
         return config.attn_implementation
     return ({"": config.attn_implementation} if config.attn_implementation else {}) | given
@@ -198,9 +199,9 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def _must_not_cap_logits(model: Any) -> None:
+def _check_no_softcapping(model: Any) -> None:
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         raise ConfigError(
-            "compute_mode: chunk and dynamic_chunk cannot cap logits, as final_logit_softcapping "
-            "of this config.json wants: use default"
+            "compute_mode: chunk and dynamic_chunk do not support final_logit_softcapping of this "
+            "config.json: use default"
         )

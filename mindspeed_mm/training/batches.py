@@ -17,8 +17,12 @@ from torch.utils.data import (
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.launch.process import start_worker, start_workers
-from mindspeed_mm.data.draws import Place, PlacedCollate, PlacedItems
-from mindspeed_mm.data.loader import MicroBatchLoader
+from mindspeed_mm.data.dataloader import (
+    MicroBatchLoader,
+    SampleIndex,
+    SeededCollate,
+    SeededDataset,
+)
 
 
 @runtime_checkable
@@ -113,10 +117,10 @@ class Batches:
         offset = 0 if self._is_shared else dims.dp_rank
         numbers = _Numbers(loader, self._shufflers, first + offset, step, self._seed)
         return DataLoader(
-            PlacedItems(loader.dataset, self._seed),
+            SeededDataset(loader.dataset, self._seed),
             batch_sampler=numbers,
             num_workers=loader.num_workers,
-            collate_fn=PlacedCollate(loader.collate_fn, self._seed),
+            collate_fn=SeededCollate(loader.collate_fn, self._seed),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -155,10 +159,10 @@ class _Numbers:
         self._epoch, self._first = divmod(first, len(self._batches))
         self._step = step
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[SampleIndex]]:
         return islice(self._all(), self._first, None, self._step)
 
-    def _all(self) -> Iterator[list[Place]]:
+    def _all(self) -> Iterator[list[SampleIndex]]:
         for epoch in count(self._epoch):
             self._shufflers.begin(epoch)
             state = torch.Generator().manual_seed(self._seed + epoch).get_state()
@@ -174,7 +178,7 @@ class _Numbers:
                     torch.set_rng_state(kept)
                 if numbers is None:
                     break
-                yield [Place(number, epoch) for number in numbers]
+                yield [SampleIndex(number, epoch) for number in numbers]
 
 
 class _Shufflers:

@@ -28,7 +28,7 @@ from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on, verify_state
-from mindspeed_mm.models import weights
+from mindspeed_mm.models import meta_device, weights
 from mindspeed_mm.models.options import LoraConfig
 from mindspeed_mm.training.arguments import Run
 from mindspeed_mm.training.callbacks import Callbacks
@@ -156,7 +156,7 @@ def _build(run: Run, callbacks: Callbacks, dims: ParallelDims) -> nn.Module:
     is_meta = run.options.init_model_with_meta_device
     source = None if is_meta else getattr(run.mm.model, "init_from_hf_path", None)
     _verify_hf(source, run)
-    with weights.meta_parameters() if is_meta else nullcontext():
+    with meta_device.meta_parameters() if is_meta else nullcontext():
         model = callbacks.model()
     if dims.cp > 1:
         _share_sequences(model, dims.cp)
@@ -195,7 +195,7 @@ def _fill(model: nn.Module, run: Run, resumed: Path | None) -> None:
     if is_empty and load is None:
         source = getattr(run.mm.model, "init_from_hf_path", None)
         if run.options.from_scratch:
-            weights.initialize(model)
+            meta_device.initialize(model)
             return
         if source is None:
             raise ConfigError(

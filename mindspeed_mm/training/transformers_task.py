@@ -9,9 +9,9 @@ from torch import nn
 
 from mindspeed.compat.stand_ins.megatron_training.global_vars import get_args
 from mindspeed.config import ConfigError
-from mindspeed_mm.refusals import is_of_transformers, located
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
 from mindspeed_mm.training.device_batch import move_to_device
+from mindspeed_mm.transformers_errors import is_transformers_error, with_location
 
 Output = dict[str, torch.Tensor]
 
@@ -69,7 +69,7 @@ class Task:
         try:
             output = model(**batch)
         except Exception as error:
-            if not is_of_transformers(error):
+            if not is_transformers_error(error):
                 raise
             raise ConfigError(_misfit(error)) from error
         self._has_run = True
@@ -82,7 +82,7 @@ def _misfit(error: Exception) -> str:
     processor = sections.data.dataset_param.preprocess_parameters.model_name_or_path
     return (
         f"the model of {model} cannot compute the first batch that the processor of {processor} "
-        f"makes: {located(error)}; the files of both have to be of one model and undamaged"
+        f"makes: {with_location(error)}; the files of both have to be of one model and undamaged"
     )
 
 

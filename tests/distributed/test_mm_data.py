@@ -1,4 +1,4 @@
-"""Sharded ranks on mixed data: one has images, another only text or nothing, and nobody waits."""
+"""Sharded ranks on mixed data: one has images, another only text or nothing, without deadlock."""
 
 import json
 
@@ -19,7 +19,7 @@ MODELS = {
     "internvl": ("model.vision_tower.encoder.layer.{*}", "model.language_model.layers.{*}"),
 }
 RECORDS = 5
-"""On two ranks the last one has nothing for one of them."""
+"""On two ranks the last step has no record for one of them."""
 
 
 def write(name, folder):
@@ -40,7 +40,7 @@ def write(name, folder):
 
 
 def evaluate(root, shard):
-    """Run every record once; return for each model the losses and how many tokens they are of."""
+    """Run every record once; return for each model the losses and their token counts."""
     found = {name: _evaluate(name, f"{root}/{name}", shard) for name in MODELS}
     return found | {"rows": packed(f"{root}/internvl")}
 
@@ -53,7 +53,7 @@ def open_data(folder, **more):
 
 
 def packed(folder):
-    """Return the tokens of every row; ranks share the work of measuring the records."""
+    """Return the tokens of every row; the scan is split among ranks."""
     rows = open_data(folder, packing=True, cutoff_len=96)
     return [[sample.ids.tolist() for sample in row] for row in rows]
 
@@ -77,13 +77,13 @@ def _evaluate(name, folder, shard):
 def test_ranks_without_images_or_records_run_with_the_others(tmp_path):
     for name in MODELS:
         write(name, tmp_path / name)
-    alone = evaluate(str(tmp_path), False)
+    single = evaluate(str(tmp_path), False)
     ranks = run_ranks(evaluate, 2, str(tmp_path), True)
-    assert alone["rows"] == ranks[0]["rows"] == ranks[1]["rows"]
+    assert single["rows"] == ranks[0]["rows"] == ranks[1]["rows"]
     for name in MODELS:
         first, second = (found[name] for found in ranks)
         assert [len(first), len(second)] == [3, 3] and second[-1][1] == 0
         together = [one for pair in zip(first, second) for one in pair][:RECORDS]
         torch.testing.assert_close(
-            torch.tensor(together), torch.tensor(alone[name]), rtol=1e-5, atol=1e-5
+            torch.tensor(together), torch.tensor(single[name]), rtol=1e-5, atol=1e-5
         )

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed.config import ConfigError, build
 from mindspeed.fsdp import FsdpOptions
-from mindspeed_mm.models import weights
+from mindspeed_mm.models import meta_device, weights
 from mindspeed_mm.models.common.modelzoo import ModelHub
 from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.options import ModelConfig
@@ -120,7 +120,7 @@ def test_a_step_outside_of_fully_shard_is_refused():
 
 def begin_on_meta(sharding_size):
     torch.manual_seed(9)
-    with weights.meta_parameters():
+    with meta_device.meta_parameters():
         model = CustomModel()
     model.fully_shard(fsdp2_config=FsdpOptions(sharding_size=sharding_size))
     weights.materialize(model)
@@ -140,7 +140,7 @@ class MixtureOfExperts(Mixture, MultiModalModule, FSDP2Mixin, WeightInitMixin):
 
 def share_experts(folder):
     """Return this rank's part of the experts of a model: first weights, then those of a folder."""
-    with weights.meta_parameters():
+    with meta_device.meta_parameters():
         model = MixtureOfExperts()
     options = FsdpOptions(expert_parallel_size=2, moe_modules=("experts",), sharding_size="auto")
     model.fully_shard(fsdp2_config=options)

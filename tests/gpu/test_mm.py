@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mindspeed import device
-from mindspeed_mm.models.fused import _attend_packed, fuse
+from mindspeed_mm.models.fused_ops import _attend_packed, fuse
 from tests.gpu.launched import last_lines
 from tests.mm import runs, tiny
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint

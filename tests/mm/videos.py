@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from mindspeed_mm.packages import torchvision_problem
+from mindspeed_mm.optional_packages import torchvision_problem
 from tests.mm import processors
 
 FRAMES, RATE, SIDE = 12, 4, 24
@@ -74,8 +74,8 @@ def write(folder, name):
     random = np.random.default_rng(0)
     for file in ("a.png", "b.png"):
         Image.fromarray(random.integers(0, 255, (16, 40, 3), np.uint8)).save(folder / file)
-    write_film(folder / "a.mp4", seed=1)
-    write_film(folder / "b.mp4", seed=2)
+    write_video(folder / "a.mp4", seed=1)
+    write_video(folder / "b.mp4", seed=2)
     rows = [
         {
             "conversations": [{"from": "human", "value": said}, {"from": "gpt", "value": answer}],
@@ -87,7 +87,7 @@ def write(folder, name):
     (folder / "rows.json").write_text(json.dumps(rows))
 
 
-def write_film(path, seed, size=SIDE):
+def write_video(path, seed, size=SIDE):
     """Write a film of squares that move."""
     import av
 

@@ -1,1 +1,1 @@
-"""What every multimodal model has in common."""
+"""The base class and the registry of multimodal models."""

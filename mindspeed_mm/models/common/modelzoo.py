@@ -1,27 +1,27 @@
-"""Which class a model is built from: a registered one, else the one that config.json names."""
+"""The registry of model classes; unregistered models use the class in config.json."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from mindspeed.config import ConfigError, did_you_mean
-from mindspeed_mm.packages import transformers_class
+from mindspeed_mm.optional_packages import transformers_class
 
 ClassT = TypeVar("ClassT", bound=type)
 
 
 class ModelHub:
-    """The models that are known by an id; add to MODEL_MAPPINGS, or decorate with register."""
+    """Model classes by id; add to MODEL_MAPPINGS, or decorate with register."""
 
     MODEL_MAPPINGS: ClassVar[dict[str, type]] = {}
 
     @classmethod
     def register(cls, model_id: str) -> Callable[[ClassT], ClassT]:
-        """Give a class an id, under which `model_id` of the model section finds it."""
+        """Register a class under an id for `model_id` of the model section."""
 
         def add(model_class: ClassT) -> ClassT:
             if cls.MODEL_MAPPINGS.setdefault(model_id, model_class) is not model_class:
-                taken = cls.MODEL_MAPPINGS[model_id].__name__
-                raise ConfigError(f"model_id {model_id} is taken by {taken}: choose another")
+                owner = cls.MODEL_MAPPINGS[model_id].__name__
+                raise ConfigError(f"model_id {model_id} is registered by {owner}: use another")
             return model_class
 
         return add
@@ -44,21 +44,21 @@ class ModelHub:
         if found is None:
             raise ConfigError(
                 f"transformers {transformers.__version__} has no "
-                f"{named[0] if named else 'model'} ({hf_config.model_type}): install one that "
-                "has, register a class and give its model_id, or let the folder's own code run "
-                "with trust_remote_code: true"
+                f"{named[0] if named else 'model'} ({hf_config.model_type}): install a "
+                "version that has it, register a class and set its model_id, or run the code of "
+                "the folder with trust_remote_code: true"
             )
         return found
 
     @classmethod
     def _hint(cls, model_id: str) -> str:
         if not cls.MODEL_MAPPINGS:
-            return "nothing is: decorate a class with @ModelHub.register, or leave model_id out"
+            return "no class is: decorate one with @ModelHub.register, or omit model_id"
         return did_you_mean(model_id, cls.MODEL_MAPPINGS)
 
 
 def _remote(config: Any, hf_config: Any) -> Any:
-    """Return the class that the Python files of a folder define, if they may be run."""
+    """Return the class defined by the Python files of a folder, if they are trusted."""
     named = getattr(hf_config, "auto_map", None) or {}
     kinds = [kind for kind in named if kind.startswith("AutoModel")]
     if not config.trust_remote_code or not kinds:

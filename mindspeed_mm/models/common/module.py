@@ -6,12 +6,12 @@ from torch import nn
 
 
 class MultiModalModule(nn.Module):
-    """A torch module that keeps its configuration."""
+    """A torch module with its config."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
         self.config = config
 
     def unwrapped(self) -> nn.Module:
-        """Return the model whose parameters have the names that files of weights give them."""
+        """Return the model whose parameter names are those of weight files."""
         return self

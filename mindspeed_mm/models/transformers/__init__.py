@@ -1,1 +1,1 @@
-"""What makes a model trainable with FSDP2."""
+"""Mixins that make a model trainable with FSDP2."""

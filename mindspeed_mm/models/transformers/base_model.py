@@ -1,4 +1,4 @@
-"""The mixins that make a model trainable with FSDP2, and the steps that an override can take."""
+"""Mixins that make a model trainable with FSDP2, and the steps for overrides."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -12,29 +12,29 @@ from torch.distributed import ProcessGroup
 
 from mindspeed.config import ConfigError, load_yaml
 from mindspeed.fsdp import FsdpOptions, Sharding
-from mindspeed_mm.models.initialization import init_module, initialize
+from mindspeed_mm.models.meta_device import init_module, initialize
 
 Modules = Sequence[str | nn.Module]
-"""Patterns of the YAML file, or modules themselves."""
+"""Patterns as in the YAML file, or modules."""
 
 _current: ContextVar["FSDP2Mixin"] = ContextVar("model that is being sharded")
 
 
 class WeightInitMixin:
-    """Gives a model that was built without weights its first ones."""
+    """Initializes a model that was built without weights."""
 
     def _init_weights(self, module: nn.Module, std: float = 0.02) -> None:
-        """Fill the parameters of one module; override it for rules of your own."""
+        """Initialize the parameters of one module; override it for other rules."""
         init_module(module, std)
 
     def init_weights(self) -> None:
-        """Fill all parameters, sharded or not, by `_init_weights`."""
+        """Initialize all parameters, sharded or not, by `_init_weights`."""
         assert isinstance(self, nn.Module)
         initialize(self)
 
 
 class FSDP2Mixin:
-    """Shards the model it is mixed into; `_fully_shard` is the place for a strategy of your own."""
+    """Shards the model it is mixed into; override `_fully_shard` for another strategy."""
 
     fsdp2_config: FsdpOptions
     fsdp2_kwargs: dict[str, Any]
@@ -45,7 +45,7 @@ class FSDP2Mixin:
         process_group: ProcessGroup | None = None,
         fsdp2_config: FsdpOptions | str | os.PathLike[str] | None = None,
     ) -> bool:
-        """Shard by a file or object of options: all three steps; return that it was done."""
+        """Run all three steps with a file or an object of options; return True."""
         self._pre_fully_shard(process_group, fsdp2_config)
         with _being_sharded(self):
             self._fully_shard(self.fsdp2_kwargs, self.fsdp2_config)
@@ -57,8 +57,8 @@ class FSDP2Mixin:
         process_group: ProcessGroup | None,
         fsdp2_config: FsdpOptions | str | os.PathLike[str] | None,
     ) -> None:
-        """Read the options and work out the plan."""
-        _must_be_all(process_group)
+        """Read the options and make the plan."""
+        _check_all_ranks(process_group)
         if fsdp2_config is None:
             fsdp2_config = FsdpOptions()
         elif not isinstance(fsdp2_config, FsdpOptions):
@@ -73,13 +73,13 @@ class FSDP2Mixin:
         fsdp2_kwargs: dict[str, Any] | None = None,
         fsdp2_config: FsdpOptions | None = None,
     ) -> None:
-        """Recompute, shard and prefetch as the options say."""
+        """Recompute, shard and prefetch according to the options."""
         self.set_recompute_modules_to_wrap()
         self.set_fullyshard_modules_to_wrap()
         self.set_modules_to_prefetch()
 
     def _post_fully_shard(self) -> None:
-        """Do nothing; called when everything is sharded."""
+        """Do nothing; a hook called after sharding."""
 
     def set_recompute_modules_to_wrap(
         self, modules: Modules | None = None, use_reentrant: bool | None = None
@@ -87,7 +87,7 @@ class FSDP2Mixin:
         """Recompute the activations of these modules, by default those of the options."""
         keys: dict[str, Any] = {}
         if modules is not None:
-            keys["recompute_modules"] = self._named(modules)
+            keys["recompute_modules"] = self._names(modules)
         if use_reentrant is not None:
             keys["use_reentrant"] = use_reentrant
         self.sharding.change(**keys)
@@ -98,7 +98,7 @@ class FSDP2Mixin:
     ) -> None:
         """Shard these modules, by default those of the options, and the model around them."""
         if modules is not None:
-            self.sharding.change(sub_modules_to_wrap=self._named(modules))
+            self.sharding.change(sub_modules_to_wrap=self._names(modules))
         self.sharding.wrap(**fsdp2_kwargs)
 
     def set_modules_to_prefetch(
@@ -106,7 +106,7 @@ class FSDP2Mixin:
         num_to_forward_prefetch: int | None = None,
         num_to_backward_prefetch: int | None = None,
     ) -> None:
-        """Gather so many modules ahead, by default as many as the options say."""
+        """Prefetch this many modules, by default as many as in the options."""
         numbers = {
             "num_to_forward_prefetch": num_to_forward_prefetch,
             "num_to_backward_prefetch": num_to_backward_prefetch,
@@ -114,12 +114,12 @@ class FSDP2Mixin:
         self.sharding.change(**{key: n for key, n in numbers.items() if n is not None})
         self.sharding.prefetch()
 
-    def _named(self, modules: Modules) -> list[str]:
+    def _names(self, modules: Modules) -> list[str]:
         assert isinstance(self, nn.Module)
         names = {module: name for name, module in self.named_modules()}
         for module in modules:
             if not isinstance(module, str) and module not in names:
-                raise ConfigError(f"a {type(module).__name__} is no module of the sharded model")
+                raise ConfigError(f"a {type(module).__name__} is not a module of the sharded model")
         return [module if isinstance(module, str) else names[module] for module in modules]
 
 
@@ -140,7 +140,7 @@ def set_fullyshard_modules_to_wrap(
 
 
 def set_modules_to_prefetch(*given: Any) -> None:
-    """Take (forward, backward), or a model and then these two, or nothing."""
+    """Prefetch modules; takes (forward, backward), a model and these two, or nothing."""
     model = given[0] if given and isinstance(given[0], FSDP2Mixin) else None
     _model(model).set_modules_to_prefetch(*given[0 if model is None else 1 :])
 
@@ -158,14 +158,14 @@ def _model(given: FSDP2Mixin | None) -> FSDP2Mixin:
     model = given if given is not None else _current.get(None)
     if model is None:
         raise ConfigError(
-            "no model is being sharded: call this within _fully_shard, or give it the model"
+            "no model is being sharded: call this within _fully_shard, or pass the model"
         )
     return model
 
 
-def _must_be_all(group: ProcessGroup | None) -> None:
+def _check_all_ranks(group: ProcessGroup | None) -> None:
     if group is not None and group.size() != torch.distributed.get_world_size():
         raise ConfigError(
-            f"fully_shard over {group.size()} of {torch.distributed.get_world_size()} ranks: it "
-            "takes all of them; sharding_size says how many share one copy of the model"
+            f"fully_shard over {group.size()} of {torch.distributed.get_world_size()} ranks: use "
+            "all of them; sharding_size sets how many shard one replica of the model"
         )

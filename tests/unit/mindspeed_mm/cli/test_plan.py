@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from mindspeed_mm.cli.main import main
-from mindspeed_mm.models.skeleton import build_skeleton
+from mindspeed_mm.models.meta_device import build_meta_model
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -79,7 +79,7 @@ def test_a_function_is_found_where_the_command_is_run(tmp_path, monkeypatch, cap
 
 
 def test_a_meta_model_has_no_weights(folder):
-    parameters = list(build_skeleton(str(folder)).parameters())
+    parameters = list(build_meta_model(str(folder)).parameters())
     assert parameters and all(parameter.is_meta for parameter in parameters)
     assert torch.empty(0).device.type == "cpu"
 

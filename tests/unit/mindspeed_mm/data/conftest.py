@@ -1,4 +1,4 @@
-"""A folder with small processors and images, and data sets made of a few records."""
+"""A folder with small processors and images, and datasets made of a few records."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mindspeed.config import build
-from mindspeed_mm.data.dataset import open_datasets
+from mindspeed_mm.data.dataset import build_datasets
 from mindspeed_mm.data.options import DatasetOptions
 from mindspeed_mm.data.processor import MediaProcessor, load_processor
 from tests.mm import processors
@@ -16,7 +16,7 @@ SIZES = {"a.png": (40, 16), "b.png": (16, 30), "c.png": (9, 9)}
 
 
 class Data:
-    """Builds data sets in a folder that has the processors and the images."""
+    """Builds datasets in a folder that has the processors and the images."""
 
     def __init__(self, root):
         self.root = root
@@ -34,7 +34,7 @@ class Data:
 
     def open(self, records, **more):
         options = self.options(records, **more)
-        return open_datasets(options, self.processor(options.preprocess_parameters))
+        return build_datasets(options, self.processor(options.preprocess_parameters))
 
     def processor(self, parameters):
         if parameters not in self._processors:
@@ -48,7 +48,7 @@ class Data:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Return the builder of data sets."""
+    """Return the builder of datasets."""
     root = tmp_path_factory.mktemp("mm")
     for model in processors.MAKERS:
         processors.save(model, root / model)

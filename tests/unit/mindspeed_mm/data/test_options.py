@@ -1,4 +1,4 @@
-"""The page of data.json: every key is on it, and its example is one."""
+"""The page of data.json documents every option, and its example is valid."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_every_key_is_on_the_page(section):
         assert re.search(named, PAGE, re.MULTILINE), name
 
 
-def test_the_example_is_accepted():
+def test_the_example_is_valid():
     example = re.search(r"```json\n(\{\n.*?)```", PAGE, re.DOTALL)
     config = build(options.DataConfig, json.loads(example[1]))
     assert config.dataset_param.basic_parameters.dataset == ("./data/a.json", "./data/b.json")

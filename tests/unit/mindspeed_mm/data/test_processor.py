@@ -1,4 +1,4 @@
-"""Processors whose files are damaged end in one line."""
+"""Damaged processor files produce one-line errors."""
 
 import json
 import shutil
@@ -37,18 +37,16 @@ def test_a_file_that_is_not_json_is_named(folder):
         opened(folder)
 
 
-def test_a_long_reason_is_cut(folder):
+def test_a_long_reason_is_truncated(folder):
     for path in folder.glob("*processor_config.json"):
         path.unlink()
-    with pytest.raises(ConfigError, match="holds no processor") as caught:
+    with pytest.raises(ConfigError, match="has no processor") as caught:
         opened(folder)
     assert len(str(caught.value)) < 600
 
 
-def test_padding_that_is_taken_for_images(folder):
+def test_padding_with_the_image_token_raises(folder):
     change(folder, "tokenizer_config.json", pad_token="<|image_pad|>")
-    expected = (
-        r"model: the pad token '<\|image_pad\|>' of its tokenizer is also the token of images"
-    )
+    expected = r"model: the pad token '<\|image_pad\|>' of its tokenizer is also the image token"
     with pytest.raises(ConfigError, match=expected):
         opened(folder)

@@ -1,4 +1,4 @@
-"""Images and videos of files as the models' processors make them: padded, packed, standing in."""
+"""Images and videos from files through the models' processors: padded, packed, blank."""
 
 import pytest
 import torch
@@ -24,19 +24,19 @@ def open_data(folder, **basic):
     return build_mm_dataset({"basic_parameters": basic, "preprocess_parameters": more})
 
 
-def test_samples_are_what_transformers_makes(folder):
+def test_samples_equal_those_of_transformers(folder):
     for (sample,), right in zip(open_data(folder), videos.ByHand(folder, folder.name)):
-        found = {"input_ids": sample.ids, "labels": sample.labels} | sample.marks
+        found = {"input_ids": sample.ids, "labels": sample.labels} | sample.token_types
         found = {name: torch.from_numpy(value)[None] for name, value in found.items()}
         found |= {name: torch.cat(tensors) for name, tensors in sample.tensors.items()}
         right.pop("attention_mask")
-        if not sample.kinds:
+        if not sample.modalities:
             right.pop("mm_token_type_ids", None)  # all of them are 0
         assert found.keys() == right.keys()
         assert all(torch.equal(found[name], right[name].to(found[name])) for name in found)
 
 
-def test_company_changes_nothing(folder):
+def test_batching_and_packing_change_no_loss(folder):
     model = videos.new_model(folder.name).double().eval()
 
     def loss(batch):
@@ -48,13 +48,13 @@ def test_company_changes_nothing(folder):
         return cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
 
     by_hand = videos.ByHand(folder, folder.name)
-    alone = [loss(by_hand[number]).item() for number in range(len(by_hand))]
+    separate = [loss(by_hand[number]).item() for number in range(len(by_hand))]
     dataset = open_data(folder)
-    for places in [(0,), (1,), (2,), (3, 4), (1, 1), (4, 0, 3, 2)]:
-        batch = dataset.collator(8)([dataset[place][0] for place in places])
-        right = sum(alone[place] for place in places)
-        assert loss(batch).item() == pytest.approx(right, rel=1e-12), places
+    for numbers in [(0,), (1,), (2,), (3, 4), (1, 1), (4, 0, 3, 2)]:
+        batch = dataset.collator(8)([dataset[number][0] for number in numbers])
+        right = sum(separate[number] for number in numbers)
+        assert loss(batch).item() == pytest.approx(right, rel=1e-12), numbers
     packed = open_data(folder, packing=True, cutoff_len=256)
     assert len(packed) < len(dataset)
     total = sum(loss(packed.collator(8)(row)).item() for row in packed)
-    assert total == pytest.approx(sum(alone), rel=1e-12)
+    assert total == pytest.approx(sum(separate), rel=1e-12)

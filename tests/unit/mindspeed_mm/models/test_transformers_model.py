@@ -1,4 +1,4 @@
-"""Models of transformers through TransformersModel: the loss, what is trained, what is refused."""
+"""Models of transformers through TransformersModel: loss, trainable parameters, errors."""
 
 import json
 
@@ -31,7 +31,7 @@ def trained(model):
 
 @pytest.mark.parametrize("mode", ["default", "chunk", "dynamic_chunk"])
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_the_loss_is_that_of_transformers(folders, name, mode):
+def test_the_loss_equals_transformers(folders, name, mode):
     chunk = {} if mode == "default" else {"chunk_size": 5}
     model = new(folders[name], loss_cfg={"compute_mode": mode, **chunk})
     plain = tiny.new_model(name)
@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_transformers(folders, name, mode):
 
 
 class Rows(TorchDispatchMode):
-    """Notes the most rows as long as the vocabulary that any tensor has."""
+    """Records the largest number of vocabulary-sized rows of any tensor."""
 
     most = 0
 
@@ -64,7 +64,7 @@ class Rows(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", ["default", "chunk", "dynamic_chunk"])
-def test_by_chunks_there_are_never_all_logits(folders, mode):
+def test_chunked_modes_never_materialize_all_logits(folders, mode):
     size = {} if mode == "default" else {"chunk_size": 5}
     model = new(folders["qwen2_5_vl"], loss_cfg={"compute_mode": mode, **size})
     with Rows() as rows:
@@ -90,7 +90,7 @@ def by_hand(logits, labels, kind):
 
 
 @pytest.mark.parametrize("kind", ["default", "per_token_loss", "per_sample_loss", "square_loss"])
-def test_kinds_of_means(folders, kind):
+def test_loss_types(folders, kind):
     batch = tiny.batch("internvl")
     batch["labels"][0, :12] = -100
     found = new(folders["internvl"], loss_cfg={"loss_type": kind})(**batch)
@@ -114,26 +114,26 @@ PROJECTOR = {"internvl": "model.multi_modal_projector", "llava": "model.multi_mo
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_parts_of_the_document_are_frozen(folders, name):
+def test_freeze_options_of_the_document(folders, name):
     vision = VISION.get(name, "model.visual")
     projectors = (PROJECTOR.get(name, "model.visual.merger"), "model.visual.deepstack_merger")
     every = trained(new(folders[name]))
-    eyes = {n for n in every if n.startswith(vision) and not n.startswith(projectors)}
-    bridge = {n for n in every if n.startswith(projectors)}
-    words = every - eyes - bridge
-    assert eyes and bridge and words
+    vision_params = {n for n in every if n.startswith(vision) and not n.startswith(projectors)}
+    projector_params = {n for n in every if n.startswith(projectors)}
+    text_params = every - vision_params - projector_params
+    assert vision_params and projector_params and text_params
     frozen = {"freeze": True}
     image = {"vision_encoder": frozen}
-    assert trained(new(folders[name], image_encoder=image)) == bridge | words
+    assert trained(new(folders[name], image_encoder=image)) == projector_params | text_params
     image = {"vision_encoder": frozen, "vision_projector": frozen}
-    assert trained(new(folders[name], image_encoder=image)) == words
-    assert trained(new(folders[name], text_decoder=frozen)) == eyes | bridge
+    assert trained(new(folders[name], image_encoder=image)) == text_params
+    assert trained(new(folders[name], text_decoder=frozen)) == vision_params | projector_params
     layers = "model.language_model.layers.{0}"
     left = trained(new(folders[name], freeze=[layers]))
     assert every - left == {n for n in every if n.startswith("model.language_model.layers.0.")}
 
 
-def test_adapters_are_trained_alone_and_begin_as_nothing(folders):
+def test_only_adapters_are_trained_and_their_output_starts_at_zero(folders):
     batch = tiny.batch("internvl")
     plain = new(folders["internvl"])(**batch)["loss"]
     lora = {
@@ -150,7 +150,7 @@ def test_adapters_are_trained_alone_and_begin_as_nothing(folders):
     torch.testing.assert_close(model(**batch)["loss"], plain, rtol=0, atol=0)
 
 
-def test_an_untied_head_begins_as_the_embedding(tmp_path):
+def test_an_untied_head_starts_as_the_embedding(tmp_path):
     folder = tiny.save("qwen2_5_vl", tmp_path, tied=True)
     tied, untied = new(folder), new(folder, tie_word_embeddings=False)
     assert tied.model.lm_head.weight is tied.model.get_input_embeddings().weight
@@ -161,7 +161,7 @@ def test_an_untied_head_begins_as_the_embedding(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "message"),
     [
         ({"model_id": "internv"}, "model_id: internv is not registered"),
         ({"freeze": ["model.vision_towers"]}, "freeze: .*did you mean vision_tower?"),
@@ -181,8 +181,8 @@ def test_an_untied_head_begins_as_the_embedding(tmp_path):
         ({"attn_implementation": "no_such"}, "no_such"),
     ],
 )
-def test_what_cannot_be_is_told(folders, section, said):
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_sections_raise(folders, section, message):
+    with pytest.raises(ConfigError, match=message):
         new(folders["internvl"], **section)(**tiny.batch("internvl"))
 
 
@@ -207,7 +207,7 @@ def test_a_registered_class_is_found_by_its_id(folders, monkeypatch):
     assert "lm_head.weight" not in trained(model)
     with pytest.raises(ConfigError, match="did you mean mine?"):
         new(folders["internvl"], model_id="mines")
-    with pytest.raises(ConfigError, match="mine is taken by Mine"):
+    with pytest.raises(ConfigError, match="mine is registered by Mine"):
         ModelHub.register("mine")(dict)
 
 
@@ -220,7 +220,7 @@ class ChatModel(InternVLForConditionalGeneration):
 """
 
 
-def test_code_of_a_folder_runs_only_if_it_may(tmp_path):
+def test_code_of_a_folder_runs_only_if_trusted(tmp_path):
     tiny.save("internvl", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"architectures": ["ChatModel"], "auto_map": {"AutoModel": "modeling_chat.ChatModel"}}
@@ -234,11 +234,13 @@ def test_code_of_a_folder_runs_only_if_it_may(tmp_path):
     torch.testing.assert_close(model(**tiny.batch("internvl"))["loss"], expected)
 
 
-def test_a_size_that_is_not_that_of_the_weights_takes_no_memory(tmp_path):
+def test_a_size_mismatch_is_found_before_allocation(tmp_path):
     folder = tiny.save("qwen2_5_vl", tmp_path / "model")
     path = tmp_path / "model/config.json"
     values = json.loads(path.read_text())
     values["text_config"]["intermediate_size"] = 1 << 30  # 128 GiB a matrix
     path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=r"has the shape .*\(is the config that of these weights"):
+    with pytest.raises(
+        ConfigError, match="has shape .*check that config.json belongs to these weights"
+    ):
         new(folder)

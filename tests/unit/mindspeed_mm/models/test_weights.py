@@ -1,4 +1,4 @@
-"""Weights for models that were built without memory: first ones, and those of a folder."""
+"""Weights of models built on the meta device: initialized, or loaded from a folder."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from torch import nn
 
 from mindspeed.config import ConfigError
 from mindspeed_mm.models.common.module import MultiModalModule
+from mindspeed_mm.models.meta_device import initialize, meta_parameters
 from mindspeed_mm.models.transformers.base_model import WeightInitMixin
-from mindspeed_mm.models.weights import initialize, load_pretrained, materialize, meta_parameters
+from mindspeed_mm.models.weights import load_pretrained, materialize
 from tests.mm import tiny
 
 
@@ -32,14 +33,14 @@ def new_empty():
     return model
 
 
-def test_parameters_come_later_and_buffers_and_ties_stay():
+def test_parameters_are_allocated_later_and_buffers_and_ties_stay():
     model = new_empty()
     assert not any(p.is_meta for p in model.parameters())
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.steps, torch.arange(4.0))
 
 
-def test_first_weights_follow_the_kind_of_a_module():
+def test_initialization_follows_the_class_of_a_module():
     torch.manual_seed(5)
     model = new_empty()
     model.init_weights()
@@ -50,7 +51,7 @@ def test_first_weights_follow_the_kind_of_a_module():
     assert model.head.weight is model.embed.weight
 
 
-def test_a_rule_of_ones_own_is_followed():
+def test_an_overridden_rule_is_used():
     class Own(Small):
         def _init_weights(self, module, std=0.02):
             super()._init_weights(module, std)
@@ -64,7 +65,7 @@ def test_a_rule_of_ones_own_is_followed():
     assert model.embed.weight.eq(3).all() and model.head.bias.eq(0).all()
 
 
-def test_a_model_of_transformers_begins_as_it_would():
+def test_a_model_of_transformers_is_initialized_by_its_own_rules():
     with meta_parameters():
         model = tiny.new_model("internvl")
     materialize(model)
@@ -92,37 +93,37 @@ def changed(tmp_path, change):
 
 
 HEAD = "language_model.lm_head.weight"
-REFUSED = {
+MISMATCHES = {
     "missing": (lambda t: t.pop(HEAD), "lm_head.weight is missing"),
     "unexpected": (lambda t: t.update(more=torch.zeros(1)), "more is not expected"),
     "another shape": (
         lambda t: t.update({HEAD: torch.zeros(3, 3)}),
-        r"lm_head.weight has the shape \(3, 3\), the model makes it \(64, 32\)",
+        r"lm_head.weight has shape \(3, 3\), the model expects \(64, 32\)",
     ),
     "quantized": (
         lambda t: t.update({HEAD: torch.zeros(64, 32, dtype=torch.int8)}),
-        "holds torch.int8",
+        "is torch.int8",
     ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_weights_that_do_not_fit_are_refused(tmp_path, case):
-    change, said = REFUSED[case]
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_mismatched_weights_raise(tmp_path, case):
+    change, message = MISMATCHES[case]
     model = tiny.new_model("internvl")
     model._tied_weights_keys = {}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_pretrained(model, changed(tmp_path, change))
 
 
-def test_buffers_that_older_files_hold_are_left_out(tmp_path):
+def test_buffers_of_older_files_are_ignored(tmp_path):
     frequencies = {"language_model.model.rotary_emb.inv_freq": torch.zeros(4)}
     model = tiny.new_model("internvl")
     load_pretrained(model, changed(tmp_path, lambda t: t.update(frequencies)))
     assert model.model.language_model.rotary_emb.inv_freq.all()
 
 
-def test_without_strict_what_fits_is_loaded(tmp_path):
+def test_non_strict_loads_matching_tensors(tmp_path):
     def change(tensors):
         tensors.pop("multi_modal_projector.linear_1.bias")
         tensors.update(more=torch.zeros(1))
@@ -134,11 +135,11 @@ def test_without_strict_what_fits_is_loaded(tmp_path):
     assert torch.equal(model.lm_head.weight, before + 1)
 
 
-def test_a_folder_without_safe_weights_is_refused(tmp_path):
+def test_a_folder_without_safetensors_raises(tmp_path):
     model = tiny.new_model("internvl")
     with pytest.raises(ConfigError, match="is not a folder"):
         load_pretrained(model, tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="has no weights: looked for"):
+    with pytest.raises(ConfigError, match="has no weights: expected"):
         load_pretrained(model, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match="pytorch_model.bin is a pickle"):

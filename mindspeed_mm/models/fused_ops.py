@@ -1,7 +1,7 @@
 """Fused operators in a model of transformers: norms, SwiGLU, attention by the fastest backend.
 
-A module is changed only if its class computes, on a small sample, what the operator computes:
-classes that merely look alike, such as a norm with 1 + weight, stay as they are.
+A module is replaced only if its class matches the operator numerically on a small sample: classes
+that are merely similar, such as a norm with 1 + weight, stay as they are.
 """
 
 import copy
@@ -24,32 +24,32 @@ logger = logging.getLogger(__name__)
 
 PLAIN, FUSED = "sdpa", "mindspeed_sdpa"
 PACKED = "mindspeed_flash_sdpa"
-"""For towers that take all pictures as one sequence: to a name with `flash`, transformers gives it
-whole and says where pictures end; others it calls once for each of hundreds of windows."""
+"""For vision towers that pack all images into one sequence: an implementation with `flash` in its
+name gets the sequence and its cumulative lengths, others one call per window, of hundreds."""
 _SIZE = 16
 
 
-def is_wanted(asked: bool | None) -> bool:
-    """Say whether to fuse; unasked, where the device has kernels for it."""
-    return mindspeed.device.current().name != "cpu" if asked is None else asked
+def is_enabled(fused_ops: bool | None) -> bool:
+    """Return whether to fuse; by default where the device has kernels for it."""
+    return mindspeed.device.current().name != "cpu" if fused_ops is None else fused_ops
 
 
 def fuse(model: nn.Module) -> Counter[str]:
-    """Put operators to work in a model, in place; return how many of each."""
+    """Replace modules by fused operators in place; return the count of each."""
     found: Counter[str] = Counter()
     for module in model.modules():
-        for name, computes, replacement in _KINDS:
-            if computes(module):
+        for name, matches, replacement in _OPERATORS:
+            if matches(module):
                 module.forward = replacement(module, module.forward)
                 found[name] += 1
     found["attention"] = _fuse_attention(model)
-    found = +found  # without what there was none of
-    logger.info("fused operators: %s", ", ".join(f"{n} {what}" for what, n in found.items()))
+    found = +found  # drop zero counts
+    logger.info("fused operators: %s", ", ".join(f"{n} {name}" for name, n in found.items()))
     return found
 
 
 def _fuse_attention(model: nn.Module) -> int:
-    """Let configs name our attention; return how many do."""
+    """Set our attention in the configs; return the number of configs."""
     users: dict[int, list[Any]] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -59,7 +59,7 @@ def _fuse_attention(model: nn.Module) -> int:
         config = modules[0].config
         config._attn_implementation_internal = _registered(FUSED, _attend)
         if any(map(_takes_packed, modules)):
-            # In a copy: no model can be built from a config with a `flash` of a name unknown.
+            # In a copy: no model can be built from a config with an unknown `flash` name.
             config = copy.copy(config)
             config._attn_implementation_internal = _registered(PACKED, _attend_packed)
             for module in modules:
@@ -70,7 +70,7 @@ def _fuse_attention(model: nn.Module) -> int:
 def _fused_norm(module: Any, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def forward(hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != module.weight.dtype:
-            return plain(hidden_states)  # transformers then answers in the wider type
+            return plain(hidden_states)  # transformers then returns the wider dtype
         return rms_norm(hidden_states, module.weight, _epsilon(module))
 
     return forward
@@ -86,37 +86,39 @@ def _fused_mlp(module: Any, plain: Callable[[Tensor], Tensor]) -> Callable[..., 
 
 def _is_rms_norm(module: nn.Module) -> bool:
     epsilon, weight = _epsilon(module), getattr(module, "weight", None)
-    is_alike = isinstance(epsilon, float) and isinstance(weight, nn.Parameter) and weight.dim() == 1
-    if not is_alike or list(module.children()):
+    is_similar = (
+        isinstance(epsilon, float) and isinstance(weight, nn.Parameter) and weight.dim() == 1
+    )
+    if not is_similar or list(module.children()):
         return False
     gamma = torch.linspace(-1, 2, _SIZE)
-    stand_in = SimpleNamespace(weight=gamma, variance_epsilon=epsilon, eps=epsilon)
-    return _computes(module, stand_in, lambda x: rms_norm(x, gamma, epsilon))
+    fake = SimpleNamespace(weight=gamma, variance_epsilon=epsilon, eps=epsilon)
+    return _matches(module, fake, lambda x: rms_norm(x, gamma, epsilon))
 
 
 def _is_swiglu(module: nn.Module) -> bool:
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return False
-    stand_in = SimpleNamespace(
+    fake = SimpleNamespace(
         gate_proj=lambda x: 2 * x,
         up_proj=lambda x: x + 1,
         down_proj=lambda x: 3 * x,
         act_fn=module.act_fn,
         config=getattr(module, "config", None),
     )
-    return _computes(module, stand_in, lambda x: 3 * silu_mul(2 * x, x + 1))
+    return _matches(module, fake, lambda x: 3 * silu_mul(2 * x, x + 1))
 
 
-_KINDS = (("RMSNorm", _is_rms_norm, _fused_norm), ("SwiGLU", _is_swiglu, _fused_mlp))
+_OPERATORS = (("RMSNorm", _is_rms_norm, _fused_norm), ("SwiGLU", _is_swiglu, _fused_mlp))
 
 
-def _computes(module: nn.Module, stand_in: Any, fused: Callable[[Tensor], Tensor]) -> bool:
-    """Run the forward of a module's class on a stand-in, and compare."""
+def _matches(module: nn.Module, fake: Any, fused: Callable[[Tensor], Tensor]) -> bool:
+    """Run the forward of a module's class on a fake module, and compare."""
     sample = torch.linspace(-3, 4, 3 * _SIZE).view(3, _SIZE)
     try:
-        found = type(module).forward(stand_in, sample)
+        found = type(module).forward(fake, sample)
     except (AttributeError, TypeError, RuntimeError):
-        return False  # it needs more than that: not what is looked for
+        return False  # it needs other attributes: another kind of module
     return isinstance(found, Tensor) and torch.allclose(found, fused(sample), 1e-5, 1e-6)
 
 
@@ -129,7 +131,7 @@ def _takes_packed(module: nn.Module) -> bool:
 
 
 def _registered(name: str, attend: Callable[..., Any]) -> str:
-    """Tell transformers of an attention, which gets the masks of its own; return the name."""
+    """Register an attention with transformers, with the masks of sdpa; return the name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -150,9 +152,9 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend (B, N, S, H) as transformers' sdpa does; whole sequences by the fastest backend."""
-    is_whole = attention_mask is None and query.shape[2] == key.shape[2]
-    if not is_whole or kwargs.get("softcap") is not None:
+    """Attend (B, N, S, H) like transformers' sdpa; unmasked sequences by the fastest backend."""
+    is_unmasked = attention_mask is None and query.shape[2] == key.shape[2]
+    if not is_unmasked or kwargs.get("softcap") is not None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         plain = ALL_ATTENTION_FUNCTIONS[PLAIN]
@@ -167,8 +169,8 @@ def _attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _is_causal(module: Any, asked: bool | None) -> bool:
-    return getattr(module, "is_causal", True) if asked is None else asked
+def _is_causal(module: Any, given: bool | None) -> bool:
+    return getattr(module, "is_causal", True) if given is None else given
 
 
 def _attend_packed(
@@ -184,7 +186,7 @@ def _attend_packed(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend (1, N, T, H) within the documents that the cumulative lengths tell of."""
+    """Attend (1, N, T, H) within the documents given by the cumulative lengths."""
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         return _attend(module, query, key, value, attention_mask, **kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -200,6 +202,6 @@ def _attend_packed(
             ),
         )
         return output[None], None
-    of_q, of_k = (bounds.diff().tolist() for bounds in (cu_seq_lens_q, cu_seq_lens_k))
-    documents = zip(query.split(of_q, 2), key.split(of_k, 2), value.split(of_k, 2))
+    lengths_q, lengths_k = (ends.diff().tolist() for ends in (cu_seq_lens_q, cu_seq_lens_k))
+    documents = zip(query.split(lengths_q, 2), key.split(lengths_k, 2), value.split(lengths_k, 2))
     return torch.cat([_attend(module, *each, None, **kwargs)[0] for each in documents], 1), None

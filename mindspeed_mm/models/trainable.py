@@ -1,4 +1,4 @@
-"""Parts of a model by name: frozen ones, and low-rank adapters."""
+"""Which parameters are trained: frozen modules, and low-rank adapters."""
 
 from typing import Any
 
@@ -21,24 +21,24 @@ DECODER, HEAD = ("language_model",), ("lm_head",)
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
-    """Stop the training of what the model section names."""
+    """Freeze the modules of the model section."""
     for module in matching(model, "freeze", config.freeze):
         module.requires_grad_(False)
-    vision, projectors = _parts(model, VISION), _parts(model, PROJECTORS)
-    inside = {p for module in projectors for p in module.parameters()}
+    vision, projectors = _submodules(model, VISION), _submodules(model, PROJECTORS)
+    projector_params = {p for module in projectors for p in module.parameters()}
     image = config.image_encoder
     if image.vision_encoder.freeze:
-        _must_be_there("image_encoder.vision_encoder", vision, VISION)
-        for parameter in {p for module in vision for p in module.parameters()} - inside:
+        _check_found("image_encoder.vision_encoder", vision, VISION)
+        for parameter in {p for module in vision for p in module.parameters()} - projector_params:
             parameter.requires_grad_(False)
     if image.vision_projector.freeze:
-        _must_be_there("image_encoder.vision_projector", projectors, PROJECTORS)
-        for parameter in inside:
+        _check_found("image_encoder.vision_projector", projectors, PROJECTORS)
+        for parameter in projector_params:
             parameter.requires_grad_(False)
     if config.text_decoder.freeze:
-        decoder = _parts(model, DECODER)
-        _must_be_there("text_decoder", decoder, DECODER)
-        for module in [*decoder, *_parts(model, HEAD)]:
+        decoder = _submodules(model, DECODER)
+        _check_found("text_decoder", decoder, DECODER)
+        for module in [*decoder, *_submodules(model, HEAD)]:
             module.requires_grad_(False)
 
 
@@ -53,7 +53,7 @@ def matching(model: nn.Module, key: str, patterns: tuple[str, ...]) -> list[nn.M
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
-    """Put adapters beside linear layers; only they are trained. Names of modules stay."""
+    """Add LoRA adapters to linear layers and train only them; module names stay."""
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -95,22 +95,22 @@ def _lora_targets(model: nn.Module, config: LoraConfig) -> list[str]:
     return list(found)
 
 
-def _parts(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """Return the modules of these names that lie at the top or in the model of a head."""
-    starts: list[Any] = [model, getattr(model, "model", None)]
+def _submodules(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """Return the modules of these names at the top level or in `.model`."""
+    parents: list[Any] = [model, getattr(model, "model", None)]
     found = []
-    for start in starts:
-        for name in names if isinstance(start, nn.Module) else ():
+    for parent in parents:
+        for name in names if isinstance(parent, nn.Module) else ():
             try:
-                found.append(start.get_submodule(name))
+                found.append(parent.get_submodule(name))
             except AttributeError:
                 continue
     return found
 
 
-def _must_be_there(key: str, found: list[nn.Module], names: tuple[str, ...]) -> None:
+def _check_found(key: str, found: list[nn.Module], names: tuple[str, ...]) -> None:
     if not found:
         raise ConfigError(
-            f"{key}: freeze: the model has none of {', '.join(names)}: name the modules in "
+            f"{key}: freeze: the model has none of {', '.join(names)}: list the modules in "
             "freeze: [...] instead"
         )

@@ -1,4 +1,4 @@
-"""Videos without the packages for them: one sentence that says what to type."""
+"""Videos without their optional packages: one line with the pip command."""
 
 import importlib.metadata
 import json
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mindspeed.config import ConfigError
-from mindspeed_mm.packages import how_to_install, torchvision_problem
+from mindspeed_mm.optional_packages import install_command, torchvision_problem
 from tests.mm import processors
 
 TORCH = importlib.metadata.version("torch")
@@ -18,11 +18,11 @@ VIDEO = {
 
 
 @pytest.mark.parametrize("build", ["", "+cpu"])
-def test_the_torch_that_is_there_stays(build, monkeypatch):
+def test_the_installed_torch_is_pinned(build, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"2.13.0{build}")
-    command, _, rest = how_to_install().partition(" --extra-index-url ")
+    command, _, rest = install_command().partition(" --extra-index-url ")
     assert command == "pip install av torchvision torch==2.13.0"
-    assert rest == (f"(where torch 2.13.0{build} came from)" if build else "")
+    assert rest == (f"(the index of torch 2.13.0{build})" if build else "")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -31,12 +31,12 @@ def test_videos_without_torchvision(data, monkeypatch, workers):
     (data.root / "a.gif").write_bytes(b"")
     with pytest.raises(ConfigError) as error:
         data.open([VIDEO], basic={"preprocessing_num_workers": workers})
-    expected = f"there are videos, but torchvision is not installed: {how_to_install()}"
+    expected = f"the data has videos, but torchvision is not installed: {install_command()}"
     assert str(error.value) == expected
 
 
 def test_a_torchvision_for_another_torch(data, monkeypatch, tmp_path):
-    """Such a build makes transformers lose its classes for images, with a word about neither."""
+    """With such a build, transformers silently loses its image classes."""
     (tmp_path / "torchvision").mkdir()
     source = 'raise RuntimeError("operator torchvision::nms does not exist")'
     (tmp_path / "torchvision/__init__.py").write_text(source)
@@ -44,16 +44,16 @@ def test_a_torchvision_for_another_torch(data, monkeypatch, tmp_path):
     (tmp_path / "torchvision-0.28.0.dist-info/METADATA").write_text("Version: 0.28.0")
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    problem = f"torchvision 0.28.0 does not load beside torch {TORCH} (operator"
+    problem = f"torchvision 0.28.0 does not load with torch {TORCH} (operator"
     assert torchvision_problem().startswith(problem)
     processors.save("qwen2_5_vl", tmp_path / "model")
     with pytest.raises(ConfigError) as error:
         data.open([VIDEO], more={"model_name_or_path": str(tmp_path / "model")})
-    assert str(error.value).startswith(problem) and how_to_install() in str(error.value)
+    assert str(error.value).startswith(problem) and install_command() in str(error.value)
 
 
 def test_a_processor_that_does_not_load_without_torchvision(data, monkeypatch, tmp_path):
-    """SmolVLM's wants its video processor, though there may be images only."""
+    """That of SmolVLM needs its video processor even for images."""
     monkeypatch.setitem(sys.modules, "torchvision", None)
     processors.save("qwen2_5_vl", tmp_path)
     for name in ("processor_config.json", "preprocessor_config.json"):
@@ -66,5 +66,5 @@ def test_a_processor_that_does_not_load_without_torchvision(data, monkeypatch, t
         data.open([VIDEO], more={"model_name_or_path": str(tmp_path)})
     assert str(error.value) == (
         f"model_name_or_path {tmp_path}: its SmolVLMProcessor does not load without torchvision, "
-        f"for images neither, and torchvision is not installed: {how_to_install()}"
+        f"not even for images, and torchvision is not installed: {install_command()}"
     )

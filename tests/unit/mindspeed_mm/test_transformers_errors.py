@@ -1,4 +1,4 @@
-"""Which errors become one line: those of transformers, not those of code that a user brings."""
+"""Errors of transformers become one line, those of user code keep their traceback."""
 
 import json
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mindspeed.config import ConfigError
-from mindspeed_mm.models.skeleton import build_skeleton
-from mindspeed_mm.refusals import explained, is_of_transformers, located
+from mindspeed_mm.models.meta_device import build_meta_model
+from mindspeed_mm.transformers_errors import config_errors, is_transformers_error, with_location
 from tests.mm import tiny
 
 MODEL = "transformers.models.some.modeling_some"
@@ -31,15 +31,17 @@ def raised(error, *modules):
         return found
 
 
-def test_an_error_of_transformers_is_given_with_the_line_of_the_model():
+def test_an_error_of_transformers_has_the_line_of_the_model():
     modules = ("mindspeed_mm.models.x", "torch.nn.x", MODEL, "transformers.utils", "contextlib")
     error = raised(IndexError("out of\nrange"), *modules)
-    assert is_of_transformers(error)
-    assert located(error) == f"out of range (IndexError, {MODEL}, line 2)"
-    assert is_of_transformers(raised(RuntimeError(), MODEL, "torch.nn.functional"))
-    assert is_of_transformers(raised(RuntimeError(), MODEL, "mindspeed.device.facade.tensors"))
+    assert is_transformers_error(error)
+    assert with_location(error) == f"out of range (IndexError, {MODEL}, line 2)"
+    assert is_transformers_error(raised(RuntimeError(), MODEL, "torch.nn.functional"))
+    assert is_transformers_error(raised(RuntimeError(), MODEL, "mindspeed.device.facade.tensors"))
     error = raised(ZeroDivisionError("x" * 1000), "transformers.configuration_utils")
-    assert len(located(error)) < 400 and "transformers.configuration_utils" in located(error)
+    assert len(with_location(error)) < 400 and "transformers.configuration_utils" in with_location(
+        error
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,12 +56,12 @@ def test_an_error_of_transformers_is_given_with_the_line_of_the_model():
     ],
 )
 def test_other_errors_keep_their_traceback(modules):
-    assert not is_of_transformers(raised(RuntimeError(), *modules))
+    assert not is_transformers_error(raised(RuntimeError(), *modules))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), MemoryError(), ConfigError("x")])
-def test_so_do_those_that_say_nothing_of_the_files(error):
-    assert not is_of_transformers(raised(error, MODEL))
+def test_errors_unrelated_to_the_files_keep_their_traceback(error):
+    assert not is_transformers_error(raised(error, MODEL))
 
 
 def test_a_config_with_a_size_of_zero_is_one_line(tmp_path):
@@ -69,9 +71,9 @@ def test_a_config_with_a_size_of_zero_is_one_line(tmp_path):
     values["text_config"]["hidden_size"] = 0
     path.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=r"config.json: .*\(ZeroDivisionError, transformers\."):
-        build_skeleton(str(folder))
+        build_meta_model(str(folder))
 
 
-def test_code_of_a_user_keeps_errors_that_no_config_causes():
-    with pytest.raises(ZeroDivisionError), explained("config.json"):
+def test_user_code_keeps_its_errors():
+    with pytest.raises(ZeroDivisionError), config_errors("config.json"):
         print(1 / 0)

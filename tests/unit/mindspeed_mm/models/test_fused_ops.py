@@ -1,11 +1,11 @@
-"""Fused operators change no number of a model, and only what computes the same is fused."""
+"""Fused operators do not change a model's results, and only matching modules are fused."""
 
 import pytest
 import torch
 from torch import nn
 
 from mindspeed_mm.models import weights
-from mindspeed_mm.models.fused import fuse
+from mindspeed_mm.models.fused_ops import fuse
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.mm import tiny
@@ -21,12 +21,12 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_fused_model_computes_the_same(name):
+def test_a_fused_model_gives_equal_results(name):
     plain, fused = tiny.new_model(name), tiny.new_model(name)
     found = fuse(fused)
     assert {kind: found[kind] for kind in ("RMSNorm", "SwiGLU")} == EXPECTED[name]
     assert found["attention"]
-    # Pictures of several sizes come packed to the towers that can take them so.
+    # Images of several sizes are packed for the towers that support it.
     tower = getattr(fused.model, "visual", None) or fused.model.vision_tower
     packs = name.startswith("qwen")
     assert tower.config._attn_implementation == f"mindspeed_{'flash_' if packs else ''}sdpa"
@@ -43,7 +43,7 @@ def test_a_fused_model_computes_the_same(name):
 
 
 @pytest.mark.parametrize("name", ["internvl", "qwen2_5_vl"])
-def test_a_fused_model_is_filled_like_any_other(name, tmp_path):
+def test_a_fused_model_loads_weights(name, tmp_path):
     folder = tiny.save(name, tmp_path)
     config = ModelConfig(init_from_hf_path=folder, fused_ops=True, init_model_with_meta_device=True)
     model, batch = TransformersModel(config), tiny.batch(name)
@@ -53,9 +53,9 @@ def test_a_fused_model_is_filled_like_any_other(name, tmp_path):
     torch.testing.assert_close(model(**batch)["loss"], loss, rtol=1e-5, atol=0)
 
 
-def test_only_what_computes_the_same_is_fused():
+def test_only_matching_modules_are_fused():
     class OnePlus(nn.Module):
-        """Looks like the norm of other models, but means another."""
+        """Has the attributes of an RMSNorm, but scales by 1 + weight."""
 
         def __init__(self):
             super().__init__()
@@ -78,7 +78,7 @@ def test_only_what_computes_the_same_is_fused():
     assert not fuse(nn.ModuleList([OnePlus(), Gelu(), nn.LayerNorm(8), nn.Linear(8, 8)]))
 
 
-def test_a_norm_of_another_type_than_its_input_answers_as_before():
+def test_a_norm_of_another_dtype_than_its_input_is_unchanged():
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     norm = LlamaRMSNorm(8)

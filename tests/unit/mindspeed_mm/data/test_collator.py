@@ -1,4 +1,4 @@
-"""Batches for real models: padding, stand-ins and packing change no loss."""
+"""Batches for real models: padding, blank media and packing change no loss."""
 
 import pytest
 from torch.nn.functional import cross_entropy
@@ -9,22 +9,22 @@ from tests.mm import processors
 MODELS = ("qwen2_5_vl", "internvl")
 
 
-def talk(question, answer, *images):
-    said = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-    return {"conversations": said, "images": list(images)}
+def conversation(question, answer, *images):
+    messages = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {"conversations": messages, "images": list(images)}
 
 
 RECORDS = [
-    talk("<image> and <image>: what is it?", "A lazy dog.", "a.png", "b.png"),
-    talk("Who are you?", "I am a small model, and I know little."),
-    talk("How much is 12 + 30? <image>", "It is 42.", "c.png"),
-    talk("The quick brown fox?", "It jumps."),
+    conversation("<image> and <image>: what is it?", "A lazy dog.", "a.png", "b.png"),
+    conversation("Who are you?", "I am a small model, and I know little."),
+    conversation("How much is 12 + 30? <image>", "It is 42.", "c.png"),
+    conversation("The quick brown fox?", "It jumps."),
 ]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, data):
-    """Return a small model in float64; its config lies beside its processor."""
+    """Return a small model in float64; its config is saved beside its processor."""
     made = processors.new_model(request.param).double()
     made.config.save_pretrained(data.root / request.param)
     made.folder = request.param
@@ -48,8 +48,8 @@ def run(model, batch):
 
 
 @pytest.fixture(scope="module")
-def alone(model, data):
-    """Return the sum of the losses of every record, each without company."""
+def separate(model, data):
+    """Return the loss sum of every record, each in a batch of its own."""
     found = []
     for record in RECORDS:
         (batch,) = batches(data.open([record], model=model.folder), 1)
@@ -58,9 +58,9 @@ def alone(model, data):
     return found
 
 
-def test_stand_ins_change_nothing(model, data, alone):
+def test_blank_media_change_no_loss(model, data, separate):
     found = batches(data.open(RECORDS, model=model.folder), 1)
-    for batch, right in zip(found, alone, strict=True):
+    for batch, right in zip(found, separate, strict=True):
         loss, vision = run(model, batch)
         assert loss == pytest.approx(right, rel=1e-12)
         # All ranks run the image encoder, also for a record without images.
@@ -68,14 +68,14 @@ def test_stand_ins_change_nothing(model, data, alone):
     assert not any(grad.any() for grad in vision)
 
 
-def test_padding_changes_nothing(model, data, alone):
+def test_padding_changes_no_loss(model, data, separate):
     first, second = batches(data.open(RECORDS, model=model.folder), 2)
     assert first["input_ids"].shape[1] % 8 == 0 and set(first) == set(second)
-    assert run(model, first)[0] == pytest.approx(sum(alone[:2]), rel=1e-12)
-    assert run(model, second)[0] == pytest.approx(sum(alone[2:]), rel=1e-12)
+    assert run(model, first)[0] == pytest.approx(sum(separate[:2]), rel=1e-12)
+    assert run(model, second)[0] == pytest.approx(sum(separate[2:]), rel=1e-12)
 
 
-def test_packed_samples_do_not_see_each_other(model, data, alone):
+def test_packed_samples_do_not_attend_to_each_other(model, data, separate):
     basic = {"packing": True, "cutoff_len": 96, "preprocessing_num_workers": 1}
     dataset = data.open(RECORDS, model=model.folder, basic=basic)
     assert len(dataset) < len(RECORDS)
@@ -83,19 +83,21 @@ def test_packed_samples_do_not_see_each_other(model, data, alone):
         found = batches(dataset, size, drop_last=False)
         assert "attention_mask" not in found[0] and found[0]["input_ids"].shape[0] == 1
         total = sum(run(model, batch)[0] for batch in found)
-        assert total == pytest.approx(sum(alone), rel=1e-12)
+        assert total == pytest.approx(sum(separate), rel=1e-12)
 
 
-def test_nothing_is_learnt_across_packed_samples(model, data):
-    """With questions learnt too, the first token of a sample could be asked of the one before."""
+def test_no_loss_across_packed_samples(model, data):
+    """With losses on prompts, a first token could be predicted from the previous sample."""
     basic = {"train_on_prompt": True, "cutoff_len": 96}
-    apart = batches(data.open(RECORDS, model=model.folder, basic=basic), 1)
+    unpacked = batches(data.open(RECORDS, model=model.folder, basic=basic), 1)
     packed = data.open(RECORDS, model=model.folder, basic=basic | {"packing": True})
-    losses = [sum(run(model, batch)[0] for batch in found) for found in (apart, batches(packed, 1))]
+    losses = [
+        sum(run(model, batch)[0] for batch in found) for found in (unpacked, batches(packed, 1))
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_a_batch_without_samples_has_nothing_to_learn(model, data):
+def test_a_batch_without_samples_has_no_loss(model, data):
     dataset = data.open(RECORDS, model=model.folder)
     batch = dataset.collator(8)([])
     assert (batch["labels"] == -100).all()

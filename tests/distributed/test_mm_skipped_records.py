@@ -1,4 +1,4 @@
-"""What all ranks leave out while training is told by the first, with a total."""
+"""Records that ranks skip while training are reported for all ranks, with a total."""
 
 import json
 import logging
@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 RECORDS, BAD = 6, (1, 3, 4)
 
 
-def left_out(folder):
-    """Go over the data one and a half times; return what is logged."""
+def skipped_records(folder):
+    """Iterate over the data one and a half times; return the log lines."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -29,18 +29,18 @@ def left_out(folder):
     return [line for line in lines if "all ranks" in line], loader.skipped
 
 
-def test_all_ranks_are_told_of_with_a_total(tmp_path):
+def test_skipped_records_of_all_ranks_are_reported(tmp_path):
     processors.save("qwen2_5_vl", tmp_path)
-    said = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "Yes."}]
-    rows = [{"conversations": said, "images": [f"{number}.png"]} for number in range(RECORDS)]
+    messages = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "Yes."}]
+    rows = [{"conversations": messages, "images": [f"{number}.png"]} for number in range(RECORDS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for number in range(RECORDS):
         Image.new("RGB", (16, 16)).save(tmp_path / f"{number}.png")
         if number in BAD:
             (tmp_path / f"{number}.png").write_bytes(b"\x89PNG\r\n\x1a\nno")
-    (first, own), (other, others) = run_ranks(left_out, 2, str(tmp_path))
+    (first, own), (other, others) = run_ranks(skipped_records, 2, str(tmp_path))
     assert first == other and (own, others) == (1, 3)
-    assert first[0].startswith("epoch 1: 3 record(s) left out by all ranks, 3 in all: ")
+    assert first[0].startswith("epoch 1: 3 record(s) skipped by all ranks, 3 in total: ")
     for number in BAD:
         assert f"rows.jsonl, line {number + 1}: the image {tmp_path}/{number}.png" in first[0]
-    assert first[1].startswith("at the end: 1 record(s) left out by all ranks, 4 in all: ")
+    assert first[1].startswith("end of training: 1 record(s) skipped by all ranks, 4 in total: ")
