@@ -176,6 +176,12 @@ def _parse(text: str) -> dict[str, str]:
     return choices
 
 
+def refuse_gradient(name: str, tensors: Iterable[torch.Tensor | None]) -> None:
+    """Raise ValueError if a gradient would get lost in an operator that has none."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(f"{name} has no gradient: call it under torch.no_grad()")
+
+
 def known_ops() -> dict[str, Op]:
     """Return every operator by its name."""
     package = importlib.import_module(__package__)

@@ -10,11 +10,11 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from mindspeed.config import ConfigError
+from mindspeed.distributed.collectives import all_to_all
 
 PREFIX = "ulysses_"
 PADDING = {"labels": -100}
@@ -71,19 +71,11 @@ class ContextParallel:
         repeats = self.size // math.gcd(self.size, key.shape[1])
         if repeats > 1:  # fewer key heads than ranks: some ranks share one
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        query, key, value = (self._turn(t) for t in (query, key, value))
+        # (B, N, s, D) becomes (B, n, S, D), and the output (B, S, n, D) becomes (B, s, N, D).
+        query, key, value = (all_to_all(t, self.group, 1, 2) for t in (query, key, value))
         seen = _Seen(module, query.shape[1] // key.shape[1])
         output, weights = inner(seen, query, key, value, *args, **kwargs)
-        return self._turn(output), weights
-
-    def _turn(self, x: torch.Tensor) -> torch.Tensor:
-        """Share dimension 1 among the ranks and join dimension 2 from all of them.
-
-        (B, N, s, D) becomes (B, n, S, D), and (B, S, n, D) becomes (B, s, N, D).
-        """
-        parts = x.unflatten(1, (self.size, -1)).movedim(1, 0)
-        received: torch.Tensor = _Exchange.apply(parts, self.group)
-        return received.movedim(0, 2).flatten(2, 3)
+        return all_to_all(output, self.group, 1, 2), weights
 
     def _cut_sequence(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if args:
@@ -141,22 +133,6 @@ class _Seen:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-class _Exchange(torch.autograd.Function):
-    """Send part i to rank i and put what comes from rank j at place j; its own inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.apply(gradients[0], ctx.group), None
 
 
 def _register(inner_name: str) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed.ops.collectives import Group, all_gather, all_to_all, group_of
+from mindspeed.distributed.collectives import Group, all_gather, all_to_all, resolve_group
 
 
 def _fast_gelu(x: Tensor) -> Tensor:
@@ -58,7 +58,8 @@ def all_to_all_all_gather_bmm(
         act_type: None, GELU, Silu, FastGELU or Relu.
     """
     received = to_experts(x, group_ep, ep)  # (E / ep, ep, C, H / tp) or (E / ep, ep, C / tp, H)
-    gathered = all_gather(received, 3 if shard_type == 0 else 2, group_tp).flatten(1, 2)
+    dim = 3 if shard_type == 0 else 2
+    gathered = all_gather(received, resolve_group(group_tp), dim).flatten(1, 2)
     product = torch.bmm(gathered, weight)
     if bias is not None:
         product = product + bias.view(len(weight), 1, -1)
@@ -71,17 +72,23 @@ def all_to_all_all_gather_bmm(
 
 def to_experts(x: Tensor, group: Group, ep: int) -> Tensor:
     """Send each expert's places to its rank: (E, C, H) -> (E / ep, ep, C, H)."""
-    parts = all_to_all(x, group).view(ep, len(x) // ep, *x.shape[1:])
+    parts = all_to_all(x, resolve_group(group)).view(ep, len(x) // ep, *x.shape[1:])
     return parts.transpose(0, 1)
 
 
 def from_experts(x: Tensor, group: Group) -> Tensor:
     """Send the places back to where they came from: (E / ep, ep, C, H) -> (E, C, H)."""
-    return all_to_all(x.transpose(0, 1).flatten(0, 1), group)
+    return all_to_all(x.transpose(0, 1).flatten(0, 1), resolve_group(group))
 
 
 def check(
-    x: Tensor, weight: Tensor, group_ep: Group, ep: int, group_tp: Group, tp: int, **options: Any
+    x: Tensor,
+    weight: Tensor,
+    group_ep: Group,
+    ep: int,
+    group_tp: Group,
+    tp: int,
+    **options: Any,
 ) -> None:
     """Refuse what does not fit together."""
     check_groups(group_ep, ep, group_tp, tp, options.get("shard_type", 0))
@@ -98,7 +105,7 @@ def check(
 
 def check_groups(group_ep: Group, ep: int, group_tp: Group, tp: int, shard_type: int) -> None:
     """Refuse numbers that are not those of the groups."""
-    sizes = group_of(group_ep).size(), group_of(group_tp).size()
+    sizes = resolve_group(group_ep).size(), resolve_group(group_tp).size()
     if (ep, tp) != sizes:
         raise ValueError(
             f"ep={ep} and tp={tp}, but the groups have {sizes[0]} and {sizes[1]} ranks"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed.distributed.collectives import Group, reduce_scatter, resolve_group
 from mindspeed.ops.all_to_all_all_gather_bmm.reference import check_groups, from_experts
-from mindspeed.ops.collectives import Group, reduce_scatter
 
 
 def bmm_reduce_scatter_all_to_all(
@@ -37,14 +37,20 @@ def bmm_reduce_scatter_all_to_all(
         bias: added after the sum, (E / ep, 1, H / tp) or (E / ep, 1, H).
     """
     partial = torch.bmm(x, weight).unflatten(1, (ep, -1))  # (E / ep, ep, C, H)
-    total = reduce_scatter(partial, 3 if shard_type == 0 else 2, group_tp)
+    total = reduce_scatter(partial, resolve_group(group_tp), 3 if shard_type == 0 else 2)
     if bias is not None:
         total = total + bias.view(len(weight), 1, 1, -1)
     return from_experts(total, group_ep)
 
 
 def check(
-    x: Tensor, weight: Tensor, group_ep: Group, ep: int, group_tp: Group, tp: int, **options: Any
+    x: Tensor,
+    weight: Tensor,
+    group_ep: Group,
+    ep: int,
+    group_tp: Group,
+    tp: int,
+    **options: Any,
 ) -> None:
     """Refuse what does not fit together."""
     shard_type = options.get("shard_type", 0)

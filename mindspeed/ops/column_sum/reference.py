@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed.ops.collectives import refuse_gradient
+from mindspeed.ops.dispatch import refuse_gradient
 
 
 def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

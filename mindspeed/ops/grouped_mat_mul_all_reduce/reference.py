@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops.collectives import Group, all_reduce_each, group_of, refuse_gradient
+from mindspeed.distributed.collectives import Group, all_reduce_each, resolve_group
+from mindspeed.ops.dispatch import refuse_gradient
 
 _MOST_GROUPS = 64
 
@@ -41,7 +42,7 @@ def grouped_mat_mul_all_reduce(
         comm_turn: accepted for the sake of callers.
     """
     parts = _cut(x[0], group_list) if split_item in (1, 3) else list(x)
-    share = 1 / group_of(hcomm).size()
+    share = 1 / resolve_group(hcomm).size()
     makers = [
         functools.partial(_multiply, part, matrix, None if bias is None else bias[i] * share)
         for i, (part, matrix) in enumerate(zip(parts, weight, strict=True))

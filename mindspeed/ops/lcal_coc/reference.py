@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed.ops.collectives import Group, group_of, refuse_gradient
+from mindspeed.distributed.collectives import Group, resolve_group
+from mindspeed.ops.dispatch import refuse_gradient
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class CocOps:
     ) -> None:
         """Write the sum over ranks of a (m, k) @ b (k, n), plus bias, to out (m, n)."""
         _check(a, b, out, bias, len(a))
-        group = group_of(self.group)
+        group = resolve_group(self.group)
         with torch.no_grad():
             parts = self._parts(len(a))
             result = out if out.is_contiguous() else torch.empty_like(out).contiguous()
@@ -57,7 +58,7 @@ class CocOps:
         self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None
     ) -> None:
         """Write this rank's rows of the sum of a (m, k) @ b (k, n), plus bias: (m / w, n)."""
-        group = group_of(self.group)
+        group = resolve_group(self.group)
         ranks = group.size()
         _check(a, b, out, bias, _whole(len(a), ranks))
         with torch.no_grad():
@@ -87,7 +88,7 @@ class CocOps:
         self, a: Tensor, b: Tensor, out: Tensor, comm_out: Tensor, bias: Tensor | None = None
     ) -> None:
         """As all_gather_matmul, and write the rows of all ranks to comm_out (m, k)."""
-        group = group_of(self.group)
+        group = resolve_group(self.group)
         ranks = group.size()
         _check(a, b, out, bias, len(a) * ranks)
         if comm_out.shape != (len(a) * ranks, a.shape[1]):
@@ -122,11 +123,11 @@ class CocOps:
 
         out is (m / v, n) for the v ranks of scatter_group.
         """
-        rows = len(a) * group_of(self.group).size()
+        rows = len(a) * resolve_group(self.group).size()
         product = a.new_empty(rows, b.shape[1])
         comm_out = a.new_empty(rows, a.shape[1])
         self.all_gather_matmul_v2(a, b, product, comm_out)
-        other = group_of(scatter_group)
+        other = resolve_group(scatter_group)
         _check(comm_out, b, out, bias, _whole(rows, other.size()))
         with torch.no_grad():
             dist.reduce_scatter_tensor(out, product, group=other)

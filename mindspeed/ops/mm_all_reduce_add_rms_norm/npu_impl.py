@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch_npu
 from torch import Tensor
 
-from mindspeed.ops.collectives import Group, group_of
+from mindspeed.distributed.collectives import Group, resolve_group
 from mindspeed.ops.norm import rms_norm
 
 
@@ -68,5 +68,5 @@ def _name(hcom: Group) -> str:
     """Return the name that the device's library gave the ranks, which callers may pass as it is."""
     if isinstance(hcom, str):
         return hcom
-    backend = group_of(hcom)._get_backend(torch.device("npu"))
+    backend = resolve_group(hcom)._get_backend(torch.device("npu"))
     return str(backend.get_hccl_comm_name(dist.get_rank()))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops.collectives import Group, all_reduce_each, refuse_gradient
+from mindspeed.distributed.collectives import Group, all_reduce_each
+from mindspeed.ops.dispatch import refuse_gradient
 from mindspeed.ops.norm import rms_norm
 from mindspeed.ops.quant_gmm.reference import exact_product
 

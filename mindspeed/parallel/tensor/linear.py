@@ -19,9 +19,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mindspeed.distributed.collectives import all_gather, reduce_scatter
 from mindspeed.ops.column_sum import column_sum
 from mindspeed.ops.matmul_add_fp32.main_grad import add_to_main_grad, placeholder
-from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
 
 
 class DeferredGradients:

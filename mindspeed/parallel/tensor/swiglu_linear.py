@@ -20,8 +20,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mindspeed.distributed.collectives import all_gather, reduce_scatter
 from mindspeed.ops.swiglu import gemm_swiglu, swiglu_gradient
-from mindspeed.parallel.tensor.collectives import all_gather, reduce_scatter
 from mindspeed.parallel.tensor.linear import DeferredGradients, WeightGradient, main_grad_of
 
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from mindspeed import device
-from mindspeed.parallel.tensor import all_gather, group_rank, group_size
+from mindspeed.distributed.collectives import all_gather, group_rank, group_size
 from mindspeed.te.pytorch.random import CudaRNGStatesTracker, RandomStates, get_all_rng_states
 
 __all__ = [

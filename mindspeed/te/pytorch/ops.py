@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mindspeed.parallel.tensor import (
-    copy_to_ranks,
+from mindspeed.distributed.collectives import (
+    all_reduce,
+    copy_to_group,
     group_size,
-    linear,
-    reduce_partial,
-    reduce_scatter_sequence,
+    reduce_scatter,
 )
+from mindspeed.parallel.tensor import linear
 from mindspeed.te.pytorch.module.base import activation_dtype
 from mindspeed.te.pytorch.module.layernorm import LayerNorm as LayerNormModule
 from mindspeed.te.pytorch.module.rmsnorm import RMSNorm as RMSNormModule
@@ -94,7 +94,7 @@ class BasicLinear(FusibleOperation):
         """Multiply by the weight."""
         gather = self.column and self.sequence_parallel
         if self.column and not gather:
-            x = copy_to_ranks(x, self.group)
+            x = copy_to_group(x, self.group)
         return linear(
             x.to(activation_dtype(x, self.weight)),
             self.weight,
@@ -130,7 +130,7 @@ class ReduceScatter(FusibleOperation):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sum and scatter."""
-        return reduce_scatter_sequence(x, self.group)
+        return reduce_scatter(x, self.group)
 
 
 class AllReduce(FusibleOperation):
@@ -142,7 +142,7 @@ class AllReduce(FusibleOperation):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sum."""
-        return reduce_partial(x, self.group)
+        return all_reduce(x, self.group)
 
 
 class _Activation(FusibleOperation):

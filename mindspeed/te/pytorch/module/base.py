@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mindspeed import device as devices
-from mindspeed.parallel.tensor import DeferredGradients, dummy_gradient, group_size
+from mindspeed.distributed.collectives import group_size
+from mindspeed.parallel.tensor import DeferredGradients, dummy_gradient
 
 logger = logging.getLogger(__name__)
 

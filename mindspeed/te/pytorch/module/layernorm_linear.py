@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mindspeed.parallel.tensor import gather_sequence
+from mindspeed.distributed.collectives import all_gather
 from mindspeed.te.pytorch.module.base import activation_dtype
 from mindspeed.te.pytorch.module.linear import LinearBase
 from mindspeed.te.pytorch.module.normalize import add_rms_norm, layer_norm, rms_norm
@@ -56,7 +56,7 @@ class LayerNormLinear(LinearBase):
             results.append(self._returned_bias(out))
         if self.return_layernorm_output:
             gather = self.return_layernorm_output_gathered and self.sequence_parallel
-            results.append(gather_sequence(normed, self._group()) if gather else normed)
+            results.append(all_gather(normed, self._group()) if gather else normed)
         return results[0] if len(results) == 1 else tuple(results)
 
     def normed_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mindspeed.distributed.collectives import all_reduce, copy_to_group, reduce_scatter
 from mindspeed.ops.swiglu import gemm_swiglu, swiglu
 from mindspeed.parallel.tensor import (
-    copy_to_ranks,
     linear,
     linear_swiglu,
     low_rank_linear,
     low_rank_linear_swiglu,
     low_rank_swiglu_linear,
-    reduce_partial,
-    reduce_scatter_sequence,
     swiglu_linear,
 )
 from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activation_dtype
@@ -99,7 +97,7 @@ class LinearBase(TransformerEngineBaseModule):
         group = self._group()
         column = self.parallel_mode == "column"
         if column and not self.sequence_parallel:
-            x = copy_to_ranks(x, group)
+            x = copy_to_group(x, group)
         x = x.to(activation_dtype(x, weight))
         gather_group = group if column and self.sequence_parallel else None
         factors = None if self.low_rank is None else self._shared(*self.low_rank())
@@ -119,16 +117,16 @@ class LinearBase(TransformerEngineBaseModule):
     def _reduce(self, out: Tensor) -> Tensor:
         if self.parallel_mode != "row":
             return out
-        reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_partial
+        reduce = reduce_scatter if self.sequence_parallel else all_reduce
         out = reduce(out, self._group())
         return out + self._whole("bias").to(out.dtype) if self.apply_bias else out
 
     def _shared(self, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the gradients of the factor that is whole: each rank has a part of them."""
         if self.parallel_mode == "column":
-            return copy_to_ranks(inner, self._group()), outer
+            return copy_to_group(inner, self._group()), outer
         if self.parallel_mode == "row":
-            return inner, copy_to_ranks(outer, self._group())
+            return inner, copy_to_group(outer, self._group())
         return inner, outer
 
     def linear_swiglu(self, x: Tensor, *, in_epilogue: bool) -> tuple[Tensor, Tensor]:
