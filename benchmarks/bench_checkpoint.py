@@ -85,10 +85,12 @@ class Llm:
     """Saves and loads as the LLM suite does."""
 
     def __init__(self, state):
-        from mindspeed_llm.training.checkpoint import Checkpoints
+        from mindspeed_llm.training.checkpoint import MegatronCheckpoints
+        from mindspeed_llm.training.model import ModelRole, RoleModel
 
         self._state, self.model = state, Model(state)
-        self.load = Checkpoints(None, [self.model], self.model).load
+        role = RoleModel(ModelRole("policy"), None, [self.model], [], self.model)
+        self.load = MegatronCheckpoints(None, [role]).load
 
     def save(self, folder, has_digests):
         """Save durably, by two processes."""

@@ -103,10 +103,10 @@ def our_step(config, is_tiny):
     from mindspeed_mm.training import transformers_task as task
     from mindspeed_mm.training.arguments import Run
     from mindspeed_mm.training.callbacks import Callbacks
-    from mindspeed_mm.training.loop import FsdpLoop
     from mindspeed_mm.training.options import MmOptions
     from mindspeed_mm.training.sections import Sections
     from mindspeed_mm.training.setup import prepare
+    from mindspeed_mm.training.trainer import FsdpTrainer
 
     folder = tempfile.mkdtemp()
     config.save_pretrained(folder)
@@ -133,13 +133,13 @@ def our_step(config, is_tiny):
     callbacks = Callbacks(
         task.model_provider, lambda: (Endless(data), None, None), task.forward_step
     )
-    loop = FsdpLoop(prepare(Run(options, fsdp, Sections(model=model)), callbacks), callbacks)
-    progress = loop._begun
+    setup = prepare(Run(options, fsdp, Sections(model=model)), callbacks)
+    trainer, state = FsdpTrainer(setup, callbacks), setup.state
 
     def step():
-        nonlocal progress
-        progress, result = loop._step(progress, False)
-        return result.losses["loss"]
+        nonlocal state
+        state, result = trainer.loop.step(trainer, state)
+        return result.metrics["loss"]
 
     return step
 

@@ -33,7 +33,6 @@ def our_steps(folder, length, dtype):
     sys.path.insert(0, str(ROOT))
     import mindspeed_llm.megatron_adaptor  # noqa: F401
     from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
-    from mindspeed_llm.training.loop import Loop
     from mindspeed_llm.training.options import TrainOptions
     from tests.unit.mindspeed_llm.training.tiny_run import write_samples
 
@@ -51,20 +50,13 @@ def our_steps(folder, length, dtype):
         bf16=dtype == "bfloat16",
     )
     trainer = AutoTrainer(options).trainer
-    loop = Loop(
-        trainer.setup,
-        trainer.training,
-        trainer.forward_step,
-        train=trainer.train_data,
-        valid=None,
-        sizes=trainer.sizes,
-    )
-    progress = trainer.training.progress
+    trainer.start_prefetch()
+    state = trainer.training.state
 
     def step():
-        nonlocal progress
-        progress, result = loop._step(progress, False)
-        return result.losses["lm loss"]
+        nonlocal state
+        state, result = trainer.loop.step(trainer, state)
+        return result.metrics["lm loss"]
 
     return step
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_llm.training.folders import ASIDE, newest, read_progress
+from mindspeed.training.checkpoint_dir import STAGING, latest_checkpoint, read_state
 from tests.ranks import RankFailed, run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     make_model,
@@ -158,7 +158,7 @@ class _Watcher(threading.Thread):
         super().__init__(daemon=True)
         self._folder, self._saved, self._moment = folder, saved, moment
         self._victims = victims
-        self._left_over = set(saved.glob(f".iter_*{ASIDE}*"))
+        self._left_over = set(saved.glob(f".iter_*{STAGING}*"))
         self.committed, self.folders = 0, set[Path]()
         self.was_inside_save = self.is_done = False
         self.over = threading.Event()
@@ -192,7 +192,7 @@ class _Watcher(threading.Thread):
         return steps >= self._moment.before + self._moment.steps
 
     def _is_saving(self) -> bool:
-        return bool(set(self._saved.glob(f".iter_*{ASIDE}*")) - self._left_over)
+        return bool(set(self._saved.glob(f".iter_*{STAGING}*")) - self._left_over)
 
 
 def train(values: dict[str, Any], folder: str) -> None:
@@ -204,13 +204,13 @@ def train(values: dict[str, Any], folder: str) -> None:
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     auto = AutoTrainer(TrainOptions(**values))
     if rank == "0":
-        Path(folder, "began").write_text(str(auto.trainer.training.progress.iteration))
+        Path(folder, "began").write_text(str(auto.trainer.training.state.iteration))
     auto.train()
 
 
 def _iteration(saved: Path) -> int:
-    folder = newest(saved)
-    return 0 if folder is None else read_progress(folder).iteration
+    folder = latest_checkpoint(saved)
+    return 0 if folder is None else read_state(folder).iteration
 
 
 def _number(path: Path) -> int:

@@ -32,7 +32,7 @@ PRELOADED = (
     "mindspeed_llm.tasks.posttrain.launcher",
     "mindspeed_llm.tasks.pretrain.gpt",
     "mindspeed_mm.checkpoint.conversion",
-    "mindspeed_mm.training.loop",
+    "mindspeed_mm.training.trainer",
     "mindspeed_mm.training.setup",
     "mindspeed_mm.training.transformers_task",
 )

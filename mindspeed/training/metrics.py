@@ -1,6 +1,15 @@
-"""The result of a train step."""
+"""Metrics of a train step: reduced over all ranks by one all-reduce, read from the device once."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mindspeed import device
+
+Reduction = Literal["mean", "micro_batch_mean", "sum", "max", "min"]
 
 
 @dataclass(frozen=True)
@@ -8,7 +17,7 @@ class StepResult:
     """What a train step did, the same on every rank."""
 
     metrics: dict[str, float]
-    """Means over the step, the loss first."""
+    """Values of the step by name, the loss first."""
     grad_norm: float
     tokens: int
     """Tokens of the step, without padding."""
@@ -17,3 +26,129 @@ class StepResult:
     is_finite: bool
     should_stop: bool
     """Whether any rank was asked to stop."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that a stage reports for every micro-batch, and how a step reduces it.
+
+    A report is a scalar, or the pair (sum, count). The mean is that over all that is counted;
+    micro_batch_mean is the mean over micro-batches of the mean of each.
+    """
+
+    name: str
+    reduction: Reduction = "mean"
+
+
+@dataclass(frozen=True)
+class ReducedMetrics:
+    """What every rank knows after a step."""
+
+    metrics: dict[str, float]
+    tokens: int
+    extras: list[float]
+    """Sums over all ranks of whatever else was reduced."""
+    is_finite: bool
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over all ranks, on the device: of each metric and its count, of tokens, of extras."""
+
+    names: Sequence[str]
+    """Metrics that are sums over counts."""
+    values: torch.Tensor
+    sums: frozenset[str] = frozenset()
+    """Those of the names that are not divided by their count."""
+    bounds: Mapping[str, torch.Tensor] | None = None
+    """Largest and smallest values by name."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The tokens of the step."""
+        return self.values[2 * len(self.names)]
+
+    def extra(self, number: int) -> torch.Tensor:
+        """Return the sum of one of the extras."""
+        return self.values[2 * len(self.names) + 1 + number]
+
+    def is_finite(self) -> torch.Tensor:
+        """Return, on the device, whether all sums are finite."""
+        return self.values.isfinite().all()
+
+    def read(self, *more: torch.Tensor) -> tuple[ReducedMetrics, list[float]]:
+        """Wait for the device, once; `more` are scalars that are read with the totals."""
+        bounds = list((self.bounds or {}).values())
+        if more or bounds:
+            row = [t.to(self.values.device, torch.float64).reshape(-1) for t in (*bounds, *more)]
+            numbers = torch.cat([self.values.double(), *row]).tolist()
+        else:
+            numbers = self.values.tolist()
+        count, end = self.values.numel(), 2 * len(self.names)
+        metrics = {
+            name: value if name in self.sums else value / max(divisor, 1.0)
+            for name, value, divisor in zip(self.names, numbers[0:end:2], numbers[1:end:2])
+        }
+        metrics |= dict(zip(self.bounds or {}, numbers[count : count + len(bounds)]))
+        totals = numbers[:count]
+        is_finite = all(map(math.isfinite, totals))
+        reduced = ReducedMetrics(metrics, int(totals[end]), totals[end + 1 :], is_finite)
+        return reduced, numbers[count + len(bounds) :]
+
+
+def reduce_metrics(
+    metrics: Sequence[Metric],
+    reports: Sequence[Mapping[str, torch.Tensor]],
+    *,
+    tokens: int,
+    extras: Sequence[torch.Tensor | float] = (),
+) -> StepTotals:
+    """Add up on the device what the micro-batches of all ranks report; nothing waits for it.
+
+    A rank that computes no loss has no reports. `extras` are added up over all ranks with them.
+    """
+    summed = [metric for metric in metrics if metric.reduction not in ("max", "min")]
+    pairs = [_sum_and_count(metric, reports) for metric in summed]
+    counts = [n for _, count in pairs for n in (0.0, count)]
+    host = [value if isinstance(value, float) else 0.0 for value in extras]
+    row = torch.tensor([*counts, float(tokens), *host])
+    row = row.to(device.current().torch_device, non_blocking=True)
+    for number, (total, _) in enumerate(pairs):
+        if total is not None:
+            row[2 * number : 2 * number + total.numel()] = total
+    first_extra = 2 * len(summed) + 1
+    for number, value in enumerate(extras):
+        if isinstance(value, torch.Tensor):
+            row[first_extra + number] = value
+    torch.distributed.all_reduce(row)
+    names = [metric.name for metric in summed]
+    sums = frozenset(metric.name for metric in summed if metric.reduction == "sum")
+    bounded = [metric for metric in metrics if metric.reduction in ("max", "min")]
+    return StepTotals(names, row, sums, _bounds(bounded, reports) if bounded else None)
+
+
+def _sum_and_count(
+    metric: Metric, reports: Sequence[Mapping[str, torch.Tensor]]
+) -> tuple[torch.Tensor | None, float]:
+    """Return a sum over micro-batches, with its count if the device knows it, else the count."""
+    if not reports:
+        return None, 0.0
+    values = torch.stack([report[metric.name].float() for report in reports])
+    if values.dim() == 1:
+        return values.sum(), float(len(reports))
+    if metric.reduction != "micro_batch_mean":
+        return values.sum(0), 0.0
+    return (values[:, 0] / values[:, 1].clamp(min=1.0)).sum(), float(len(reports))
+
+
+def _bounds(
+    metrics: Sequence[Metric], reports: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Return the largest or smallest report of all ranks; one all-reduce of signed values."""
+    signs = [1.0 if metric.reduction == "max" else -1.0 for metric in metrics]
+    row = torch.full((len(metrics),), -math.inf, device=device.current().torch_device)
+    for number, metric in enumerate(metrics if reports else ()):
+        values = torch.stack([report[metric.name].float() for report in reports])
+        row[number] = (signs[number] * values).max()
+    torch.distributed.all_reduce(row, torch.distributed.ReduceOp.MAX)
+    return {metric.name: sign * row[n] for n, (metric, sign) in enumerate(zip(metrics, signs))}

@@ -131,16 +131,20 @@ def check_run(options: RunOptions) -> None:
 
 def _ranges() -> dict[str, tuple[Callable[[float], bool], str]]:
     """Return which values options may have, beyond their types."""
-    counts = ("micro_batch_size", "global_batch_size", "seq_length", "train_iters", "log_interval")
+    counts: tuple[str, ...] = ("micro_batch_size", "global_batch_size", "seq_length")
+    counts += ("train_iters", "log_interval")
     counts += ("save_interval", "keep_last", "pad_to_multiple_of", "eval_interval", "workers")
     counts += ("max_nan_iterations", "distributed_timeout_minutes", "n_subs")
     counts += ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     counts += ("expert_model_parallel_size", "make_vocab_size_divisible_by")
-    positive = ("lr", "epochs", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale")
+    positive: tuple[str, ...] = ("lr", "epochs", "adam_eps", "loss_scale", "initial_loss_scale")
+    positive += ("min_loss_scale",)
     positive += ("loss_scale_window", "init_method_std", "norm_epsilon", "rotary_base")
-    not_negative = ("weight_decay", "clip_grad", "min_lr", "lr_warmup_iters", "lr_warmup_init")
+    not_negative: tuple[str, ...] = ("weight_decay", "clip_grad", "min_lr", "lr_warmup_iters")
+    not_negative += ("lr_warmup_init",)
     not_negative += ("eval_iters", "seed", "hysteresis")
-    fractions = ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "sgd_momentum")
+    fractions: tuple[str, ...] = ("attention_dropout", "hidden_dropout", "adam_beta1")
+    fractions += ("adam_beta2", "sgd_momentum")
     fractions += ("lr_warmup_fraction", "lora_dropout")
     return (
         dict.fromkeys(counts, (lambda value: value >= 1, "1 or more"))

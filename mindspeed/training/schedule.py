@@ -62,7 +62,8 @@ class Schedule:
 
 def make_schedule(options: RunOptions, steps: int) -> Schedule:
     """Return the learning-rate schedule of a run of so many steps."""
-    decay = options.lr_decay_iters or steps
+    lr, decay = options.lr, options.lr_decay_iters or steps
+    assert lr is not None  # check_run
     warmup: float = options.lr_warmup_iters
     if options.lr_warmup_fraction is not None:
         if warmup:
@@ -73,11 +74,11 @@ def make_schedule(options: RunOptions, steps: int) -> Schedule:
             f"a warm-up of {warmup:g} steps leaves none of the {decay} steps of the decay: "
             "lower --lr-warmup-iters or raise --train-iters"
         )
-    if not 0 <= options.min_lr <= options.lr:
-        raise ConfigError(f"--min-lr {options.min_lr:g} must be between 0 and --lr {options.lr:g}")
+    if not 0 <= options.min_lr <= lr:
+        raise ConfigError(f"--min-lr {options.min_lr:g} must be between 0 and --lr {lr:g}")
     wsd = options.lr_wsd_decay_iters or max(1, decay // 10)
     return Schedule(
-        highest=options.lr,
+        highest=lr,
         lowest=options.min_lr,
         style=options.lr_decay_style,
         warmup=warmup,

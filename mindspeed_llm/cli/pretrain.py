@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from mindspeed.training.entry import run_rank
-from mindspeed_llm.training.arguments import add_arguments, from_arguments
+from mindspeed_llm.training.options import add_arguments, from_arguments
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -6,7 +6,8 @@ Works with every megatron-core from 0.12.1 on; import the adaptor first.
 import dataclasses
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,12 +18,25 @@ from mindspeed_llm.models.shape import ModelShape, MoeShape
 logger = logging.getLogger(__name__)
 
 Impl = Literal["local", "transformer_engine"]
+DEFAULTS = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "moe_token_dispatcher_type": "alltoall",  # Megatron's default refuses variable lengths
+}
+"""What differs from Megatron's defaults unless an option is given."""
 
 
 def transformer_config(
-    shape: ModelShape, *, noop_layers: Sequence[int] = (), **settings: Any
+    shape: ModelShape,
+    *,
+    noop_layers: Sequence[int] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
 ) -> Any:
-    """Return the TransformerConfig of a shape; settings (parallel sizes, types) come on top."""
+    """Return the TransformerConfig of a shape; settings (parallel sizes, types) come on top.
+
+    Options that the class has under the same name apply where the shape leaves them open.
+    """
     from megatron.core.transformer import transformer_config as megatron
 
     fields = _dense_fields(shape)
@@ -33,11 +47,18 @@ def transformer_config(
     if shape.moe is not None:
         fields |= _moe_fields(shape.moe)
     fields |= {"mtp_num_layers": shape.mtp_num_layers or None}
-    config = kind(**_with_noops(fields, noop_layers) | settings)
+    given = DEFAULTS | same_named(kind, options)
+    config = kind(**given | _with_noops(fields, noop_layers) | settings)
     if shape.mla is None and shape.rotary.scaling == "yarn":
         for name, value in _yarn(shape).items():
             setattr(config, name, value)  # GPTModel reads them from there, they are no fields
     return config
+
+
+def same_named(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that one of Megatron's config dataclasses has under the same name."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in options.items() if name in names}
 
 
 def gpt_model(
@@ -132,8 +153,6 @@ def _dense_fields(shape: ModelShape) -> dict[str, Any]:
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_layernorm,
         "window_size": (window - 1, 0) if window else None,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
     }
 
 
@@ -153,7 +172,6 @@ def _moe_fields(moe: MoeShape) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if moe.aux_loss_coeff else "none",
         "moe_aux_loss_coeff": moe.aux_loss_coeff,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
     }
     if moe.num_groups and moe.group_topk and moe.group_topk < moe.num_groups:
         counted = moe.topk // moe.group_topk

@@ -3,8 +3,9 @@
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from mindspeed.checkpoint.dcp_reader import verify_except_entries, weights_only
 from mindspeed.checkpoint.dcp_writer import digest_writes
 from mindspeed.checkpoint.digests import FileRecord
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.folders import (
-    CheckpointFolders,
+from mindspeed.training.checkpoint_dir import (
+    CheckpointStore,
     Mismatch,
-    Progress,
+    TrainState,
+    load_error,
     reason,
-    unloadable,
 )
+from mindspeed_llm.training.model import RoleModel
 
 _STATE = re.compile(r"^(?:.*\.)?optimizer\.state\.(\w+)\.", re.MULTILINE)
 """The names of an optimizer's state, and in them its kinds: exp_avg, momentum_buffer, ..."""
@@ -36,23 +38,27 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What metadata.json may say; a release may leave some of it out."""
+"""What metadata.json may hold; a release may leave some of it out."""
 
 
-class Checkpoints:
-    """Saves and loads the training of one model."""
+class MegatronCheckpoints:
+    """Saves and loads the models of a run and their optimizers.
 
-    def __init__(self, root: str | None, chunks: list[Any], optimizer: Any) -> None:
+    The tensors of the first model have the names that Megatron gives them; those of further
+    models are prefixed with the name of their role.
+    """
+
+    def __init__(self, root: str | None, models: Sequence[RoleModel]) -> None:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-        self._folders = CheckpointFolders(root) if root else None
-        self._chunks, self._optimizer = chunks, optimizer
+        self._store = CheckpointStore(root) if root else None
+        self._models = models
         self._calls = AsyncCallsQueue()
         self._saving: int | None = None
         """The iteration that is being saved in the background."""
 
     def load(self, folder: Path, *, with_optimizer: bool, verify: bool = True) -> None:
-        """Read this rank's part of a training checkpoint of any layout."""
+        """Read this rank's part of a training checkpoint of any parallel sizes."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
@@ -62,10 +68,11 @@ class Checkpoints:
         metadata = read_dcp_metadata(folder)
         check_files(folder, dcp_tensors(metadata, folder).values())
         _check_backend(folder)
-        wanted = self._state(with_optimizer, is_loading=True)
-        _must_be_tensors(wanted, metadata, folder)
+        wanted = self._state_dict(with_optimizer, is_loading=True)
+        _check_tensors(wanted, metadata, folder)
         if with_optimizer:
-            _check_optimizer(wanted["optimizer"], metadata, folder)
+            optimizers = [wanted[names.optimizer] for names, _ in self._trained()]
+            _check_optimizer(optimizers, metadata, folder)
         try:
             with weights_only(folder, metadata, entries):
                 state = dist_checkpointing.load(
@@ -75,40 +82,45 @@ class Checkpoints:
                     validate_access_integrity=False,
                 )
         except (CheckpointException, CheckpointingException) as error:
-            raise unloadable(folder, error) from None
-        for name, chunk in self._named():
-            chunk.load_state_dict(state[name])
-        if with_optimizer:
-            self._optimizer.load_state_dict(state["optimizer"])
-        else:
-            self._optimizer.reload_model_params()
+            raise load_error(folder, error) from None
+        for names, model in self._named():
+            for name, chunk in zip(names.chunks, model.chunks):
+                chunk.load_state_dict(state[name])
+        for names, model in self._trained():
+            if with_optimizer:
+                model.optimizer.load_state_dict(state[names.optimizer])
+            else:
+                model.optimizer.reload_model_params()
 
     def save(
-        self, progress: Progress, *, keep_last: int | None = None, in_background: bool = False
+        self, state: TrainState, *, keep_last: int | None = None, in_background: bool = False
     ) -> None:
-        """Save where the run is, if there is a place for it.
+        """Save a checkpoint, if the run has a directory for it.
 
-        In the background, what is to be written is copied now, and training may go on; `poll` and
-        `finish` see to the end of it.
+        In the background, what is to be written is copied now, and training may continue; `poll`
+        or `finish` completes the save.
         """
         from megatron.core import dist_checkpointing
 
-        if self._folders is None:
+        if self._store is None:
             return
         self.finish()
-        with self._explained(progress.iteration):
-            aside = self._folders.new(progress.iteration)
-            state = self._state(progress.has_optimizer, is_loading=False)
+        for _, model in self._trained():
+            _gather_parameters(model)
+        with self._explain_errors(state.iteration):
+            staging = self._store.create(state.iteration)
+            tensors = self._state_dict(state.has_optimizer, is_loading=False)
             written: dict[str, FileRecord] = {}
             request = dist_checkpointing.save(
-                state, str(aside), _save_strategy(written), async_sharded_save=in_background
+                tensors, str(staging), _save_strategy(written), async_sharded_save=in_background
             )
-            commit = partial(self._folders.commit, aside, progress, keep_last, written, **_layout())
+            sizes = _parallel_sizes()
+            commit = partial(self._store.commit, staging, state, keep_last, written, **sizes)
             if request is None:
                 commit()
             else:
                 request.add_finalize_fn(commit)
-                self._saving = progress.iteration
+                self._saving = state.iteration
                 self._calls.schedule_async_request(request)
 
     def poll(self) -> None:
@@ -123,36 +135,76 @@ class Checkpoints:
 
     def _finalize(self, *, wait: bool) -> None:
         assert self._saving is not None
-        with self._explained(self._saving):
+        with self._explain_errors(self._saving):
             self._calls.maybe_finalize_async_calls(blocking=wait)
         if not self._calls.get_num_unfinalized_calls():
             self._saving = None
 
-    def _explained(self, iteration: int) -> AbstractContextManager[None]:
+    def _explain_errors(self, iteration: int) -> AbstractContextManager[None]:
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        assert self._folders is not None
-        return self._folders.explained(iteration, CheckpointingException)
+        assert self._store is not None
+        return self._store.explain_errors(iteration, CheckpointingException)
 
-    def _named(self) -> list[tuple[str, Any]]:
-        if len(self._chunks) == 1:
-            return [("model", self._chunks[0])]
-        return [(f"model{number}", chunk) for number, chunk in enumerate(self._chunks)]
+    def _named(self) -> Iterator[tuple["_Names", RoleModel]]:
+        for number, model in enumerate(self._models):
+            yield _Names.of(model, is_primary=number == 0), model
 
-    def _state(self, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any]:
-        from megatron.core.optimizer import MegatronOptimizer
+    def _trained(self) -> Iterator[tuple["_Names", RoleModel]]:
+        return (pair for pair in self._named() if pair[1].optimizer is not None)
 
-        state: dict[str, Any] = {name: chunk.sharded_state_dict() for name, chunk in self._named()}
-        if with_optimizer:
-            # Newer releases have to be asked for optimizer state that another layout can read.
-            known = inspect.signature(MegatronOptimizer.sharded_state_dict).parameters
-            form = {"distrib_optim_sharding_type": "fully_reshardable"}
-            wish = {"metadata": form} if "metadata" in known else {}
-            state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading, **wish)
-        return state
+    def _state_dict(self, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any]:
+        """Return the sharded state dict of all models."""
+        from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+        whole: dict[str, Any] = {}
+        for names, model in self._named():
+            chunks = (chunk.sharded_state_dict() for chunk in model.chunks)
+            state: dict[str, Any] = dict(zip(names.chunks, chunks))
+            if with_optimizer and model.optimizer is not None:
+                state[names.optimizer] = model.optimizer.sharded_state_dict(
+                    state, is_loading, **_reshardable()
+                )
+            if names.prefix:
+                add_prefix_for_sharding(state, names.prefix)
+            whole |= state
+        return whole
 
 
-def _layout() -> dict[str, int]:
+@dataclass(frozen=True)
+class _Names:
+    """Entries of a model in the state dict of a checkpoint."""
+
+    prefix: str
+    chunks: list[str]
+    optimizer: str
+
+    @classmethod
+    def of(cls, model: RoleModel, *, is_primary: bool) -> "_Names":
+        prefix = "" if is_primary else f"{model.role.name}."
+        count = len(model.chunks)
+        chunks = ["model"] if count == 1 else [f"model{number}" for number in range(count)]
+        return cls(prefix, [prefix + name for name in chunks], f"{prefix}optimizer")
+
+
+def _reshardable() -> dict[str, Any]:
+    """Return the request for optimizer state that other parallel sizes can read."""
+    from megatron.core.optimizer import MegatronOptimizer
+
+    # Newer releases have to be asked for it.
+    known = inspect.signature(MegatronOptimizer.sharded_state_dict).parameters
+    form = {"distrib_optim_sharding_type": "fully_reshardable"}
+    return {"metadata": form} if "metadata" in known else {}
+
+
+def _gather_parameters(model: RoleModel) -> None:
+    """Gather updated weights, which --overlap-param-gather does in the next forward pass."""
+    for chunk in model.wrapped:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _parallel_sizes() -> dict[str, int]:
     """Return the degrees of parallelism of this run."""
     from megatron.core import parallel_state
 
@@ -183,7 +235,7 @@ def _save_strategy(written: dict[str, FileRecord]) -> Any:
 
 
 def _check_optimizer(wanted: Any, metadata: Metadata, folder: Path) -> None:
-    """Refuse the state of another optimizer, of which Megatron only says what it did not find."""
+    """Raise for the state of another optimizer, where Megatron only names what it did not find."""
     ours = set(_STATE.findall("\n".join(_keys(wanted))))
     theirs = set(_STATE.findall("\n".join(metadata.state_dict_metadata)))
     is_other = bool(ours) != bool(theirs) or (ours ^ theirs) & _MASTERS
@@ -208,7 +260,7 @@ def _keys(state: Any) -> Iterator[str]:
 
 
 def _check_backend(folder: Path) -> None:
-    """Check the file by which Megatron chooses what reads a checkpoint."""
+    """Check the file by which Megatron chooses the reader of a checkpoint."""
     path = folder / "metadata.json"
     if not path.is_file():
         raise ConfigError(f"{folder}: is not a distributed checkpoint: it has no {path.name}")
@@ -218,11 +270,11 @@ def _check_backend(folder: Path) -> None:
         raise ConfigError(f"{path}: is damaged ({reason(error)})") from None
     is_known = isinstance(values, dict) and values.items() <= BACKEND.items()
     if not is_known or "sharded_backend" not in values:
-        raise ConfigError(f"{path}: is damaged: it says {str(values)[:200]}, not {BACKEND}")
+        raise ConfigError(f"{path}: is damaged: it holds {str(values)[:200]}, not {BACKEND}")
 
 
-def _must_be_tensors(wanted: dict[str, Any], metadata: Metadata, folder: Path) -> None:
-    """Refuse a checkpoint that has something else under the name of a tensor."""
+def _check_tensors(wanted: dict[str, Any], metadata: Metadata, folder: Path) -> None:
+    """Raise for a checkpoint that has something else under the name of a tensor."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

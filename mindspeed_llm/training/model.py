@@ -1,8 +1,8 @@
-"""The model of this rank, wrapped for training, and its optimizer."""
+"""The models of a stage on this rank, wrapped for training, and their optimizers."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
-from mindspeed_llm.models.megatron import gpt_model, transformer_config
+from mindspeed_llm.models.megatron import gpt_model, same_named, transformer_config
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.options import TrainOptions
 
@@ -18,8 +18,43 @@ Provider = Callable[..., Any]
 """Builds the model of one pipeline stage from pre_process, post_process and vp_stage."""
 
 
+@dataclass(frozen=True)
+class ModelRole:
+    """One of the models that a stage needs, such as a policy, a reference or a critic.
+
+    The first role of a stage is its primary model: --load names its weights, adapters are added
+    to it, and its tensors have no prefix in checkpoints.
+    """
+
+    name: str
+    trainable: bool = True
+    """Has gradients and an optimizer; otherwise its weights are frozen."""
+    saved: bool = True
+    """Is part of checkpoints; otherwise a resumed run loads it from its source again."""
+    source: str = "load"
+    """Option that names its weights; where that is not given, it starts as the primary model."""
+
+
+@dataclass
+class RoleModel:
+    """The model of a role on this rank, and its optimizer if it is trained."""
+
+    role: ModelRole
+    config: Any
+    """Megatron's TransformerConfig."""
+    chunks: list[Any]
+    """One GPTModel for every virtual pipeline stage."""
+    wrapped: list[Any]
+    """The chunks as they are called: wrapped for mixed precision and data parallelism."""
+    optimizer: Any = None
+
+
 def make_config(options: TrainOptions, shape: ModelShape, dims: ParallelDims) -> Any:
-    """Return Megatron's configuration of the model under these parallel sizes."""
+    """Return Megatron's configuration of the model under these parallel sizes.
+
+    Options that Megatron has under the same name reach it by that name; what follows here is
+    derived, or differs from the option.
+    """
     dtype = _dtype(options)
     if options.transformer_impl == "local" and options.neat_pack:
         raise ConfigError("--neat-pack needs --transformer-impl transformer_engine")
@@ -28,27 +63,15 @@ def make_config(options: TrainOptions, shape: ModelShape, dims: ParallelDims) ->
         return transformer_config(
             shape,
             noop_layers=options.noop_layers,
-            bf16=options.bf16,
-            fp16=options.fp16,
+            options=dict(options),
             params_dtype=dtype,
             pipeline_dtype=dtype,
-            attention_dropout=options.attention_dropout,
-            hidden_dropout=options.hidden_dropout,
-            init_method_std=options.init_method_std,
-            attention_softmax_in_fp32=options.attention_softmax_in_fp32,
-            tensor_model_parallel_size=dims.tp,
-            pipeline_model_parallel_size=dims.pp,
             virtual_pipeline_model_parallel_size=dims.vpp,
-            expert_model_parallel_size=dims.ep,
             sequence_parallel=options.sequence_parallel and dims.tp > 1,
             overlap_p2p_comm=dims.vpp is not None,
             batch_p2p_comm=dims.vpp is None,
             variable_seq_lengths=options.variable_seq_lengths and dims.pp > 1,
-            moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths
             recompute_granularity=recompute,
-            recompute_method=options.recompute_method,
-            recompute_num_layers=options.recompute_num_layers,
-            calculate_per_token_loss=options.calculate_per_token_loss,
             gradient_accumulation_fusion=_fuses_gradients(options),
             # Megatron's scripts set these; TransformerConfig itself defaults to the unfused paths.
             bias_activation_fusion=not options.no_bias_swiglu_fusion,
@@ -58,35 +81,38 @@ def make_config(options: TrainOptions, shape: ModelShape, dims: ParallelDims) ->
 
 @contextmanager
 def accepted_by_megatron() -> Iterator[None]:
-    """Turn what Megatron refuses while it is set up into one line."""
+    """Raise ConfigError for what Megatron refuses while it is set up."""
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split()) or "it does not say why"
+        reason = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(f"Megatron refuses these options: {reason}") from error
 
 
-def provide(options: TrainOptions, shape: ModelShape, config: Any, vocab_size: int) -> Provider:
-    """Return what builds the GPTModel of a stage."""
-
-    def build(
-        pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
-    ) -> Any:
-        return gpt_model(
-            shape,
-            config,
-            impl=options.transformer_impl,
-            vocab_size=vocab_size,
-            max_sequence_length=options.max_position_embeddings,
-            vp_stage=vp_stage,
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=True,
-        )
-
-    return build
+def build_gpt(
+    options: TrainOptions,
+    shape: ModelShape,
+    config: Any,
+    vocab_size: int,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+) -> Any:
+    """Build the GPTModel of one pipeline stage."""
+    return gpt_model(
+        shape,
+        config,
+        impl=options.transformer_impl,
+        vocab_size=vocab_size,
+        max_sequence_length=options.max_position_embeddings,
+        vp_stage=vp_stage,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+    )
 
 
 def build_chunks(provider: Provider, dims: ParallelDims) -> list[Any]:
@@ -96,9 +122,9 @@ def build_chunks(provider: Provider, dims: ParallelDims) -> list[Any]:
     chunks = []
     stages = range(dims.vpp) if dims.vpp else [None]
     for stage in stages:
-        if stage is not None:  # older releases are told by this global, newer ones by an argument
+        if stage is not None:  # older releases read this global, newer ones take an argument
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        is_first, is_last = _place(dims, stage)
+        is_first, is_last = _is_first_and_last(dims, stage)
         chunk = provider(pre_process=is_first, post_process=is_last, vp_stage=stage)
         chunks.append(chunk.to(device.current().torch_device))
     return chunks
@@ -107,51 +133,59 @@ def build_chunks(provider: Provider, dims: ParallelDims) -> list[Any]:
 def wrap(chunks: list[Any], config: Any, options: TrainOptions) -> list[Any]:
     """Wrap chunks for mixed precision and data parallelism, as Megatron's training does."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.module import Float16Module
 
-    is_half = options.bf16 or options.fp16
     settings = DistributedDataParallelConfig(
+        **same_named(DistributedDataParallelConfig, dict(options)),
         grad_reduce_in_fp32=options.bf16 or options.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=options.overlap_grad_reduce,
-        overlap_param_gather=options.overlap_param_gather,
-        use_distributed_optimizer=options.use_distributed_optimizer,
         bucket_size=40_000_000 if options.overlap_grad_reduce else None,
     )
     return [
         DistributedDataParallel(
             config,
             settings,
-            Float16Module(config, chunk) if is_half else chunk,
+            chunk,
             # Only the first chunk's gradients come last, when nothing is left to hide behind.
             disable_bucketing=number > 0,
         )
-        for number, chunk in enumerate(chunks)
+        for number, chunk in enumerate(_in_precision(chunks, config))
     ]
+
+
+def freeze(chunks: list[Any], config: Any) -> list[Any]:
+    """Wrap chunks that are not trained: for mixed precision only, without gradients."""
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
+    return _in_precision(chunks, config)
+
+
+def _in_precision(chunks: list[Any], config: Any) -> list[Any]:
+    from megatron.core.transformer.module import Float16Module
+
+    is_half = config.bf16 or config.fp16
+    return [Float16Module(config, chunk) for chunk in chunks] if is_half else chunks
 
 
 def make_optimizer(wrapped: list[Any], options: TrainOptions) -> Any:
     """Return Megatron's optimizer of the wrapped model."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    names = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    same = names & type(options).model_fields.keys()
-    settings = {name: getattr(options, name) for name in same}
-    config = OptimizerConfig(**settings | {"params_dtype": _dtype(options)})
+    settings = same_named(OptimizerConfig, dict(options)) | {"params_dtype": _dtype(options)}
+    config = OptimizerConfig(**settings)
     optimizer = get_megatron_optimizer(config, wrapped)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.init_state_fn is None:  # Megatron can save the state of SGD, and not load it
-            part.init_state_fn = _begin_momentum
+            part.init_state_fn = _init_momentum
     return optimizer
 
 
-def _begin_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+def _init_momentum(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def connect(config: Any, wrapped: list[Any], optimizer: Any, options: TrainOptions) -> None:
-    """Tell Megatron's schedules how to scale and reduce."""
+    """Set the functions by which Megatron's schedules scale and reduce."""
     from megatron.core.distributed import finalize_model_grads
 
     config.grad_scale_func = optimizer.scale_loss
@@ -161,7 +195,7 @@ def connect(config: Any, wrapped: list[Any], optimizer: Any, options: TrainOptio
         config.no_sync_func = functions if len(functions) > 1 else functions[0]
 
 
-def _place(dims: ParallelDims, stage: int | None) -> tuple[bool, bool]:
+def _is_first_and_last(dims: ParallelDims, stage: int | None) -> tuple[bool, bool]:
     """Return whether a chunk is the first and whether it is the last of the whole model."""
     from megatron.core import parallel_state
 

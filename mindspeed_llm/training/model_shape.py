@@ -18,8 +18,10 @@ from mindspeed_llm.training.options import TrainOptions
 
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 """What flags must say where no config.json does."""
-SAME_NAME = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-SAME_NAME += ("kv_channels", "vocab_size", "norm_epsilon")
+SAME_NAME = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "vocab_size", "norm_epsilon"),
+)
 
 
 def find_shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
@@ -68,16 +70,17 @@ def _from_flags(options: TrainOptions) -> ModelShape:
         raise ConfigError(
             f"no config.json says what to train: give --hf-cfg-dir, or {', '.join(missing)}"
         )
-    heads = options.num_attention_heads
+    sizes: Any = options  # what is needed is given
+    heads = sizes.num_attention_heads
     return ModelShape(
         family=options.model_type_hf or "llama",
-        num_layers=options.num_layers - len(options.noop_layers),
-        hidden_size=options.hidden_size,
-        ffn_hidden_size=options.ffn_hidden_size,
+        num_layers=sizes.num_layers - len(options.noop_layers),
+        hidden_size=sizes.hidden_size,
+        ffn_hidden_size=sizes.ffn_hidden_size,
         num_attention_heads=heads,
-        num_query_groups=options.num_query_groups or heads,
-        kv_channels=options.kv_channels or options.hidden_size // heads,
-        vocab_size=options.vocab_size,
+        num_query_groups=sizes.num_query_groups or heads,
+        kv_channels=sizes.kv_channels or sizes.hidden_size // heads,
+        vocab_size=sizes.vocab_size,
         max_position_embeddings=options.max_position_embeddings or options.seq_length or 4096,
         norm_epsilon=options.norm_epsilon or 1e-6,
         tied=not options.untie_embeddings_and_output_weights,

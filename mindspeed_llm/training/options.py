@@ -1,10 +1,12 @@
-"""Typed options of training a language model, in sections."""
+"""Typed options of training a language model, in sections: as an object, flags or a YAML file."""
 
-from typing import Any, Literal
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import create_model
 
-from mindspeed.config import Options
+from mindspeed.config import ConfigError, Options, add_options, read_options, suggest_flags
 from mindspeed.features.registry import registry
 from mindspeed.training.options import (
     CheckpointOptions,
@@ -12,7 +14,9 @@ from mindspeed.training.options import (
     OptimizerOptions,
     RunOptions,
     ScheduleOptions,
+    check_run,
 )
+from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.data.options import PreprocessOptions
 
 
@@ -117,9 +121,11 @@ class DataOptions(Options):
     """Folder of the model's tokenizer, for data files (default: that of the model)."""
 
 
-RAW_FIELDS = ("json_keys", "map_keys", "prompt_type", "prompt_type_path", "enable_thinking")
-RAW_FIELDS += ("special_tokens", "too_long", "pack", "append_eod", "on_bad_line", "workers")
-RAW_FIELDS += ("n_subs", "cache_dir", "trust_remote_code")
+RAW_FIELDS = (
+    *("json_keys", "map_keys", "prompt_type", "prompt_type_path", "enable_thinking"),
+    *("special_tokens", "too_long", "pack", "append_eod", "on_bad_line", "workers"),
+    *("n_subs", "cache_dir", "trust_remote_code"),
+)
 
 
 class HandlerOptions(Options):
@@ -130,13 +136,21 @@ class HandlerOptions(Options):
     GeneralPretrainHandler)."""
 
 
-def _as_preprocess_has_them() -> dict[str, Any]:
+def _preprocess_fields() -> dict[str, Any]:
     fields = PreprocessOptions.model_fields
     return {name: (fields[name].annotation, fields[name]) for name in RAW_FIELDS}
 
 
-RawOptions = create_model("RawOptions", __base__=HandlerOptions, **_as_preprocess_has_them())
-RawOptions.__doc__ = HandlerOptions.__doc__
+if TYPE_CHECKING:
+
+    class RawOptions(HandlerOptions):
+        """The handler and fields of preprocessing, which are known at run time only."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    RawOptions = create_model("RawOptions", __base__=HandlerOptions, **_preprocess_fields())
+    RawOptions.__doc__ = HandlerOptions.__doc__
 
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -287,5 +301,62 @@ class StageOptions(
 
 
 # The switches of mindspeed's features (--use-fused-rmsnorm and the like) are options as well.
-TrainOptions = create_model("TrainOptions", __base__=(StageOptions, registry().options_class))
-TrainOptions.__doc__ = "Everything that decides what a training run does."
+if TYPE_CHECKING:
+
+    class TrainOptions(StageOptions):
+        """Everything that decides what a training run does."""
+
+else:
+    TrainOptions = create_model("TrainOptions", __base__=(StageOptions, registry().options_class))
+    TrainOptions.__doc__ = "Everything that decides what a training run does."
+
+OTHER_NAMES = {"--no-pad-to-seq-lengths": "variable_seq_lengths"}
+"""Flags that were renamed upstream, under the name that is not the field's."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of training."""
+    add_options(parser, TrainOptions, SECTIONS)
+    for flag, field in OTHER_NAMES.items():
+        parser.add_argument(
+            flag,
+            dest=field,
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help=f"The same as --{field.replace('_', '-')}.",
+        )
+
+
+def from_arguments(namespace: argparse.Namespace) -> TrainOptions:
+    """Build the options of training and check them."""
+    options = read_options(namespace, TrainOptions)
+    check(options)
+    return options
+
+
+def parse(argv: Sequence[str] | None = None) -> TrainOptions:
+    """Read the options of a script's command line."""
+    parser = argparse.ArgumentParser(description="Train a language model.", allow_abbrev=False)
+    add_arguments(parser)
+    suggest_flags(parser)
+    return from_arguments(parser.parse_args(argv))
+
+
+def check(options: TrainOptions) -> None:
+    """Raise ConfigError for what can never work, before anything is loaded."""
+    if not options.data_path:
+        raise ConfigError("--data-path is missing: give the --output-prefix of preprocess")
+    check_run(options)
+    if options.load is None and not options.from_scratch:
+        raise ConfigError(
+            "--load is missing: give a model or a checkpoint, or --from-scratch for random weights"
+        )
+    if options.bf16 and options.fp16:
+        raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
+    split_weights(options.data_path)
+    start, end = split_parts(options.split)[1]
+    if options.eval_interval and options.eval_iters and start == end:
+        raise ConfigError(
+            f"--eval-interval {options.eval_interval}: --split {options.split} leaves no data to "
+            "evaluate on: give a share, such as --split 98,2,0, or drop --eval-interval"
+        )

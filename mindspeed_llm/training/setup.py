@@ -1,8 +1,9 @@
 """Everything a run needs, made once from its options."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,21 @@ from mindspeed.distributed.process_groups import init_distributed, init_model_pa
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.features.activation import current
 from mindspeed.features.base import Context
+from mindspeed.training.checkpoint_dir import (
+    TrainState,
+    agree_on_resume,
+    find_resume,
+    read_state,
+    resume,
+    verify_state,
+)
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training import model
-from mindspeed_llm.training.checkpoint import Checkpoints
-from mindspeed_llm.training.folders import (
-    Progress,
-    agreed_to_resume,
-    go_on,
-    read_progress,
-    to_resume,
-    verify_state,
-)
+from mindspeed_llm.training.checkpoint import MegatronCheckpoints
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
+from mindspeed_llm.training.model import ModelRole, RoleModel
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
 
@@ -49,18 +51,16 @@ class Setup:
     lora: LoraPlan | None
     """The adapters to train, if not the weights."""
     save_dir_lock: SaveDirLock | None
-    """The first rank's hold on --save."""
+    """The first rank's lock on --save."""
 
 
 @dataclass
 class Training:
-    """The model of this rank and what trains it."""
+    """The models of this rank, and where their training is."""
 
-    chunks: list[Any]
-    wrapped: list[Any]
-    optimizer: Any
-    checkpoints: Checkpoints
-    progress: Progress
+    models: dict[str, RoleModel]
+    checkpoints: MegatronCheckpoints
+    state: TrainState
 
 
 def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
@@ -68,13 +68,15 @@ def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
     is_first = environment.is_rank_zero()
     save_dir_lock = SaveDirLock(options.save) if options.save and is_first else None
     with release_on_error(save_dir_lock):
-        resumed = to_resume(options, is_training=is_training)
+        resumed = find_resume(options, is_training=is_training)
         if resumed is not None:
             verify_state(resumed, options)
-        shape, folder = find_shape(options) if resumed is None else _known_shape(options, resumed)
+        shape, folder = (
+            find_shape(options) if resumed is None else _shape_of_checkpoint(options, resumed)
+        )
         lora = plan_lora(options, shape)
         if resumed is not None:
-            check_same(lora, read_progress(resumed).lora)
+            check_same(lora, read_state(resumed).lora)
         dims = parallel_dims(options, shape)
         activate_features(options, shape, dims)
         if is_training:
@@ -99,7 +101,8 @@ def parallel_dims(options: TrainOptions, shape: ModelShape) -> ParallelDims:
         vpp=virtual_stages(layers, pp, options.num_layers_per_virtual_pipeline_stage),
         ep=options.expert_model_parallel_size,
         micro_batch_size=options.micro_batch_size,
-        global_batch_size=options.global_batch_size,
+        # None: one micro-batch of every data-parallel rank
+        global_batch_size=options.global_batch_size,  # type: ignore[arg-type]
     )
     dims.check_model(
         num_layers=layers,
@@ -129,7 +132,7 @@ def activate_features(options: TrainOptions, shape: ModelShape, dims: ParallelDi
 
 
 def check_experts(options: TrainOptions, shape: ModelShape) -> None:
-    """Refuse to train a mixture of experts in a way that Megatron does not."""
+    """Raise ConfigError for a mixture of experts under parallel sizes that Megatron refuses."""
     tp, is_split = options.tensor_model_parallel_size, options.sequence_parallel
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
@@ -142,48 +145,77 @@ def _num_layers(options: TrainOptions, shape: ModelShape) -> int:
     return shape.num_layers + len(options.noop_layers)
 
 
-def begin(setup: Setup, provider: Callable[..., Any]) -> Training:
-    """Build the model, and fill it from --load or from the checkpoint to go on from."""
+def build_models(
+    setup: Setup,
+    roles: Sequence[ModelRole],
+    provider: Callable[..., Any],
+    shape_of: Callable[[ModelRole], ModelShape],
+) -> Training:
+    """Build the models of a stage, and fill them from their sources or from the checkpoint."""
     options = setup.options
-    seed_everything(options.seed)
-    with model.accepted_by_megatron():
-        chunks = model.build_chunks(provider, setup.dims)
-    resumed = agreed_to_resume(options)
-    if resumed is None and not options.from_scratch:
-        from mindspeed_llm.checkpoint.loading import load_weights
+    resumed = agree_on_resume(options)
+    models = {}
+    for role in roles:
+        is_primary, shape = role is roles[0], shape_of(role)
+        config = setup.config if is_primary else model.make_config(options, shape, setup.dims)
+        seed_everything(options.seed)
+        with model.accepted_by_megatron():
+            build = partial(provider, role=role, config=config)
+            chunks = model.build_chunks(build, setup.dims)
+        if (resumed is None or not role.saved) and not options.from_scratch:
+            _load_weights(chunks, role, shape, options)
+        if is_primary and setup.lora is not None:
+            add_adapters(chunks, setup.lora, shape, options)
+        models[role.name] = _make_trainable(role, config, chunks, options)
+    saved = [each for each in models.values() if each.role.saved]
+    checkpoints = MegatronCheckpoints(options.save, saved)
+    state = TrainState() if resumed is None else resume(checkpoints, resumed, options)
+    return Training(models, checkpoints, state)
 
-        load_weights(
-            chunks,
-            options.load,
-            shape=setup.shape,
-            noop_layers=options.noop_layers,
-            verify=not options.no_verify,
-            is_shared=True,
-        )
-        logger.info("weights from %s", options.load)
-    if setup.lora is not None:
-        add_adapters(chunks, setup.lora, setup.shape, options)
+
+def _load_weights(
+    chunks: list[Any], role: ModelRole, shape: ModelShape, options: TrainOptions
+) -> None:
+    from mindspeed_llm.checkpoint.loading import load_weights
+
+    source = getattr(options, role.source) or options.load
+    assert source is not None  # check: --load or --from-scratch is given
+    load_weights(
+        chunks,
+        source,
+        shape=shape,
+        noop_layers=options.noop_layers,
+        verify=not options.no_verify,
+        is_shared=True,
+    )
+    logger.info("weights from %s", source)
+
+
+def _make_trainable(
+    role: ModelRole, config: Any, chunks: list[Any], options: TrainOptions
+) -> RoleModel:
+    """Wrap the chunks of a role as it is used, with an optimizer if it is trained."""
+    if not role.trainable:
+        return RoleModel(role, config, chunks, model.freeze(chunks, config))
     with model.accepted_by_megatron():
-        wrapped = model.wrap(chunks, setup.config, options)
+        wrapped = model.wrap(chunks, config, options)
         optimizer = model.make_optimizer(wrapped, options)
-    model.connect(setup.config, wrapped, optimizer, options)
-    checkpoints = Checkpoints(options.save, chunks, optimizer)
-    progress = Progress() if resumed is None else go_on(checkpoints, resumed, options)
-    return Training(chunks, wrapped, optimizer, checkpoints, progress)
+    model.connect(config, wrapped, optimizer, options)
+    return RoleModel(role, config, chunks, wrapped, optimizer)
 
 
-def _known_shape(options: TrainOptions, resumed: Path) -> tuple[ModelShape, Path | None]:
-    """Return the shape that a training checkpoint notes, and the folder of its config.json."""
-    shape = build(ModelShape, read_progress(resumed).shape, source=str(resumed))
+def _shape_of_checkpoint(options: TrainOptions, resumed: Path) -> tuple[ModelShape, Path | None]:
+    """Return the shape that a training checkpoint stores, and the folder of its config.json."""
+    shape = build(ModelShape, read_state(resumed).shape, source=str(resumed))
     check_flags(options, shape)
     folder = resumed.parent / HF_FOLDER
     verify_small(folder, enabled=not options.no_verify)
     return shape, folder if (folder / "config.json").is_file() else None
 
 
-def check_data(progress: Progress, fingerprint: str, options: TrainOptions) -> None:
-    """Refuse to go on with other data than the run had."""
-    if progress.data and progress.data != fingerprint:
+def check_data(state: TrainState, fingerprint: str, options: TrainOptions) -> None:
+    """Raise ConfigError if a run would resume with other data than it had."""
+    if state.data and state.data != fingerprint:
         raise ConfigError(
             f"--save {options.save} holds a run on other data than --data-path "
             f"{' '.join(options.data_path)}: choose another --save, or load that checkpoint with "

@@ -18,7 +18,7 @@ from mindspeed.checkpoint.hf_folder import SafetensorsOutput, shard_outputs, wei
 from mindspeed.checkpoint.output import TypedTensor
 from mindspeed.checkpoint.tensor_slice import full_slice, to_index
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.folders import STATE_FILE, read_progress
+from mindspeed.training.checkpoint_dir import STATE_FILE, read_state
 from mindspeed_mm.models.meta_device import tied_names
 from mindspeed_mm.models.weights import (
     ADAPTER,
@@ -202,7 +202,7 @@ def _alpha(folder: Path, adapter: str, given: float | None) -> float:
 
 def _tied(folder: Path) -> dict[str, str]:
     """Return the other names of tied tensors, if a training run saved the checkpoint."""
-    return read_progress(folder).tied if (folder / STATE_FILE).is_file() else {}
+    return read_state(folder).tied if (folder / STATE_FILE).is_file() else {}
 
 
 def _without_prefix(

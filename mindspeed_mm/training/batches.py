@@ -27,13 +27,16 @@ from mindspeed_mm.data.dataloader import (
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A loader that knows its own place, in samples of all ranks."""
+    """A loader that knows its own position, in samples of all ranks."""
 
     consumed_samples: int
     samples_per_epoch: int
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place."""
+        """Go to a position."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate from the position on."""
 
 
 class Batches:
@@ -154,9 +157,9 @@ class _Numbers:
     def __init__(
         self, loader: DataLoader[Any], shufflers: "_Shufflers", first: int, step: int, seed: int
     ) -> None:
-        self._batches: Any = loader.batch_sampler
-        self._shufflers, self._seed = shufflers, seed
-        self._epoch, self._first = divmod(first, len(self._batches))
+        sampler: Any = loader.batch_sampler
+        self._batches, self._shufflers, self._seed = sampler, shufflers, seed
+        self._epoch, self._first = divmod(first, len(sampler))
         self._step = step
 
     def __iter__(self) -> Iterator[list[SampleIndex]]:

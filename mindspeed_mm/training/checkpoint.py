@@ -23,7 +23,8 @@ from mindspeed.checkpoint.dcp_metadata import DcpTensor, dcp_tensors, read_dcp_m
 from mindspeed.checkpoint.dcp_reader import verify_except_entries, weights_only
 from mindspeed.checkpoint.dcp_writer import DigestWriter
 from mindspeed.config import did_you_mean
-from mindspeed_llm.training.folders import CheckpointFolders, Mismatch, Progress, unloadable
+from mindspeed.distributed.process_groups import set_collective_timeout
+from mindspeed.training.checkpoint_dir import CheckpointStore, Mismatch, TrainState, load_error
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
 from mindspeed_mm.training.stored import StoredForm
@@ -37,8 +38,8 @@ class _Save:
 
     future: "Future[Any]"
     writer: DigestWriter
-    aside: Path
-    progress: Progress
+    staging: Path
+    state: TrainState
     keep_last: int | None
 
 
@@ -46,9 +47,15 @@ class FsdpCheckpoints:
     """Saves and loads the training of one sharded model."""
 
     def __init__(
-        self, root: str | None, model: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        root: str | None,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        timeout_minutes: int | None = None,
     ) -> None:
-        self._folders = CheckpointFolders(root) if root else None
+        self._store = CheckpointStore(root) if root else None
+        self._timeout_minutes = timeout_minutes
         self._model, self._optimizer = model, optimizer
         self._form = StoredForm()
         self._group: dist.ProcessGroup | None = None
@@ -70,33 +77,35 @@ class FsdpCheckpoints:
             with weights_only(folder, metadata, entries):
                 dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
         except dcp.CheckpointException as error:
-            raise unloadable(folder, error) from None
+            raise load_error(folder, error) from None
 
     def save(
-        self, progress: Progress, *, keep_last: int | None = None, in_background: bool = False
+        self, state: TrainState, *, keep_last: int | None = None, in_background: bool = False
     ) -> None:
-        """Save where the run is, if there is a place for it.
+        """Save a checkpoint, if the run has a directory for it.
 
-        In the background, what is to be written is copied now, and training may go on; `poll` and
-        `finish` see to the end of it.
+        In the background, what is to be written is copied now, and training may continue; `poll`
+        or `finish` completes the save.
         """
-        if self._folders is None:
+        if self._store is None:
             return
         self.finish()
-        progress = replace(progress, tied=_aliases(self._model))
-        with self._folders.explained(progress.iteration):
-            aside = self._folders.new(progress.iteration)
+        state = replace(state, tied=_aliases(self._model))
+        with self._store.explain_errors(state.iteration):
+            staging = self._store.create(state.iteration)
             _agree_on_buffers(self._model)
-            state = self._state(progress.has_optimizer)
-            writer = DigestWriter(aside)
+            tensors = self._state(state.has_optimizer)
+            writer = DigestWriter(staging)
             if in_background:
-                future = dcp.async_save(
-                    state, storage_writer=writer, process_group=self._host_group()
+                future: Any = dcp.async_save(
+                    tensors, storage_writer=writer, process_group=self._host_group()
                 )
-                self._saving = _Save(future, writer, aside, progress, keep_last)
+                self._saving = _Save(future, writer, staging, state, keep_last)
             else:
-                dcp.save(state, storage_writer=writer)
-                self._folders.commit(aside, progress, keep_last, writer.files)
+                dcp.save(tensors, storage_writer=writer)
+                self._store.commit(staging, state, keep_last, writer.files)
+        if self._timeout_minutes is not None:  # the first save may have made groups of its own
+            set_collective_timeout(self._timeout_minutes)
 
     def poll(self) -> None:
         """Complete a save in the background if all ranks have written."""
@@ -110,12 +119,12 @@ class FsdpCheckpoints:
     def finish(self) -> None:
         """Wait for a save in the background and complete it."""
         if self._saving is not None:
-            assert self._folders is not None
+            assert self._store is not None
             save, self._saving = self._saving, None
-            with self._folders.explained(save.progress.iteration):
+            with self._store.explain_errors(save.state.iteration):
                 save.future.result()
                 files = save.writer.files
-                self._folders.commit(save.aside, save.progress, save.keep_last, files)
+                self._store.commit(save.staging, save.state, save.keep_last, files)
 
     def _host_group(self) -> dist.ProcessGroup:
         """Return a group of its own for the background: steps talk at the same time."""

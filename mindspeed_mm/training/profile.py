@@ -15,7 +15,7 @@ class Trace:
     """Traces the steps from start_step until before end_step, on the ranks that are named."""
 
     def __init__(self, tool: Any, rank: int) -> None:
-        profile = getattr(tool, "profile", None)
+        profile: Any = getattr(tool, "profile", None)
         is_asked = getattr(profile, "enable", False)
         self._how = profile.static_param if is_asked and _is_named(rank, profile.ranks) else None
         self._rank = rank

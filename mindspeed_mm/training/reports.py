@@ -1,8 +1,7 @@
-"""What micro-batches tell of their losses, added up over a step and over all ranks."""
+"""What the loss function of a script reports, added up over a step and over all ranks."""
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,43 +9,8 @@ import torch.distributed as dist
 
 from mindspeed import device
 from mindspeed.config import ConfigError
+from mindspeed.training.metrics import StepTotals
 from mindspeed_mm.training.callbacks import MicroLoss, on_device
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What every rank knows after a step."""
-
-    losses: dict[str, float]
-    tokens: int
-    sums: list[float]
-    """The sums over all ranks of whatever else was to be shared."""
-    is_finite: bool
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over all ranks, on the device: of each loss and its count, of tokens, of all else."""
-
-    names: list[str]
-    values: torch.Tensor
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """The tokens of the step."""
-        return self.values[2 * len(self.names)]
-
-    def other(self, number: int) -> torch.Tensor:
-        """One of the sums of whatever else was to be shared."""
-        return self.values[2 * len(self.names) + 1 + number]
-
-    def read(self) -> Shared:
-        """Wait for the device."""
-        numbers, end = self.values.tolist(), 2 * len(self.names)
-        pairs = zip(numbers[0:end:2], numbers[1:end:2])
-        losses = {name: value / max(count, 1.0) for name, (value, count) in zip(self.names, pairs)}
-        is_finite = all(map(math.isfinite, numbers))
-        return Shared(losses, int(numbers[end]), numbers[end + 1 :], is_finite)
 
 
 class Reports:
@@ -55,10 +19,10 @@ class Reports:
     def __init__(self, per_token: bool, context_group: dist.ProcessGroup | None = None) -> None:
         self._per_token, self._context_group = per_token, context_group
         self._names: list[str] | None = None
-        self._begin()
+        self._reset()
 
     def add(self, loss: MicroLoss) -> MicroLoss:
-        """Note a micro-batch; return it with the tokens of all ranks that share its sequences."""
+        """Add a micro-batch; return it with the tokens of all ranks that share its sequences."""
         self._tokens.append(loss.tokens)
         if loss.tokens is not None and not self._per_token:
             loss = replace(loss, tokens=self._over_sequence(loss.tokens.float()))
@@ -66,31 +30,31 @@ class Reports:
             self._pairs.setdefault(name, []).append(self._pair(value))
         return loss
 
-    def share(self, *others: torch.Tensor | float) -> Totals:
-        """Add up over all ranks and reset; `others` are added up with it."""
+    def reduce(self, *extras: torch.Tensor | float) -> StepTotals:
+        """Add up over all ranks and reset; `extras` are added up with it."""
         if self._names is None:
             self._names = _union(self._pairs)
         if unknown := self._pairs.keys() - set(self._names):
             raise ConfigError(
-                f"loss_func tells {sorted(unknown)[0]}, which it did not in the first step: tell "
-                "the same names in every step and on every rank"
+                f"loss_func reports {sorted(unknown)[0]}, which it did not in the first step: "
+                "report the same names in every step and on every rank"
             )
         where = device.current().torch_device
         row = [_sum(self._pairs.get(name, [])).to(where) for name in self._names]
         tokens = [t.to(where, torch.float32) for t in self._tokens if t is not None]
-        last = [on_device(value, where).float() for value in others]
+        last = [on_device(value, where).float() for value in extras]
         counted = torch.stack([sum(tokens, torch.zeros((), dtype=torch.float32, device=where))])
         total = torch.cat([*row, counted, *(value.reshape(1) for value in last)])
         dist.all_reduce(total)
-        self._begin()
-        return Totals(self._names, total)
+        self._reset()
+        return StepTotals(self._names, total)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._pairs: dict[str, list[torch.Tensor]] = {}
         self._tokens: list[torch.Tensor | None] = []
 
     def _pair(self, value: Any) -> torch.Tensor:
-        """Return a sum and how many it is of: of tokens, or of micro-batches that have some."""
+        """Return a sum and its count: of tokens, or of micro-batches that have some."""
         pair = _as_tensor(value).float()
         if pair.numel() == 1:
             return torch.stack([pair.reshape(()), torch.ones_like(pair).reshape(())])
@@ -115,8 +79,8 @@ def _as_tensor(value: Any) -> torch.Tensor:
     found = on_device(value, where)
     if found.numel() not in (1, 2):
         raise ConfigError(
-            f"loss_func tells a tensor of shape {tuple(found.shape)}: tell a number, or a sum and "
-            "how many it sums"
+            f"loss_func reports a tensor of shape {tuple(found.shape)}: report a number, or a sum "
+            "and its count"
         )
     return found
 
@@ -126,7 +90,7 @@ def _sum(pairs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _union(mine: Iterable[str]) -> list[str]:
-    """Return the names that any rank tells, in an order that all ranks share."""
+    """Return the names that any rank reports, in an order that all ranks share."""
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, list(mine))
     return list(dict.fromkeys(name for names in found for name in names))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed.config import ConfigError, printable
+from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.entry import CONFIG_ERROR, run_rank
-from mindspeed_llm.training.folders import Progress
 from mindspeed_mm.training.arguments import ExtraArguments, Run, Schema, parse
 from mindspeed_mm.training.callbacks import Callbacks
 
@@ -28,7 +28,7 @@ def pretrain(
 ) -> None:
     """Train as one rank of a script, in Megatron's order of arguments; model_type may be left out.
 
-    What the user can put right ends the script with one line and exit code 2. `schema` says what
+    A configuration error ends the script with one line and exit code 2. `schema` says what
     the model and data sections may hold, where they are not those of TransformersModel.
     """
     if forward_step_func is None:
@@ -60,15 +60,15 @@ def pretrain(
         raise SystemExit(code)
 
 
-def train(run: Run, callbacks: Callbacks) -> Progress:
-    """Train as one rank to the last step; Stopped is raised if it is asked to end before."""
+def train(run: Run, callbacks: Callbacks) -> TrainState:
+    """Train as one rank to the last step; Stopped is raised if it is asked to stop before."""
     import mindspeed.megatron_adaptor  # noqa: F401  # before anything of Megatron
-    from mindspeed_mm.training.loop import FsdpLoop
     from mindspeed_mm.training.setup import prepare
+    from mindspeed_mm.training.trainer import FsdpTrainer
 
     setup = prepare(run, callbacks)
     try:
-        return FsdpLoop(setup, callbacks).run()
+        return FsdpTrainer(setup, callbacks).train()
     except ConfigError as error:
         if setup.args.local_rank:  # what is wrong with data may be seen by one rank only
             logger.error("rank %d: %s", setup.dims.rank, error)

@@ -26,8 +26,8 @@ from mindspeed.distributed.process_groups import (
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.fsdp import shard
 from mindspeed.fsdp.plan import DTYPES
+from mindspeed.training.checkpoint_dir import TrainState, agree_on_resume, resume, verify_state
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
-from mindspeed_llm.training.folders import Progress, agreed_to_resume, go_on, verify_state
 from mindspeed_mm.models import meta_device, weights
 from mindspeed_mm.models.options import LoraConfig
 from mindspeed_mm.training.arguments import Run
@@ -48,11 +48,11 @@ class Setup:
     args: argparse.Namespace
     dims: ParallelDims
     save_dir_lock: SaveDirLock | None
-    """The first rank's hold on --save."""
+    """The first rank's lock on --save."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
     checkpoints: FsdpCheckpoints
-    progress: Progress
+    state: TrainState
 
     @property
     def is_per_token(self) -> bool:
@@ -78,18 +78,20 @@ def _begin_with(
     _init_process_groups(options, dims)
     args = make_args(run, dims)
     set_args(args)
-    resumed = agreed_to_resume(options)
+    resumed = agree_on_resume(options)
     if resumed is not None:
         verify_state(resumed, options)
     model = _build(run, callbacks, dims)
     _fill(model, run, resumed)
     model.train()
     optimizer = make_optimizer(model, options)
-    checkpoints = FsdpCheckpoints(options.save, model, optimizer)
-    progress = _begin(run, checkpoints, resumed)
+    checkpoints = FsdpCheckpoints(
+        options.save, model, optimizer, timeout_minutes=options.distributed_timeout_minutes
+    )
+    state = _load_state(run, checkpoints, resumed)
     set_collective_timeout(options.distributed_timeout_minutes)  # also groups made by sharding
-    args.iteration, args.consumed_train_samples = progress.iteration, progress.consumed_samples
-    return Setup(run, args, dims, save_dir_lock, model, optimizer, checkpoints, progress=progress)
+    args.iteration, args.consumed_train_samples = state.iteration, state.consumed_samples
+    return Setup(run, args, dims, save_dir_lock, model, optimizer, checkpoints, state=state)
 
 
 def parallel_dims(options: MmOptions) -> ParallelDims:
@@ -99,7 +101,8 @@ def parallel_dims(options: MmOptions) -> ParallelDims:
         rank=environment.rank(),
         cp=options.context_parallel_size,
         micro_batch_size=options.micro_batch_size,
-        global_batch_size=options.global_batch_size,
+        # None: one micro-batch of every data-parallel rank
+        global_batch_size=options.global_batch_size,  # type: ignore[arg-type]
     )
 
 
@@ -114,18 +117,18 @@ def _init_process_groups(options: MmOptions, dims: ParallelDims) -> None:
 
 
 def adapters(run: Run) -> dict[str, Any]:
-    """Return what checkpoints tell of the adapters of the model section, if it has some."""
+    """Return the adapters of the model section, as checkpoints store them; empty without."""
     lora = getattr(run.mm.model, "lora", None)
     return lora.as_peft() if isinstance(lora, LoraConfig) else {}
 
 
-def _must_go_on_alike(now: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Refuse another alpha than the run had; adapters of another rank or place do not fit."""
+def _check_same_alpha(now: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise for another alpha than the run had; adapters of another rank or layer do not fit."""
     key = "lora_alpha"
     if saved and now.get(key) != saved.get(key):
         raise ConfigError(
-            f"lora: alpha: {now.get(key)}: the run to go on from has {saved.get(key)}: give that, "
-            "or begin from that checkpoint with --finetune and another --save"
+            f"lora: alpha: {now.get(key)}: the run to resume has {saved.get(key)}: give that, "
+            "or start from that checkpoint with --finetune and another --save"
         )
 
 
@@ -160,7 +163,8 @@ def _build(run: Run, callbacks: Callbacks, dims: ParallelDims) -> nn.Module:
         model = callbacks.model()
     if dims.cp > 1:
         _share_sequences(model, dims.cp)
-    if not (hasattr(model, "fully_shard") and model.fully_shard(fsdp2_config=run.fsdp)):
+    shard_itself: Any = getattr(model, "fully_shard", None)
+    if shard_itself is None or not shard_itself(fsdp2_config=run.fsdp):
         shard(model, run.fsdp)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     loose = [name for name, p in trained.items() if not isinstance(p, DTensor)]
@@ -215,14 +219,14 @@ def _verify_hf(source: str | None, run: Run) -> None:
         verify(Path(source), enabled=is_wanted, is_shared=True, is_expected=False)
 
 
-def _begin(run: Run, checkpoints: FsdpCheckpoints, resumed: Path | None) -> Progress:
-    """Go on from a training checkpoint, or begin with the weights of one."""
+def _load_state(run: Run, checkpoints: FsdpCheckpoints, resumed: Path | None) -> TrainState:
+    """Resume from a training checkpoint, or start with the weights of one."""
     options = run.options
     if resumed is not None:
-        progress = go_on(checkpoints, resumed, options)
-        _must_go_on_alike(adapters(run), progress.lora)
-        return progress
+        state = resume(checkpoints, resumed, options)
+        _check_same_alpha(adapters(run), state.lora)
+        return state
     if options.load is not None and (found := detect(options.load)).kind != "hf":
         checkpoints.load(found.folder, with_optimizer=False, verify=not options.no_verify)
         logger.info("weights from %s", found.folder)
-    return Progress()
+    return TrainState()

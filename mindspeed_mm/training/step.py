@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed import device
 from mindspeed.distributed.parallel_dims import ParallelDims
-from mindspeed.training.metrics import StepResult
+from mindspeed.training.metrics import ReducedMetrics, StepResult, StepTotals
 from mindspeed_mm.training.callbacks import Callbacks, MicroLoss
 from mindspeed_mm.training.optimizer import local_shards
-from mindspeed_mm.training.reports import Reports, Shared, Totals
+from mindspeed_mm.training.reports import Reports
 
 
-class FsdpStepper:
-    """Runs steps of one model; FSDP2 takes the mean of gradients over all ranks."""
+class FsdpStep:
+    """Trains one model step by step; FSDP2 takes the mean of gradients over all ranks."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class FsdpStepper:
         self._reports = self._new_reports()
 
     def train(self, batches: Iterator[Any], stop: bool = False) -> StepResult:
-        """Learn from one global batch; `stop` is this rank's wish to end, which becomes all's."""
+        """Train on one global batch; `stop` is whether this rank was asked to stop."""
         count = self._dims.num_micro_batches
         for number in range(count):
             self._reduce_now(number == count - 1)
@@ -51,43 +51,45 @@ class FsdpStepper:
             loss = self._reports.add(loss)
             self._scaled(loss).backward()
         gradients = local_shards(p.grad for p in self._trained if p.grad is not None)
-        totals = self._reports.share(self._squares(gradients), float(stop))
-        shared = self._update(gradients, totals)
+        totals = self._reports.reduce(self._squares(gradients), float(stop))
+        reduced = self._update(gradients, totals)
         self._optimizer.zero_grad()
-        scale = 1.0 / max(shared.tokens, 1) if self._per_token else 1.0
+        scale = 1.0 / max(reduced.tokens, 1) if self._per_token else 1.0
+        squares, stops = reduced.extras
         return StepResult(
-            metrics=shared.losses,
-            grad_norm=math.sqrt(shared.sums[0]) * scale if shared.sums[0] >= 0 else math.nan,
-            tokens=shared.tokens,
+            metrics=reduced.metrics,
+            grad_norm=math.sqrt(squares) * scale if squares >= 0 else math.nan,
+            tokens=reduced.tokens,
             loss_scale=1.0,
-            is_updated=shared.is_finite,
-            is_finite=shared.is_finite,
-            should_stop=shared.sums[1] > 0,
+            is_updated=reduced.is_finite,
+            is_finite=reduced.is_finite,
+            should_stop=stops > 0,
         )
 
-    def _update(self, gradients: list[torch.Tensor], totals: Totals) -> Shared:
-        """Clip and update, unless anything is not a number; return the sums."""
+    def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> ReducedMetrics:
+        """Clip and update, unless anything is not finite; return the metrics."""
         scale = self._scale(totals)
         if self._is_fused:
-            # The kernel clips and looks for itself: the device need not wait for us to have looked.
-            self._optimizer.grad_scale = scale.reciprocal()
-            self._optimizer.found_inf = 1.0 - totals.values.isfinite().all().float()
-            self._optimizer.step()
-            return totals.read()
-        shared = totals.read()
-        if shared.is_finite:
+            # The kernel clips and checks itself: the device need not wait for the host to read.
+            optimizer: Any = self._optimizer
+            optimizer.grad_scale = scale.reciprocal()
+            optimizer.found_inf = 1.0 - totals.is_finite().float()
+            optimizer.step()
+            return totals.read()[0]
+        reduced, _ = totals.read()
+        if reduced.is_finite:
             if (factor := scale.item()) != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
-        return shared
+        return reduced
 
-    def _scale(self, totals: Totals) -> torch.Tensor:
+    def _scale(self, totals: StepTotals) -> torch.Tensor:
         """Return what to multiply gradients with."""
         scale = torch.ones_like(totals.tokens)
         if self._per_token:
             scale = scale / totals.tokens.clamp(min=1)
         if self._clip > 0:
-            norm = totals.other(0).sqrt() * scale
+            norm = totals.extra(0).sqrt() * scale
             scale = scale * (self._clip / (norm + 1e-6)).clamp(max=1)
         return scale
 
@@ -103,12 +105,12 @@ class FsdpStepper:
         return (norms.square() * shares).sum().to(where)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Return the mean losses of micro-batches, of which every rank has as many."""
+        """Return the mean metrics of micro-batches, of which every rank has as many."""
         reports = self._new_reports()
         with self._evaluating():
             for batch in batches:
                 reports.add(self._callbacks.loss(iter([batch]), self._model))
-        return reports.share().read().losses
+        return reports.reduce().read()[0].metrics
 
     def to_show(self, batches: Iterable[Any]) -> list[Any]:
         """Return what is to be shown of micro-batches, of which every rank has as many."""

@@ -19,7 +19,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
     write_samples,
 )
 
-ADVICE = "; to go on from iteration 1, put 1 into"
+ADVICE = "; to resume from iteration 1, put 1 into"
 
 
 def cut(folder):

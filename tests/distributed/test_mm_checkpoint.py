@@ -28,7 +28,7 @@ def train_cases(folder: str, cases: dict[str, Case]) -> None:
         runs.train_once(run, runs.user_callbacks(shuffle=True, noise=0.5))
 
 
-def go_on(folder: Path) -> dict[str, Any]:
+def resume(folder: Path) -> dict[str, Any]:
     return {"load": str(folder / "half"), "train_iters": WHOLE}
 
 
@@ -37,12 +37,12 @@ def test_other_ranks_and_other_shards_go_on(tmp_path: Path) -> None:
         "whole": ({"train_iters": WHOLE}, {}),
         "half": ({"train_iters": HALF, "async_save": True, "save_interval": 1}, {}),
         # What data sets draw does not depend on whether a worker draws it.
-        "same": (go_on(tmp_path) | {"num_workers": 1}, {}),
-        "copies": (go_on(tmp_path), {"sharding_size": 2, "reshard_after_forward": False}),
+        "same": (resume(tmp_path) | {"num_workers": 1}, {}),
+        "copies": (resume(tmp_path), {"sharding_size": 2, "reshard_after_forward": False}),
     }
     run_ranks(train_cases, 4, str(tmp_path), cases, timeout=240)
-    run_ranks(train_cases, 2, str(tmp_path), {"two": (go_on(tmp_path), {})})
-    run_ranks(train_cases, 3, str(tmp_path), {"three": (go_on(tmp_path), {"sharding_size": 1})})
+    run_ranks(train_cases, 2, str(tmp_path), {"two": (resume(tmp_path), {})})
+    run_ranks(train_cases, 3, str(tmp_path), {"three": (resume(tmp_path), {"sharding_size": 1})})
     expected = read_checkpoint(tmp_path / "whole")
     assert any(name.endswith("exp_avg_sq") for name in expected)
     for name in ("same", "copies", "two", "three"):

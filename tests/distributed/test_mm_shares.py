@@ -11,7 +11,7 @@ from mindspeed.config import build
 from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.fsdp import FsdpOptions, shard
 from mindspeed_mm.training.callbacks import Callbacks
-from mindspeed_mm.training.step import FsdpStepper
+from mindspeed_mm.training.step import FsdpStep
 from tests.mm import runs
 from tests.ranks import run_ranks
 
@@ -58,7 +58,7 @@ def take_steps() -> dict[str, list[float]]:
         callbacks = Callbacks(lambda: None, lambda: None, forward_step)
         dp = world // cp
         dims = ParallelDims(world=world, rank=rank, cp=cp, global_batch_size=MICRO_BATCHES * dp)
-        stepper = FsdpStepper(model, optimizer, callbacks, dims, clip=CLIP, per_token=False)
+        stepper = FsdpStep(model, optimizer, callbacks, dims, clip=CLIP, per_token=False)
         data = runs.UserData()
         mine = (data[dp * number + rank // cp] for number in range(MICRO_BATCHES))
         result = stepper.train(mine)

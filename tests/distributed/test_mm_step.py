@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed.config import ConfigError, build
 from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.fsdp import FsdpOptions, shard
+from mindspeed.training.loop import NotFinite
 from mindspeed.training.metrics import StepResult
-from mindspeed_llm.training.course import NotANumber
 from mindspeed_mm.training import get_args, train
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.optimizer import ShardedAdamW
-from mindspeed_mm.training.step import FsdpStepper
+from mindspeed_mm.training.step import FsdpStep
 from mindspeed_mm.training.tool import ProfileOptions, ToolConfig, TraceOptions
 from tests.mm import runs
 from tests.ranks import group_time_outs, run_ranks
@@ -127,7 +127,7 @@ def observe(folder: str) -> dict[str, Any]:
     assert of_megatron() is get_args()
     seen["saved"] = _poisoned(folder, "once", 2, max_nan_iterations=2)
     _poisoned(folder, "end", 2, max_nan_iterations=2, train_iters=2)
-    with pytest.raises(NotANumber, match="in 1 steps up to iteration 2"):
+    with pytest.raises(NotFinite, match="in 1 steps up to iteration 2"):
         _poisoned(folder, "stop", 2, max_nan_iterations=1)
     seen["time-outs"] = _time_outs(folder)
     _trace(folder)
@@ -210,7 +210,7 @@ def _updates(is_fused: bool) -> tuple[list[StepResult], dict[str, torch.Tensor]]
     world, rank = dist.get_world_size(), dist.get_rank()
     dims = ParallelDims(world=world, rank=rank, global_batch_size=2 * world)
     callbacks = Diary(True, is_uneven=True).callbacks()
-    stepper = FsdpStepper(model, optimizer, callbacks, dims, clip=0.2, per_token=True)
+    stepper = FsdpStep(model, optimizer, callbacks, dims, clip=0.2, per_token=True)
     data = runs.UserData()
     batches = [{k: v[None].clone() for k, v in data[n + rank].items()} for n in range(0, 12, 2)]
     batches[3]["pictures"][:] = float("nan")  # in the second of three steps

@@ -6,7 +6,7 @@ from torch import nn
 
 from mindspeed.config import build
 from mindspeed.fsdp import FsdpOptions, shard
-from mindspeed_llm.training.folders import Progress
+from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed_mm.checkpoint import ConvertOptions
 from mindspeed_mm.checkpoint.conversion import convert
 from mindspeed_mm.training.checkpoint import FsdpCheckpoints
@@ -30,7 +30,7 @@ def save(folder: str) -> None:
     model = Tied()
     shard(model, build(FsdpOptions, {"sharding_size": "auto"}))
     optimizer = torch.optim.AdamW(model.parameters())
-    FsdpCheckpoints(folder, model, optimizer).save(Progress(3, has_optimizer=False))
+    FsdpCheckpoints(folder, model, optimizer).save(TrainState(3, has_optimizer=False))
 
 
 def test_an_export_holds_tied_weights_under_all_names(tmp_path):

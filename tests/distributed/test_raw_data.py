@@ -46,7 +46,7 @@ def logged(values: dict[str, Any]) -> tuple[list[float], str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("mindspeed_llm.training.raw_data")
+    logger = logging.getLogger("mindspeed_llm.training.data")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     return train(values), "\n".join(lines)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_llm.data.indexed import TokenFile, TokenWriter
-from mindspeed_llm.training.token_check import check_tokens
+from mindspeed_llm.training.data import check_tokens
 from tests.distributed.test_raw_data import pretrain
 from tests.ranks import RankFailed, run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (

@@ -78,7 +78,7 @@ def test_one_file_trains_stops_and_goes_on(tmp_path: Path) -> None:
     # What was run is kept as a file that runs: here in one rank, with a flag behind it.
     kept = str(tmp_path / "saved/config.yaml")
     code, output = run("pretrain_vlm.py", kept, "--train-iters", str(done + 2))
-    assert code == 0 and f"going on after iteration {done}" in output, output
+    assert code == 0 and f"resuming after iteration {done}" in output, output
     assert len(read_losses_only(log)) == done + 2
     code, output = run("pretrain_transformers.py", str(file), "--load", str(tmp_path / "none"))
     assert code == 2 and output.count("\n") == 1 and "does not exist" in output, output

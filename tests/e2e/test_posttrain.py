@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(inputs: list[str], tmp_path: Path
         process.communicate()
         assert len(read_losses(str(broken / "log.jsonl"))) < STEPS, "killed too late"
     code, output = _run("posttrain_gpt.py", *flags, "--save", str(broken), nproc=2)
-    assert code == 0 and "going on after iteration" in output, output
+    assert code == 0 and "resuming after iteration" in output, output
     assert read_losses(str(broken / "log.jsonl")) == read_losses(str(whole / "log.jsonl"))
     expected, found = read_checkpoint(whole), read_checkpoint(broken)
     assert expected.keys() == found.keys() and any("exp_avg" in name for name in found)
@@ -107,7 +107,7 @@ def test_sigterm_saves_and_another_layout_goes_on(inputs: list[str], tmp_path: P
     assert 3 <= done < 30
     layout = "--tensor-model-parallel-size 2 --sequence-parallel".split()
     code, output = _run("posttrain_gpt.py", *flags, *layout, "--save", str(stopped), nproc=2)
-    assert code == 0 and f"going on after iteration {done}" in output, output
+    assert code == 0 and f"resuming after iteration {done}" in output, output
     expected = read_losses(str(whole / "log.jsonl"))
     assert read_losses(str(stopped / "log.jsonl")) == pytest.approx(expected, abs=2e-5)
 

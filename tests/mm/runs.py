@@ -193,9 +193,9 @@ def drill_settings(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def train_in_drill(flags: dict[str, Any], folder: str) -> None:
-    """Train the user's model as one rank, telling its process and where it begins."""
-    from mindspeed_mm.training.loop import FsdpLoop
+    """Train the user's model as one rank; write its process id and the iteration it starts at."""
     from mindspeed_mm.training.setup import prepare
+    from mindspeed_mm.training.trainer import FsdpTrainer
 
     rank = os.environ["RANK"]
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
@@ -203,5 +203,5 @@ def train_in_drill(flags: dict[str, Any], folder: str) -> None:
     callbacks = user_callbacks(shuffle=True)
     setup = prepare(make_run(flags, sharded), callbacks)
     if rank == "0":
-        Path(folder, "began").write_text(str(setup.progress.iteration))
-    FsdpLoop(setup, callbacks).run()
+        Path(folder, "began").write_text(str(setup.state.iteration))
+    FsdpTrainer(setup, callbacks).train()

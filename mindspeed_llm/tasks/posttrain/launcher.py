@@ -3,12 +3,11 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.entry import exit_on_config_error, script_mode
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
-from mindspeed_llm.training.arguments import parse
-from mindspeed_llm.training.folders import Progress
-from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.options import TrainOptions, parse
 
 TRAINERS: dict[str, type[BaseTrainer]] = {"sft": SFTTrainer}
 
@@ -23,7 +22,7 @@ def get_trainer(stage: str, options: TrainOptions) -> BaseTrainer:
 class AutoTrainer:
     """The trainer that --stage names, with the options given or those of the command line.
 
-    Without options this is a script: it logs as the commands do, and ends as they do.
+    Without options this is a script: it logs and exits as the commands do.
     """
 
     def __init__(self, options: TrainOptions | None = None) -> None:
@@ -34,8 +33,8 @@ class AutoTrainer:
             self.options = parse() if options is None else options
             self.trainer = get_trainer(self.options.stage, self.options)
 
-    def train(self) -> Progress:
-        """Train to the last step; Stopped is raised if the run is asked to end before."""
+    def train(self) -> TrainState:
+        """Train to the last step; Stopped is raised if the run is asked to stop before."""
         with self._errors():
             return self.trainer.train()
 

@@ -14,7 +14,7 @@ from mindspeed.checkpoint.dcp_reader import EntryVerifier, verify_except_entries
 from mindspeed.checkpoint.dcp_writer import DigestWriter
 from mindspeed.checkpoint.digests import read_digests, write_digests
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.folders import unloadable
+from mindspeed.training.checkpoint_dir import load_error
 from tests.ranks import run_ranks
 from tests.unit.checkpoint.test_digests import flip
 
@@ -58,7 +58,7 @@ def load(folder, names=("large", "small", "step", "w"), verifier=None):
         ):
             dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     except dcp.CheckpointException as error:
-        return str(unloadable(folder, error))
+        return str(load_error(folder, error))
     return wanted
 
 
@@ -156,7 +156,7 @@ def _load_own(*folders):
             with weights_only(folder, read_dcp_metadata(folder), verifier):
                 dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder))
         except dcp.CheckpointException as error:
-            errors.append(str(unloadable(folder, error)))
+            errors.append(str(load_error(folder, error)))
         except ConfigError as error:
             errors.append(str(error))
     return errors

@@ -7,7 +7,7 @@ import pytest
 from mindspeed.config import ConfigError
 from mindspeed_llm.training.lora_plan import plan_lora
 from mindspeed_llm.training.options import TrainOptions
-from tests.unit.mindspeed_llm.training.test_before_work import SHAPE
+from tests.unit.mindspeed_llm.training.test_setup import SHAPE
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.folders import go_on, to_resume
+from mindspeed.training.checkpoint_dir import find_resume, resume
 from mindspeed_mm.training.checkpoint import FsdpCheckpoints, weights_of
 from mindspeed_mm.training.options import MmOptions
 
@@ -106,14 +106,14 @@ def test_a_folder_whose_training_is_lost_is_not_overwritten(tmp_path: Path, said
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text(said, encoding="latin-1")
     options = MmOptions(save=str(tmp_path))
-    with pytest.raises(ConfigError, match="no training to go on with is there: put it right"):
-        to_resume(options)
-    assert to_resume(options.model_copy(update={"no_auto_resume": True})) is None
-    assert to_resume(options.model_copy(update={"load": str(tmp_path)})) is None, (
+    with pytest.raises(ConfigError, match="no training checkpoint of that name: correct it"):
+        find_resume(options)
+    assert find_resume(options.model_copy(update={"no_auto_resume": True})) is None
+    assert find_resume(options.model_copy(update={"load": str(tmp_path)})) is None, (
         "asked for by name"
     )
     tracker.write_text("release\n")
-    assert to_resume(options) is None
+    assert find_resume(options) is None
 
 
 def test_an_older_checkpoint_is_named_only_where_it_would_help(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_an_older_checkpoint_is_named_only_where_it_would_help(tmp_path: Path) -
         folder = save(tmp_path / f"iter_000000{number}", **state)
         (folder / "training.json").write_text(f'{{"iteration": {number}, "has_optimizer": false}}')
     with pytest.raises(ConfigError, match=r"the model wants \(5, 3\)$"):
-        go_on(checkpoints, folder, MmOptions())
+        resume(checkpoints, folder, MmOptions())
     next(folder.glob("*.distcp")).unlink()
-    with pytest.raises(ConfigError, match="to go on from iteration 1, put 1 into"):
-        go_on(checkpoints, folder, MmOptions())
+    with pytest.raises(ConfigError, match="to resume from iteration 1, put 1 into"):
+        resume(checkpoints, folder, MmOptions())

@@ -51,6 +51,6 @@ def test_numbers_of_python_go_to_the_device_without_a_copy(one_rank: None) -> No
         copies.found.clear()
         reports = Reports(per_token=False)
         reports.add(read_loss((loss, 7, told)))
-        totals = reports.share(loss, 1.0)
+        totals = reports.reduce(loss, 1.0)
     assert totals.values.shape == (4 * 2 + 1 + 2,) and totals.values.is_meta
     assert not copies.found

@@ -6,8 +6,7 @@ import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed.training.options import RANGES
-from mindspeed_llm.training.arguments import parse
-from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.options import TrainOptions, parse
 
 SCRIPT = """
 --finetune --stage sft --is-instruction-dataset --tokenizer-not-use-fast --prompt-type qwen

@@ -1,4 +1,4 @@
-"""The loop of a sharded model: a script's loaders, its callbacks, the steps."""
+"""The trainer of a sharded model: a script's loaders, its callbacks, the train steps."""
 
 import logging
 from collections.abc import Iterator
@@ -6,18 +6,17 @@ from itertools import islice
 from typing import Any
 
 from mindspeed.config import ConfigError, Options
-from mindspeed.distributed.process_groups import set_collective_timeout
 from mindspeed.distributed.seeds import seed_step
+from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.entry import Stopped
+from mindspeed.training.loop import TrainLoop, num_steps, run_config
 from mindspeed.training.metrics import StepResult
-from mindspeed_llm.training.course import Course
-from mindspeed_llm.training.folders import Progress
 from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
 from mindspeed_mm.training.profile import Trace
 from mindspeed_mm.training.setup import Setup, adapters
-from mindspeed_mm.training.step import FsdpStepper
+from mindspeed_mm.training.step import FsdpStep
 
 logger = logging.getLogger(__name__)
 
@@ -25,29 +24,26 @@ PLAIN = (str, int, float, bool)
 """Values of a script's own arguments that a file can hold."""
 
 
-class FsdpLoop(Course):
-    """Trains one sharded model on what a script's loaders give."""
+class FsdpTrainer:
+    """Trains one sharded model on the batches of a script's loaders."""
 
     def __init__(self, setup: Setup, callbacks: Callbacks) -> None:
         options, dims = setup.run.options, setup.dims
-        self._setup = setup
-        train, self._valid, self._test = self._open(callbacks)
-        steps = options.train_iters or -(
-            -int(train.samples_per_epoch() * options.epochs) // dims.global_batch_size
-        )
+        self._setup, self._options = setup, options
+        self._train, self._valid, self._test = self._open(callbacks)
         mean = "over all tokens" if setup.is_per_token else "over micro-batches"
         logger.info("the loss is the mean %s of a step", mean)
-        super().__init__(
+        self.loop = TrainLoop(
             options,
-            setup.checkpoints,
-            setup.optimizer,
-            setup.progress,
-            steps=steps,
-            batch=dims.global_batch_size,
+            checkpoints=setup.checkpoints,
+            optimizers=[setup.optimizer],
+            state=setup.state,
+            steps=num_steps(options, self._train.samples_per_epoch, dims.global_batch_size),
+            global_batch=dims.global_batch_size,
             rank=dims.rank,
-            world=dims.world,
+            world_size=dims.world,
         )
-        self._stepper = FsdpStepper(
+        self._step = FsdpStep(
             setup.model,
             setup.optimizer,
             callbacks,
@@ -60,63 +56,57 @@ class FsdpLoop(Course):
             logger.warning("process_non_loss_data_func is not called without --tensorboard-dir")
             self._show = None
         self._trace = Trace(setup.run.mm.tool, dims.rank)
-        self._train = train
-        self._batches = train.endless(setup.progress.consumed_samples)
+        self._batches = self._train.endless(setup.state.consumed_samples)
 
-    def run(self) -> Progress:
+    def train(self) -> TrainState:
         """Train to the last step; then evaluate on the test data, if there is any."""
         try:
-            progress = super().run()
+            state = self.loop.run(self)
         except Stopped as stopped:
             self._trace.end(stopped.iteration)
             self._train.finish()
             raise
-        self._trace.end(progress.iteration)
+        self._trace.end(state.iteration)
         self._train.finish()
         if self._test is not None:
-            means = self._stepper.evaluate(self._to_evaluate(self._test))
-            self._log.add_evaluation(
-                progress.iteration, {f"test {k}": mean for k, mean in means.items()}
-            )
-        return progress
+            means = self._step.evaluate(self._to_evaluate(self._test))
+            named = {f"test {name}": mean for name, mean in means.items()}
+            self.loop.log.add_evaluation(state.iteration, named)
+        return state
 
-    def learn(self, progress: Progress, stop: bool) -> StepResult:
-        """Learn from the next global batch."""
-        iteration, args = progress.iteration + 1, self._setup.args
-        args.iteration, args.consumed_train_samples = iteration, progress.consumed_samples
+    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+        """Train on the next global batch."""
+        iteration, args = state.iteration + 1, self._setup.args
+        args.iteration, args.consumed_train_samples = iteration, state.consumed_samples
         seed_step(self._options.seed, iteration, self._setup.dims.dp_rank)
         with self._trace.step(iteration):
-            return self._stepper.train(self._batches, stop)
+            return self._step.train(self._batches, stop)
 
     def evaluate(self) -> dict[str, float] | None:
-        """Return the mean losses on the validation data; show what else there is to show."""
+        """Return the mean metrics on the validation data; pass on what else is to be shown."""
         if self._valid is None:
             return None
-        means = self._stepper.evaluate(self._to_evaluate(self._valid))
-        if self._show is not None:  # every rank runs the sharded model, the writer's shows
+        means = self._step.evaluate(self._to_evaluate(self._valid))
+        if self._show is not None:  # every rank runs the sharded model, only the writer's shows
             step = islice(self._valid.once(), self._setup.dims.num_micro_batches)
-            shown = self._stepper.to_show(step)
-            if self._log.board is not None:
-                self._show(shown, self._setup.args.iteration, self._log.board)
+            shown = self._step.to_show(step)
+            if self.loop.log.board is not None:
+                self._show(shown, self._setup.args.iteration, self.loop.log.board)
         return means
 
-    def note(self, iteration: int, consumed: int) -> Progress:
-        """Return what a checkpoint tells: also of adapters, which an export adds to the weights."""
-        return Progress(
+    def state(self, iteration: int, consumed_samples: int) -> TrainState:
+        """Return what a checkpoint stores: also the adapters, which an export merges."""
+        return TrainState(
             iteration,
-            consumed,
+            consumed_samples,
             has_optimizer=not self._options.no_save_optim,
             lora=adapters(self._setup.run),
         )
 
-    def save(self, progress: Progress) -> None:
-        """Save where the run is; the first save may make groups of its own."""
-        super().save(progress)
-        set_collective_timeout(self._options.distributed_timeout_minutes)
-
     def config(self) -> dict[str, Any]:
-        """Return what was run as one file that can be run; free sections stay in theirs."""
-        run, flags = self._setup.run, super().config() | {"fsdp2_config_path": None}
+        """Return the run as one file that can be run again; free sections stay in their files."""
+        run = self._setup.run
+        flags = run_config(self._options, self.loop.steps) | {"fsdp2_config_path": None}
         entries: dict[str, Any] = {FSDP2: run.fsdp.model_dump(mode="json")}
         for name, flag in FILES.items():
             if isinstance(section := getattr(run.mm, name), Options):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed.config import ConfigError, printable
-from mindspeed_llm.training.arguments import add_arguments, parse
+from mindspeed_llm.training.options import add_arguments, parse
 from tests.llm.mutants import changed, damaged, flags, mutants
 
 GOOD = {

@@ -9,9 +9,14 @@ import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed.training import save_dir_lock
+from mindspeed.training.checkpoint_dir import (
+    CheckpointStore,
+    TrainState,
+    latest_checkpoint,
+    read_state,
+)
+from mindspeed.training.checkpoint_dir import find_resume as find
 from mindspeed.training.save_dir_lock import SaveDirLock
-from mindspeed_llm.training.folders import CheckpointFolders, Progress, newest, read_progress
-from mindspeed_llm.training.folders import to_resume as find
 from mindspeed_llm.training.options import TrainOptions
 from tests.ranks import run_ranks
 
@@ -28,7 +33,7 @@ def make(root, **changes):
     return folder
 
 
-def to_resume(**flags):
+def resumed(**flags):
     return find(TrainOptions(**flags))
 
 
@@ -38,9 +43,9 @@ def to_resume(**flags):
 def test_trackers_without_a_number(tmp_path, number):
     make(tmp_path)
     (tmp_path / TRACKER).write_text(number, encoding="utf-8")
-    assert newest(tmp_path) is None
-    with pytest.raises(ConfigError, match="no training to go on with is there"):
-        to_resume(save=str(tmp_path))
+    assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(ConfigError, match="no training checkpoint of that name"):
+        resumed(save=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,7 @@ def test_trackers_without_a_number(tmp_path, number):
 def test_values_in_training_json(tmp_path, name, value, words):
     folder = make(tmp_path, **{name: value})
     with pytest.raises(ConfigError, match=words) as raised:
-        read_progress(folder)
+        read_state(folder)
     assert str(raised.value).startswith(str(folder / "training.json"))
 
 
@@ -73,15 +78,15 @@ def test_texts_of_training_json(tmp_path, text):
     folder = make(tmp_path)
     (folder / "training.json").write_text(text)
     with pytest.raises(ConfigError, match="training.json: cannot be read"):
-        read_progress(folder)
+        read_state(folder)
 
 
 def test_a_training_without_training_json_is_not_restarted(tmp_path):
     folder, other = make(tmp_path / "run"), str(tmp_path / "new")
     root = str(tmp_path / "run")
-    assert to_resume(load=root) == to_resume(save=root) == to_resume(load=str(folder)) == folder
+    assert resumed(load=root) == resumed(save=root) == resumed(load=str(folder)) == folder
     (folder / "training.json").unlink()
-    words = "iter_0000002 has no training.json, so its training cannot be resumed: put the file"
+    words = "iter_0000002 has no training.json, so its training cannot be resumed: restore the file"
     for flags in (
         {"load": root},
         {"load": root, "save": other},
@@ -91,36 +96,36 @@ def test_a_training_without_training_json_is_not_restarted(tmp_path):
         {"save": root, "load": root, "finetune": True},
     ):
         with pytest.raises(ConfigError, match=words):
-            to_resume(**flags)
-    assert to_resume(load=root, save=other, finetune=True) is None
+            resumed(**flags)
+    assert resumed(load=root, save=other, finetune=True) is None
     assert find(TrainOptions(load=root), is_training=False) is None
-    assert to_resume(load=root, save=root, no_auto_resume=True, finetune=True) is None
+    assert resumed(load=root, save=root, no_auto_resume=True, finetune=True) is None
     # Converted weights belong to no training.
     shutil.move(folder, folder.with_name("release"))
     (tmp_path / "run" / TRACKER).write_text("release")
-    assert to_resume(load=root, save=other) is None
+    assert resumed(load=root, save=other) is None
 
 
 def _fail_at_each_rename(root):
     """Stop a commit where a crash could, and return what the tracker says each time."""
-    folders = CheckpointFolders(str(root))
-    folders.commit(folders.new(1), Progress(iteration=1), None, {})
+    folders = CheckpointStore(str(root))
+    folders.commit(folders.create(1), TrainState(iteration=1), None, {})
     original, found = os.rename, []
 
     def fail(source, target):
         raise OSError(f"no rename of {source}")
 
     for iteration in (1, 2):
-        aside = folders.new(iteration)
+        aside = folders.create(iteration)
         os.rename = fail
         try:
-            folders.commit(aside, Progress(iteration=iteration), None, {})
+            folders.commit(aside, TrainState(iteration=iteration), None, {})
         except OSError:
-            found.append((newest(root), read_progress(newest(root)).iteration))
+            found.append((latest_checkpoint(root), read_state(latest_checkpoint(root)).iteration))
         finally:
             os.rename = original
-    folders.commit(folders.new(2), Progress(iteration=2), None, {})
-    return [*found, (newest(root), read_progress(newest(root)).iteration)]
+    folders.commit(folders.create(2), TrainState(iteration=2), None, {})
+    return [*found, (latest_checkpoint(root), read_state(latest_checkpoint(root)).iteration)]
 
 
 def test_the_tracker_names_only_what_has_been_renamed(tmp_path):

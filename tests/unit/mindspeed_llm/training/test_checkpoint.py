@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which stay, which is the newest, and who may write there."""
+"""A folder of checkpoints: which stay, which is the latest_checkpoint, and who may write there."""
 
 import os
 import signal
@@ -9,9 +9,10 @@ import torch
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
+from mindspeed.training.checkpoint_dir import TrainState, latest_checkpoint, read_state
 from mindspeed.training.save_dir_lock import SaveDirLock
-from mindspeed_llm.training.checkpoint import Checkpoints
-from mindspeed_llm.training.folders import Progress, newest, read_progress
+from mindspeed_llm.training.checkpoint import MegatronCheckpoints
+from mindspeed_llm.training.model import ModelRole, RoleModel
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +35,9 @@ def sharded_state_dict():
 
 def save(root, iteration, keep_last=None):
     model = SimpleNamespace(sharded_state_dict=sharded_state_dict)
-    progress = Progress(iteration, 4 * iteration, has_optimizer=False)
-    Checkpoints(str(root), [model], None).save(progress, keep_last=keep_last)
+    policy = RoleModel(ModelRole("policy"), None, [model], [])
+    state = TrainState(iteration, 4 * iteration, has_optimizer=False)
+    MegatronCheckpoints(str(root), [policy]).save(state, keep_last=keep_last)
 
 
 def names(root):
@@ -46,9 +48,9 @@ def test_the_newest_stay(tmp_path):
     for iteration in (2, 4, 6, 8, 10):
         save(tmp_path, iteration, keep_last=2)
     assert names(tmp_path) == ["iter_0000008", "iter_0000010"]
-    found = newest(tmp_path)
+    found = latest_checkpoint(tmp_path)
     assert found == tmp_path / "iter_0000010"
-    assert (read_progress(found).iteration, read_progress(found).consumed_samples) == (10, 40)
+    assert (read_state(found).iteration, read_state(found).consumed_samples) == (10, 40)
 
 
 def test_all_stay_when_nothing_is_said(tmp_path):
@@ -63,7 +65,7 @@ def test_later_ones_of_a_run_before_stay(tmp_path):
     save(tmp_path, 8)
     save(tmp_path, 4, keep_last=1)
     assert names(tmp_path) == ["iter_0000004", "iter_0000008"]
-    assert newest(tmp_path) == tmp_path / "iter_0000004"
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000004"
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):
@@ -87,7 +89,7 @@ def test_the_tracker_follows_the_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(ConfigError, match="iteration 4 could not be saved"):
         save(tmp_path, 4)
-    assert newest(tmp_path) == tmp_path / "iter_0000002"
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000002"
 
 
 def test_a_forked_writer_does_not_keep_the_folder(tmp_path):

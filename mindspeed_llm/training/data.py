@@ -1,11 +1,11 @@
-"""Data files given to training: preprocessed once, and found again by their content."""
+"""The data of a run: data files are preprocessed once, token files are checked once."""
 
 import fcntl
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
+from mindspeed.checkpoint.fsync import write_atomic
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.handlers import PRETRAIN
+from mindspeed_llm.data.indexed import TokenFile, find_outside
 from mindspeed_llm.data.instruction import split_weights
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.plan import make_plan
@@ -26,7 +28,7 @@ from mindspeed_llm.training.options import RAW_FIELDS, TrainOptions
 logger = logging.getLogger(__name__)
 
 PAUSE = 10.0
-"""Seconds after which waiting ranks log that the work goes on; they give up at some point."""
+"""Seconds between two broadcasts to the waiting ranks, well below the time-out of groups."""
 READ_BYTES = 1 << 22
 
 
@@ -45,7 +47,7 @@ def token_prefixes(options: TrainOptions, handler: str, tokenizer: Path | None) 
         return {path: _prepare(_as_preprocess(options, path, handler, tokenizer)) for path in raw}
 
     found = _on_first_rank(prepare)
-    return tuple(found.get(word, word) for word in options.data_path)
+    return tuple(found.get(path, path) for path in options.data_path)
 
 
 def _as_preprocess(
@@ -58,7 +60,8 @@ def _as_preprocess(
         input=path,
         output_prefix="-",  # known when the content is
         handler_name=chosen,
-        tokenizer_name_or_path=options.tokenizer_name_or_path or (tokenizer and str(tokenizer)),
+        tokenizer_name_or_path=options.tokenizer_name_or_path
+        or (None if tokenizer is None else str(tokenizer)),
         # Documents are cut to --seq-length by training, not dropped.
         seq_length=None if chosen == PRETRAIN else options.seq_length,
         neat_pack=options.neat_pack,
@@ -71,13 +74,13 @@ def _prepare(options: PreprocessOptions) -> str:
     try:
         folder = _folder(options)
         prefix = str(folder / "data")
-        with _alone(folder):
+        with _locked(folder):
             if Path(f"{prefix}.summary.json").is_file():  # published last
                 logger.info("%s: preprocessed before, in %s", options.input, folder)
             else:
                 logger.info("%s: preprocessing into %s", options.input, folder)
                 _preprocess(options.model_copy(update={"output_prefix": prefix}))
-    except ConfigError as error:  # in the words of this command
+    except ConfigError as error:  # with the flag of this command
         raise ConfigError(str(error).replace("--input", "--data-path")) from None
     except OSError as error:
         raise ConfigError(
@@ -128,8 +131,8 @@ def _content(source: Source) -> Iterator[bytes]:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other run works in a folder."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder against other runs."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -137,21 +140,73 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _on_first_rank(work: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Return what the first rank's work returns; what it raises, every rank raises."""
+    """Return what the first rank's work returns; every rank raises what it raises."""
     is_first = torch.distributed.get_rank() == 0
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work) if is_first else None
         while True:
-            note: list[dict[str, str] | ConfigError | None] = [None]
+            result: list[dict[str, str] | ConfigError | None] = [None]
             if future is not None:
                 try:
-                    note = [future.result(PAUSE)]
+                    result = [future.result(PAUSE)]
                 except NotYet:
                     pass
                 except ConfigError as error:
-                    note = [error]
-            torch.distributed.broadcast_object_list(note)
-            if isinstance(note[0], ConfigError):
-                raise note[0]
-            if note[0] is not None:
-                return note[0]
+                    result = [error]
+            torch.distributed.broadcast_object_list(result)
+            if isinstance(result[0], ConfigError):
+                raise result[0]
+            if result[0] is not None:
+                return result[0]
+
+
+def check_tokens(files: Sequence[TokenFile], vocabulary: int, cache_dir: str | None) -> None:
+    """Raise for files with tokens that the model has no embedding for; every rank checks a share.
+
+    A file that passed is marked in the cache until its path, size or modification time changes.
+    """
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    marks = [_mark(file, vocabulary, cache_dir) for file in files]
+    # The first rank decides what is left to do: another may see another cache.
+    is_left = [[not mark.exists() for mark in marks]]
+    torch.distributed.broadcast_object_list(is_left)
+    todo = [pair for pair, left in zip(zip(files, marks), is_left[0]) if left]
+    if not todo:
+        return
+    wrong = next(filter(None, (_wrong(file, vocabulary, rank, world) for file, _ in todo)), None)
+    found: list[str | None] = [None] * world
+    torch.distributed.all_gather_object(found, wrong)
+    for text in filter(None, found):
+        raise ConfigError(text)
+    if rank == 0:
+        _write_marks([mark for _, mark in todo])
+
+
+def _wrong(file: TokenFile, vocabulary: int, rank: int, world: int) -> str | None:
+    found = find_outside(file, vocabulary, (rank, world))
+    if found is None:
+        return None
+    position, token = found
+    return (
+        f"{file.path}: token {token} (number {position}) is not one of the model's, which are 0 to "
+        f"{vocabulary - 1}: the file is damaged or was made with another tokenizer; preprocess "
+        "with the tokenizer of the model"
+    )
+
+
+def _mark(file: TokenFile, vocabulary: int, cache_dir: str | None) -> Path:
+    """Return the file whose existence means that exactly this file was checked."""
+    now, base = file.path.stat(), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    known = (str(file.path.resolve()), now.st_size, now.st_mtime_ns, now.st_ino)
+    key = repr((*known, str(file.dtype), file.is_labels, vocabulary))
+    folder = Path(cache_dir or f"{base}/mindspeed").expanduser() / "checked"
+    return folder / hashlib.sha256(key.encode()).hexdigest()[:24]
+
+
+def _write_marks(marks: Sequence[Path]) -> None:
+    try:
+        for mark in marks:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(mark, b"")
+    except OSError as error:
+        logger.warning("token files are checked again each time: %s", error)

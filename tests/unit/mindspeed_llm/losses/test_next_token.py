@@ -2,7 +2,7 @@
 
 import torch
 
-from mindspeed_llm.losses.token_loss import token_loss
+from mindspeed_llm.losses.next_token import token_loss
 
 
 def test_only_what_is_learnt_counts() -> None:

@@ -1,7 +1,5 @@
-"""What cannot work is told before anything is loaded: weights, sizes, layouts; and signals."""
+"""What cannot work is an error before anything is loaded: weights, sizes, parallel sizes."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
-from mindspeed.training.entry import StopRequest
 from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
@@ -110,22 +107,3 @@ def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
         find_shape(TrainOptions(load=str(tmp_path)))
     with pytest.raises(ConfigError, match="no config.json says what to train"):
         find_shape(TrainOptions(load=str(tmp_path), from_scratch=True))
-
-
-@pytest.mark.parametrize(
-    ("number", "usual"), [(signal.SIGTERM, []), (signal.SIGINT, ["usual", "usual"])]
-)
-def test_the_first_signal_is_noted(number: signal.Signals, usual: list[str]) -> None:
-    """A second Ctrl-C works; SIGTERM may be repeated, as by a launcher that passes it on."""
-    came: list[str] = []
-    before = signal.signal(number, lambda *arguments: came.append("usual"))
-    try:
-        with StopRequest() as request:
-            assert not request.is_set
-            os.kill(os.getpid(), number)
-            assert request.is_set and request.signal == number and not came
-            os.kill(os.getpid(), number)
-            os.kill(os.getpid(), number)
-            assert came == usual and request.signal == number
-    finally:
-        signal.signal(number, before)

@@ -1,0 +1,232 @@
+"""The train loop of every suite: step after step, with log lines, evaluations and checkpoints."""
+
+import gc
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from mindspeed import device
+from mindspeed.checkpoint.commit import atomic_write_text
+from mindspeed.config import ConfigError
+from mindspeed.training.checkpoint_dir import TrainState, latest_finite
+from mindspeed.training.entry import RunFailed, Stopped, StopRequest
+from mindspeed.training.log import ProgressBar, TrainingLog
+from mindspeed.training.metrics import StepResult
+from mindspeed.training.options import RunOptions
+from mindspeed.training.schedule import make_schedule
+from mindspeed.tune.flop_meter import FlopMeter
+
+logger = logging.getLogger(__name__)
+
+
+class NotFinite(RunFailed):
+    """Training cannot continue: losses or gradients are not finite."""
+
+
+class Checkpoints(Protocol):
+    """Saves the state of a run; a save in the background is completed by `poll` or `finish`."""
+
+    def save(
+        self, state: TrainState, *, keep_last: int | None = None, in_background: bool = False
+    ) -> None:
+        """Save the run, if it has a directory for it."""
+
+    def poll(self) -> None:
+        """Complete a save in the background if all ranks have written."""
+
+    def finish(self) -> None:
+        """Wait for a save in the background and complete it."""
+
+
+class Trainer(Protocol):
+    """What a train loop runs: the steps of one task on one kind of model."""
+
+    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+        """Train on the batch after `state`; `stop` is whether this rank was asked to stop."""
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Return the metrics on the validation data, if there is any."""
+
+    def state(self, iteration: int, consumed_samples: int) -> TrainState:
+        """Return what a checkpoint after this iteration stores."""
+
+    def config(self) -> dict[str, Any]:
+        """Return the options of the run, to be kept with its checkpoints."""
+
+
+class TrainLoop:
+    """Runs a trainer to the last step, or until asked to stop.
+
+    A trainer may hold its loop; the loop does not hold the trainer, so that models and the workers
+    of data loaders end with the last reference to it.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        *,
+        checkpoints: Checkpoints,
+        optimizers: Sequence[Any],
+        state: TrainState,
+        steps: int,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+        flops_per_step: float | None = None,
+        meter: FlopMeter | None = None,
+    ) -> None:
+        self._options, self._checkpoints = options, checkpoints
+        self._optimizers, self._initial_state = optimizers, state
+        self._global_batch, self._meter = global_batch, meter
+        self.steps, self.rank = steps, rank
+        self._schedule = make_schedule(options, steps)
+        file = options.log_file or (f"{options.save}/log.jsonl" if options.save else None)
+        self.log = TrainingLog(
+            interval=options.log_interval,
+            total=steps,
+            global_batch=global_batch,
+            is_writer=rank == 0,
+            file=Path(file) if file else None,
+            tensorboard_dir=options.tensorboard_dir,
+            flops_per_step=flops_per_step,
+            meter=meter,
+            world_size=world_size,
+        )
+        self._bar = ProgressBar(steps, is_writer=rank == 0)
+
+    def run(self, trainer: Trainer) -> TrainState:
+        """Train to the last step and return the state of the run.
+
+        Raises Stopped, once the checkpoint is written, if the run is asked to stop before that.
+        """
+        state = self._initial_state
+        if state.iteration >= self.steps:
+            logger.info("all %d iterations are done: raise --train-iters or --epochs", self.steps)
+        self._write_config(trainer)
+        self.log.start(state.iteration)
+        self._bar.start(state.iteration)
+        gc.freeze()  # collections, which every save asks for, need not visit what exists now
+        try:
+            with StopRequest() as request:
+                state = self._run_steps(trainer, state, request)
+                self._checkpoints.finish()
+                if state.iteration < self.steps:
+                    raise self._stopped(state, request.signal or signal.SIGTERM)
+        finally:
+            gc.unfreeze()
+            self._bar.stop()
+        if self.rank == 0:
+            peak = device.current().max_memory_allocated() / 2**30
+            logger.info("peak memory of rank 0: %.2f GiB", peak)
+        return state
+
+    def save(self, state: TrainState) -> None:
+        """Save a checkpoint."""
+        self._checkpoints.save(
+            state, keep_last=self._options.keep_last, in_background=self._options.async_save
+        )
+
+    def _run_steps(self, trainer: Trainer, state: TrainState, request: StopRequest) -> TrainState:
+        streak = state.nan_streak
+        while state.iteration < self.steps:
+            state, result = self.step(trainer, state, request.is_set)
+            started = time.perf_counter()
+            self._checkpoints.poll()
+            streak = 0 if result.is_finite else streak + 1
+            if streak >= self._options.max_nan_iterations:
+                self._checkpoints.finish()
+                raise NotFinite(self._explain_nan(state.iteration, streak))
+            state = replace(state, nan_streak=streak)
+            self._save_if_due(state, is_last=result.should_stop)
+            self._evaluate_if_due(trainer, state)
+            for clock in (self.log, self._bar):
+                clock.exclude(time.perf_counter() - started)
+            if result.should_stop:
+                break
+        return state
+
+    def step(
+        self, trainer: Trainer, state: TrainState, stop: bool = False
+    ) -> tuple[TrainState, StepResult]:
+        """Train one step and log it; return the state after it."""
+        iteration, rate = state.iteration + 1, 0.0
+        for optimizer in self._optimizers:
+            rate = self._schedule.apply(optimizer, state.iteration)
+        with self._meter.step() if self._meter else nullcontext():
+            result = trainer.train_step(state, stop)
+        consumed = state.consumed_samples + self._global_batch
+        self.log.add(iteration, consumed, rate, result)
+        self._bar.add(iteration, result)
+        return trainer.state(iteration, consumed), result
+
+    def _save_if_due(self, state: TrainState, is_last: bool) -> None:
+        """Save every --save-interval steps, and at the end.
+
+        Not in the middle of a NaN streak: such a checkpoint would replace a good one, of which
+        --keep-last keeps only so many.
+        """
+        iteration, interval = state.iteration, self._options.save_interval
+        if is_last or iteration == self.steps:
+            self.save(state)
+        elif interval and iteration % interval == 0:
+            if not state.nan_streak:
+                self.save(state)
+            elif self._options.save:
+                logger.warning("iteration %d is not saved: its loss is not finite", iteration)
+
+    def _evaluate_if_due(self, trainer: Trainer, state: TrainState) -> None:
+        options = self._options
+        if not options.eval_interval or not options.eval_iters:
+            return
+        if state.iteration % options.eval_interval:
+            return
+        if (metrics := trainer.evaluate()) is not None:
+            named = {f"validation {name}": value for name, value in metrics.items()}
+            self.log.add_evaluation(state.iteration, named)
+
+    def _write_config(self, trainer: Trainer) -> None:
+        if self._options.save is None or self.rank != 0:
+            return
+        root = Path(self._options.save)
+        content = yaml.safe_dump(trainer.config(), sort_keys=False)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(root / "config.yaml", content)
+        except OSError as error:
+            raise ConfigError(f"--save {root}: cannot be written ({error.strerror})") from None
+
+    def _stopped(self, state: TrainState, number: int) -> Stopped:
+        save = self._options.save
+        kept = f"saved in {save}" if save else "nothing saved: no --save"
+        logger.info("asked to stop after iteration %d of %d; %s", state.iteration, self.steps, kept)
+        return Stopped(number, state.iteration)
+
+    def _explain_nan(self, iteration: int, count: int) -> str:
+        """Return what happened, and the newest checkpoint from before it."""
+        save = self._options.save
+        good = latest_finite(save, iteration - count) if save else None
+        kept = f"the newest checkpoint from before is {good}" if good else "none was saved before"
+        return (
+            f"the loss or its gradient was not finite in {count} steps up to iteration "
+            f"{iteration}: lower --lr, or check the data of these steps; {kept}"
+        )
+
+
+def run_config(options: RunOptions, steps: int) -> dict[str, Any]:
+    """Return options that run as many steps again, to be kept with the checkpoints."""
+    return options.model_dump(mode="json") | {"train_iters": steps, "epochs": None}
+
+
+def num_steps(options: RunOptions, samples_per_epoch: Callable[[], int], global_batch: int) -> int:
+    """Return the steps of a run; only with --epochs the data needs to have a length."""
+    if options.train_iters is not None:
+        return options.train_iters
+    assert options.epochs is not None  # check_run: one of the two is given
+    return -(-int(samples_per_epoch() * options.epochs) // global_batch)

@@ -1,0 +1,356 @@
+"""The trainer of language models on Megatron, which every stage extends.
+
+A stage declares its models, opens its data, and gives the batch, the loss and the metrics; train
+loop, steps, checkpoints, log and resume are shared.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice, tee
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from mindspeed import device
+from mindspeed.checkpoint.detection import HF_FOLDER
+from mindspeed.checkpoint.digests import write_digests
+from mindspeed.config import ConfigError
+from mindspeed.distributed.seeds import seed_everything
+from mindspeed.training.checkpoint_dir import TrainState
+from mindspeed.training.loop import TrainLoop, num_steps, run_config
+from mindspeed.training.metrics import Metric, StepResult
+from mindspeed.training.save_dir_lock import release_on_error
+from mindspeed.tune.flop_meter import FlopMeter
+from mindspeed_llm.data.indexed import TokenFile
+from mindspeed_llm.data.instruction import split_parts
+from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
+from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.training.data import check_tokens, token_prefixes
+from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
+from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.setup import build_models, check_data, prepare
+from mindspeed_llm.training.step import BatchShape, evaluate_batch, train_on_batch
+
+logger = logging.getLogger(__name__)
+
+Batch = Mapping[str, torch.Tensor]
+Part = tuple[float, float]
+"""Where a share of the data starts and ends, from 0 to 1."""
+
+MEANS = {"mean": "over all tokens", "micro_batch_mean": "over micro-batches"}
+
+
+class Trainer(ABC):
+    """Trains one stage.
+
+    A stage sets `models` and `handler`, and implements configure_from_data, open_part, sizes,
+    collate, metrics and loss_func; forward_step is that of a language model with labels.
+    """
+
+    models: ClassVar[tuple[ModelRole, ...]] = (ModelRole("policy"),)
+    """The models that the stage needs; the first is the primary one."""
+    handler: ClassVar[str]
+    """How records of data files are read where --handler-name is not given."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+        self.initialize()
+
+    def initialize(self) -> None:
+        """Init the process groups, open the data, build the models and load their weights."""
+        self.setup = prepare(self.options)
+        with release_on_error(self.setup.save_dir_lock):
+            self.data_path = token_prefixes(self.options, self.handler, self.setup.config_folder)
+            self.train_data, self.valid_data = self.open_data()
+            self.training = build_models(
+                self.setup, self.models, self.model_provider, self.model_shape
+            )
+            check_data(self.training.state, self.train_data.fingerprint, self.options)
+            self.loop = self._make_loop()
+
+    def model_provider(
+        self,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        *,
+        role: ModelRole | None = None,
+        config: Any = None,
+    ) -> Any:
+        """Build the model of a role for one pipeline stage; without a role the primary model."""
+        setup = self.setup
+        return build_gpt(
+            setup.options,
+            setup.shape if role is None else self.model_shape(role),
+            setup.config if config is None else config,
+            setup.vocab_size,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+        )
+
+    def model_shape(self, role: ModelRole) -> ModelShape:
+        """Return the sizes of the model of a role: those of the primary model."""
+        return self.setup.shape
+
+    def model(self, name: str) -> RoleModel:
+        """Return the model of a role."""
+        return self.training.models[name]
+
+    @property
+    def primary(self) -> RoleModel:
+        """The model of the first role."""
+        return self.training.models[self.models[0].name]
+
+    # What a stage is made of.
+
+    @abstractmethod
+    def configure_from_data(self) -> None:
+        """Check the data, and set what batches depend on, before the model is built."""
+
+    @abstractmethod
+    def open_part(self, part: Part) -> SampleStream:
+        """Open a share of the data."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, int]:
+        """The length and the number of samples of a micro-batch, as Megatron's schedule sees it."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        """Make the tensors of a micro-batch, in memory of the host; runs on a thread.
+
+        Tensors without dimensions are numbers for the host and stay there.
+        """
+
+    @property
+    @abstractmethod
+    def metrics(self) -> Sequence[Metric]:
+        """The metrics that loss_func reports for a micro-batch, the loss first."""
+
+    @abstractmethod
+    def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
+        """Return the loss of a micro-batch, its number of tokens, and the report.
+
+        The report holds every metric, and under "tokens" the tokens without padding, on the host.
+        """
+
+    def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
+        """Take the next micro-batch to the device; sequence boundaries stay known to the host."""
+        from mindspeed.te.pytorch.attention.core import remember
+
+        on_host = next(data_iterator)
+        batch = to_device(on_host)
+        if "cu_seqlens" in batch:
+            remember(batch["cu_seqlens"], on_host["cu_seqlens"].tolist())
+        return batch
+
+    def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
+        """Run the model on the next micro-batch; return its output and the loss function.
+
+        There is no mask of size s x s: attention is causal, packed samples have boundaries.
+        """
+        batch = self.get_batch(data_iterator)
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            None,
+            labels=batch["labels"],
+            packed_seq_params=packed_seq_params(batch),
+        )
+        return output, partial(self.loss_func, batch)
+
+    # Data.
+
+    def open_data(self) -> tuple[SampleStream, SampleStream | None]:
+        """Open the samples to train on, and those to evaluate on if there are any."""
+        self.configure_from_data()
+        train, valid, _ = split_parts(self.options.split)
+        return self.open_part(train), self.open_part(valid) if self.evaluates(valid) else None
+
+    def evaluates(self, part: Part) -> bool:
+        """Return whether evaluation is asked for, and a part of the data left for it."""
+        is_asked = bool(self.options.eval_interval and self.options.eval_iters)
+        return is_asked and part[1] > part[0]
+
+    def check_vocabulary(self, prefix: str, facts: Mapping[str, Any]) -> None:
+        """Raise for data of a tokenizer with tokens that the model does not have."""
+        tokens, rows = facts.get("vocabulary", 0), self.setup.shape.vocab_size
+        if tokens > rows:
+            raise ConfigError(
+                f"{prefix}: its tokenizer ({facts.get('tokenizer')}) has {tokens} tokens, the "
+                f"model's embedding has {rows}: preprocess with the tokenizer of the model"
+            )
+
+    def check_tokens(self, files: Sequence[TokenFile]) -> None:
+        """Raise for files with tokens that the model does not have."""
+        check_tokens(files, self.setup.shape.vocab_size, self.options.cache_dir)
+
+    # The run.
+
+    def train(self) -> TrainState:
+        """Train to the last step; Stopped is raised if the run is asked to stop before."""
+        self._write_model_config()
+        self.start_prefetch()
+        try:
+            return self.loop.run(self)
+        finally:
+            self._batches.close()
+            if self.setup.save_dir_lock is not None:
+                self.setup.save_dir_lock.release()
+
+    def start_prefetch(self) -> None:
+        """Start the thread that prepares the micro-batches after the consumed samples."""
+        self._batches = self._prefetch(self.train_data, self.training.state.consumed_samples)
+
+    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+        """Train the primary model on the next global batch."""
+        seed_everything(self.options.seed, state.iteration + 1)
+        return train_on_batch(
+            self.primary,
+            self.forward_step,
+            self._next_batch(self._batches),
+            self._batch_shape,
+            metrics=self.metrics,
+            stop=stop,
+        )
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Return the mean metrics of the first global batches of the validation data."""
+        if self.valid_data is None:
+            return None
+        count = self.options.eval_iters
+        sums: dict[str, float] = {}
+        batches = self._prefetch(self.valid_data, 0)
+        try:
+            for _ in range(count):
+                found = evaluate_batch(
+                    self.primary,
+                    self.forward_step,
+                    self._next_batch(batches),
+                    self._batch_shape,
+                    metrics=self.metrics,
+                )
+                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+        finally:
+            batches.close()
+        return {name: total / count for name, total in sums.items()}
+
+    def state(self, iteration: int, consumed_samples: int) -> TrainState:
+        """Return what a checkpoint stores: also the sizes of the model and its adapters."""
+        lora = self.setup.lora
+        return TrainState(
+            iteration,
+            consumed_samples,
+            data=self.train_data.fingerprint,
+            has_optimizer=not self.options.no_save_optim,
+            shape=self.setup.shape.model_dump(mode="json"),
+            lora=lora.as_peft() if lora is not None else {},
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return the options of the run, to be kept with its checkpoints."""
+        return run_config(self.options, self.loop.steps)
+
+    def _make_loop(self) -> TrainLoop:
+        options, dims = self.options, self.setup.dims
+        batch = dims.global_batch_size
+        for metric in self.metrics:
+            if metric.reduction in MEANS:
+                logger.info("%s is the mean %s of a step", metric.name, MEANS[metric.reduction])
+        if options.save is None:
+            logger.warning("no --save was given: the trained weights are not kept")
+        return TrainLoop(
+            options,
+            checkpoints=self.training.checkpoints,
+            optimizers=[m.optimizer for m in self.training.models.values() if m.role.trainable],
+            state=self.training.state,
+            steps=num_steps(options, lambda: self.train_data.samples_per_epoch, batch),
+            global_batch=batch,
+            rank=dims.rank,
+            world_size=dims.world,
+            flops_per_step=self._flops_per_step() if options.log_throughput else None,
+            meter=FlopMeter() if options.op_cal_tflops else None,
+        )
+
+    @property
+    def _batch_shape(self) -> BatchShape:
+        return BatchShape(*self.sizes, self.setup.dims.num_micro_batches)
+
+    def _prefetch(self, stream: SampleStream, consumed: int) -> Prefetcher[dict[str, torch.Tensor]]:
+        """Prepare this rank's micro-batches, from a number of consumed samples on."""
+        samples = MicroBatches(
+            stream,
+            size=self.options.micro_batch_size,
+            rank=self.setup.dims.dp_rank,
+            world=self.setup.dims.dp,
+            consumed=consumed,
+        )
+        here = device.current()
+        # A thread starts on the first device of the machine, where its pinned memory would be.
+        return Prefetcher(
+            (_pinned(self.collate(few)) for few in samples),
+            begin=partial(here.set_index, here.index()),
+        )
+
+    def _next_batch(self, batches: Iterator[Any]) -> list[Iterator[Any]]:
+        """Return the micro-batches of a step, once for every chunk of the model."""
+        chunks = len(self.primary.wrapped)
+        return list(tee(islice(batches, self.setup.dims.num_micro_batches), chunks))
+
+    def _flops_per_step(self) -> float:
+        """Estimate the operations of a step: 6 a weight and token, and those of attention."""
+        shape, (length, samples) = self.setup.shape, self.sizes
+        layer = shape.hidden_size * (shape.query_size + 2 * shape.kv_size + shape.attention_size)
+        layer += 3 * shape.hidden_size * shape.ffn_hidden_size
+        weights = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+        attention = 6 * shape.num_layers * length * shape.query_size
+        dims = self.setup.dims
+        tokens = length * samples * dims.num_micro_batches * dims.dp
+        return float(tokens * (6 * weights + attention))
+
+    def _write_model_config(self) -> None:
+        """Copy the config and tokenizer of the model to the checkpoints."""
+        setup = self.setup
+        if setup.options.save is None or setup.dims.rank != 0 or setup.config_folder is None:
+            return
+        target = Path(setup.options.save) / HF_FOLDER
+        if setup.config_folder.resolve() != target.resolve():
+            from mindspeed.checkpoint.hf_folder import copy_small_files
+
+            copy_small_files(setup.config_folder, target)
+            write_digests(target, {}, {"kind": "config"})
+
+
+def to_device(batch: Batch) -> dict[str, torch.Tensor]:
+    """Copy a micro-batch to the device; numbers for the host stay where they are."""
+    here = device.current().torch_device
+    return {
+        name: values.to(here, non_blocking=True) if values.dim() else values
+        for name, values in batch.items()
+    }
+
+
+def packed_seq_params(batch: Batch) -> Any:
+    """Return the boundaries of samples that share a row, for attention; None if none do."""
+    if "cu_seqlens" not in batch:
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    boundaries, longest = batch["cu_seqlens"], int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _pinned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy what goes to the device into memory that it can fetch by itself."""
+    return {name: values.pin_memory() if values.dim() else values for name, values in batch.items()}

@@ -1,0 +1,253 @@
+"""The train loop: which rate each step takes, when it saves and evaluates, how it ends."""
+
+import json
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed.training.checkpoint_dir import (
+    TrainState,
+    latest_checkpoint,
+    latest_finite,
+    read_state,
+)
+from mindspeed.training.entry import Stopped, run_rank
+from mindspeed.training.loop import NotFinite, TrainLoop
+from mindspeed.training.metrics import StepResult
+from mindspeed.training.options import RunOptions
+
+STEPS = 8
+
+
+class Saves:
+    """Records what is saved."""
+
+    def __init__(self):
+        self.saved, self.is_finished = [], False
+
+    def save(self, state, *, keep_last=None, in_background=False):
+        self.saved.append((state.iteration, state.consumed_samples))
+
+    def poll(self):
+        pass
+
+    def finish(self):
+        self.is_finished = True
+
+
+class Recorded:
+    """A trainer whose steps compute nothing and record what they were given."""
+
+    def __init__(self, *, start=0, bad=(), **options):
+        self.saves, self.taken, self.evaluated = Saves(), [], []
+        self._bad = bad
+        group = {"lr": -1.0, "lr_mult": 1.0, "wd_mult": 1.0, "weight_decay": -1.0}
+        self.optimizer = SimpleNamespace(param_groups=[group])
+        self.loop = TrainLoop(
+            RunOptions(**{"lr": 1.0, "lr_decay_style": "linear", "lr_warmup_iters": 2} | options),
+            checkpoints=self.saves,
+            optimizers=[self.optimizer],
+            state=self.state(start, start * 4),
+            steps=STEPS,
+            global_batch=4,
+            rank=0,
+            world_size=1,
+        )
+
+    def train_step(self, state, stop):
+        group = self.optimizer.param_groups[0]
+        iteration = state.iteration + 1
+        self.taken.append((iteration, state.consumed_samples, group["lr"]))
+        is_finite = iteration not in self._bad
+        return StepResult(
+            metrics={"loss": 1.0},
+            grad_norm=1.0,
+            tokens=1,
+            loss_scale=1.0,
+            is_updated=is_finite,
+            is_finite=is_finite,
+            should_stop=False,
+        )
+
+    def evaluate(self):
+        self.evaluated.append(self.taken[-1][0])
+        return {"loss": 1.0}
+
+    def state(self, iteration, consumed):
+        return TrainState(iteration, consumed)
+
+    def config(self):
+        return {}
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_step_takes_the_rate_that_the_steps_before_it_have_reached(start):
+    """As Megatron does: the first step of a warm-up from 0 has rate 0; a resumed run goes on."""
+    trainer = Recorded(start=start)
+    end = trainer.loop.run(trainer)
+    rates = [0.0, 0.5, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]
+    expected = [(n + 1, 4 * n, pytest.approx(rate)) for n, rate in enumerate(rates)]
+    assert trainer.taken == expected[start:]
+    assert (end.iteration, end.consumed_samples) == (STEPS, 4 * STEPS)
+    assert trainer.optimizer.param_groups[0]["weight_decay"] == RunOptions(lr=1.0).weight_decay
+
+
+def test_saves_come_at_the_interval_and_at_the_end():
+    trainer = Recorded(save_interval=3)
+    trainer.loop.run(trainer)
+    assert trainer.saves.saved == [(3, 12), (6, 24), (8, 32)] and trainer.saves.is_finished
+    last = Recorded()
+    last.loop.run(last)
+    assert last.saves.saved == [(8, 32)]
+
+
+def test_evaluation_comes_at_its_interval():
+    trainer = Recorded(eval_interval=3, eval_iters=1)
+    trainer.loop.run(trainer)
+    assert trainer.evaluated == [3, 6]
+    none = Recorded(eval_interval=3, eval_iters=0)
+    none.loop.run(none)
+    assert none.evaluated == []
+
+
+def test_only_consecutive_steps_that_are_not_finite_end_a_run():
+    trainer = Recorded(bad={1, 2, 4, 5, 7}, max_nan_iterations=3)
+    assert trainer.loop.run(trainer).iteration == STEPS
+    ended = Recorded(bad={2, 3, 4, 5}, max_nan_iterations=3)
+    with pytest.raises(RuntimeError, match="in 3 steps"):
+        ended.loop.run(ended)
+    assert ended.taken[-1][0] == 4 and ended.saves.is_finished
+
+
+def test_a_run_that_is_done_takes_no_step():
+    trainer = Recorded(start=STEPS)
+    assert (
+        trainer.loop.run(trainer).iteration == STEPS
+        and trainer.taken == []
+        and trainer.saves.saved == []
+    )
+
+
+class Folders:
+    """Checkpoints without weights."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def save(self, state: TrainState, **how: Any) -> None:
+        folder = self._root / f"iter_{state.iteration:07d}"
+        folder.mkdir(parents=True)
+        (folder / "training.json").write_text(json.dumps(asdict(state)))
+        tracker = self._root / "latest_checkpointed_iteration.txt"
+        tracker.write_text(str(state.iteration))
+
+    def poll(self) -> None:
+        """Nothing is saved in the background."""
+
+    finish = poll
+
+
+class Scripted:
+    """A trainer with steps that are not finite, and one that gets a signal."""
+
+    def __init__(self, root: Path, *, bad: range = range(0), asked: int = 0, **flags: Any) -> None:
+        self._bad, self._asked = bad, asked
+        options = RunOptions(lr=1.0, save=str(root), **{"train_iters": 12} | flags)
+        found = latest_checkpoint(root)
+        self._loop = TrainLoop(
+            options,
+            checkpoints=Folders(root),
+            optimizers=[SimpleNamespace(param_groups=[{}])],
+            state=TrainState() if found is None else read_state(found),
+            steps=options.train_iters or 0,
+            global_batch=1,
+            rank=0,
+            world_size=1,
+        )
+
+    def run(self) -> TrainState:
+        return self._loop.run(self)
+
+    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+        number = state.iteration + 1
+        is_finite = number not in self._bad
+        if number == self._asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return StepResult({"loss": 1.0}, 1.0, 1, 1.0, is_finite, is_finite, stop)
+
+    def evaluate(self) -> None:
+        return None
+
+    def state(self, iteration: int, consumed: int) -> TrainState:
+        return TrainState(iteration, consumed)
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+
+def _folders(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("iter_")) for path in root.glob("iter_*"))
+
+
+def test_nan_names_the_checkpoint_before_the_streak_and_saves_none_in_it(tmp_path: Path) -> None:
+    with pytest.raises(NotFinite) as caught:
+        Scripted(tmp_path, bad=range(6, 99), save_interval=2, max_nan_iterations=5).run()
+    assert str(caught.value) == (
+        "the loss or its gradient was not finite in 5 steps up to iteration 10: lower --lr, or "
+        "check the data of these steps; the newest checkpoint from before is "
+        f"{tmp_path}/iter_0000004"
+    )
+    assert _folders(tmp_path) == [2, 4]
+
+
+def test_nan_names_no_checkpoint_that_was_not_written(tmp_path: Path) -> None:
+    with pytest.raises(NotFinite, match="; none was saved before$"):
+        Scripted(tmp_path, bad=range(1, 99), save_interval=2, max_nan_iterations=5).run()
+    assert _folders(tmp_path) == []
+
+
+def test_a_streak_that_ends_delays_a_save_only(tmp_path: Path) -> None:
+    Scripted(tmp_path, bad=range(4, 7), save_interval=2, max_nan_iterations=5).run()
+    assert _folders(tmp_path) == [2, 8, 10, 12]
+
+
+def test_a_checkpoint_saved_in_a_streak_is_not_called_good(tmp_path: Path) -> None:
+    flags = {"bad": range(6, 99), "save_interval": 4, "max_nan_iterations": 5}
+    with pytest.raises(Stopped):
+        Scripted(tmp_path, asked=6, **flags).run()
+    assert _folders(tmp_path) == [4, 7] and read_state(tmp_path / "iter_0000007").nan_streak == 2
+    assert latest_finite(tmp_path, 99) == tmp_path / "iter_0000004"
+    with pytest.raises(NotFinite, match="in 5 steps up to iteration 10.*/iter_0000004$"):
+        Scripted(tmp_path, **flags).run()
+
+
+def test_a_run_that_is_asked_to_stop_says_so_by_its_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Scripted(tmp_path, asked=5).run()
+    assert caught.value.code == 143
+    assert isinstance(caught.value, Stopped) and caught.value.iteration == 6
+    assert _folders(tmp_path) == [6]
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    assert Scripted(tmp_path, asked=12).run().iteration == 12
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_nan_is_one_line_of_one_rank(
+    tmp_path: Path,
+    local_rank: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    run = Scripted(tmp_path, bad=range(1, 99))
+    assert run_rank(lambda: run.run() and None) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (local_rank == "0")
+    assert all("error: the loss or its gradient was not finite" in line for line in lines)
