@@ -1,12 +1,12 @@
 """Operators: one contract each, several implementations, chosen by device."""
 
+from mindspeed.ops.adamw import apply_fused_ema_adamw as npu_apply_fused_ema_adamw
 from mindspeed.ops.all_to_all_all_gather_bmm import (
     all_to_all_all_gather_bmm as npu_all_to_all_all_gather_bmm,
 )
 from mindspeed.ops.all_to_all_all_gather_bmm import (
     all_to_all_all_gather_bmm as npu_alltoall_allgather_bmm,
 )
-from mindspeed.ops.apply_fused_ema_adamw import apply_fused_ema_adamw as npu_apply_fused_ema_adamw
 from mindspeed.ops.bmm_reduce_scatter_all_to_all import (
     bmm_reduce_scatter_all_to_all as npu_bmm_reduce_scatter_all_to_all,
 )
@@ -32,13 +32,14 @@ from mindspeed.ops.mm_all_reduce_add_rms_norm import (
 )
 from mindspeed.ops.moe_token_permute import moe_token_permute as npu_fused_moe_token_permute
 from mindspeed.ops.moe_token_permute import moe_token_permute as npu_moe_token_permute
-from mindspeed.ops.moe_token_unpermute import moe_token_unpermute as npu_fused_moe_token_unpermute
-from mindspeed.ops.moe_token_unpermute import moe_token_unpermute as npu_moe_token_unpermute
+from mindspeed.ops.moe_token_permute import moe_token_unpermute as npu_fused_moe_token_unpermute
+from mindspeed.ops.moe_token_permute import moe_token_unpermute as npu_moe_token_unpermute
 from mindspeed.ops.norm import dropout_add_layer_norm as npu_dropout_add_layer_norm
 from mindspeed.ops.norm import dropout_add_rms_norm as npu_dropout_add_rms_norm
 from mindspeed.ops.norm import rms_norm as npu_rms_norm
 from mindspeed.ops.quant_gmm import quant_gmm as npu_quant_gmm
 from mindspeed.ops.quant_gmm import quant_gmm_v2 as npu_quant_gmm_v2
+from mindspeed.ops.quant_gmm import weight_quant_gmm as npu_weight_quant_gmm
 from mindspeed.ops.ring_attention_update import (
     ring_attention_update as npu_ring_attention_update,
 )
@@ -46,7 +47,6 @@ from mindspeed.ops.rotary_position_embedding import (
     rotary_position_embedding as npu_rotary_position_embedding,
 )
 from mindspeed.ops.swiglu import swiglu as npu_swiglu
-from mindspeed.ops.weight_quant_gmm import weight_quant_gmm as npu_weight_quant_gmm
 
 __all__ = [
     "coc_ops",

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "MINDSPEED_OPS"
 REFERENCE = "reference"
-FIRST = 6  # parameters that implementations take by position
+NUM_POSITIONAL = 6  # parameters that implementations take by position
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Impl:
     needs: tuple[str, ...] = ()
 
     def obstacle(self, device: str) -> str | None:
-        """Say why this implementation cannot run on `device`, or None when it can."""
+        """Return why this implementation cannot run on `device`, or None when it can."""
         if device != self.device:
             return f"it runs on {self.device}, the tensors are on {device}"
         for package in self.needs:
@@ -46,7 +46,7 @@ class Impl:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation of an operator on one device, and why those before it were passed over."""
+    """The implementation of an operator on one device, and why those before it were skipped."""
 
     name: str
     target: str
@@ -56,9 +56,9 @@ class Choice:
 class Op:
     """An operator that runs the fastest implementation for the device of its first tensor.
 
-    `check` takes the operator's arguments and raises for those that no implementation serves.
-    `parameters` names all arguments in the order of the documents, where those past the sixth may
-    be given by position too; implementations take these by name.
+    `check` takes the operator's arguments and raises for those that no implementation supports.
+    `parameters` names all arguments in the documented order, where those past the sixth may be
+    given by position too; implementations take these by keyword.
     """
 
     def __init__(
@@ -84,16 +84,19 @@ class Op:
                 return self.choose(value.device.type)(*args, **kwargs)
         device = _device_of([*args, *kwargs.values()])
         if device is None:
-            raise TypeError(f"op {self.name} was called without a tensor: it picks by device")
+            raise TypeError(
+                f"op {self.name} was called without a tensor: pass one, its device selects the "
+                "implementation"
+            )
         return self.choose(device)(*args, **kwargs)
 
     def choose(self, device: str) -> Callable[..., Any]:
-        """Return what runs for tensors on `device` ("cpu", "cuda", "npu")."""
-        return self._chosen[self._ready(device)]
+        """Return the implementation for tensors on `device` ("cpu", "cuda", "npu")."""
+        return self._chosen[self._load_for(device)]
 
     @torch.compiler.assume_constant_result
-    def _ready(self, device: str) -> str:
-        # A compiler neither reads the environment nor imports: it takes the key as a constant.
+    def _load_for(self, device: str) -> str:
+        # A compiler traces neither the environment nor imports: it takes the key as a constant.
         forced = os.environ.get(VARIABLE)
         key = device if forced is None else f"{device} {forced}"
         if key not in self._chosen:
@@ -101,7 +104,7 @@ class Op:
         return key
 
     def choice(self, device: str) -> Choice:
-        """Say which implementation runs for tensors on `device`, and why no faster one."""
+        """Return which implementation runs for tensors on `device`, and why no faster one does."""
         forced = _forced().get(self.name)
         if forced == REFERENCE:
             return Choice(REFERENCE, self._reference)
@@ -118,7 +121,7 @@ class Op:
     def _force(self, device: str, forced: str) -> Choice:
         known = {impl.name: impl for impl in self.impls}
         if forced not in known:
-            _unknown(f"{VARIABLE}={self.name}={forced}", forced, [REFERENCE, *known])
+            _raise_unknown(f"{VARIABLE}={self.name}={forced}", forced, [REFERENCE, *known])
         reason = known[forced].obstacle(device)
         if reason is not None:
             raise RuntimeError(
@@ -130,7 +133,7 @@ class Op:
     def _build(self, choice: Choice) -> Callable[..., Any]:
         if choice.obstacles:
             reasons = "; ".join(choice.obstacles)
-            logger.info("op %s runs its %s (%s)", self.name, choice.name, reasons)
+            logger.info("op %s uses %s (%s)", self.name, choice.name, reasons)
         run = _load(choice.target)
         if self._check is not None:
             run = _checked(_load(self._check), run)
@@ -145,14 +148,14 @@ def _checked(check: Callable[..., None], run: Callable[..., Any]) -> Callable[..
     return checked
 
 
-def _by_name(name: str, parameters: tuple[str, ...], run: Callable[..., Any]) -> Callable[..., Any]:
+def _by_name(op: str, parameters: tuple[str, ...], run: Callable[..., Any]) -> Callable[..., Any]:
     def named(*args: Any, **kwargs: Any) -> Any:
-        unknown = [word for word in kwargs if word not in parameters]
+        unknown = [name for name in kwargs if name not in parameters]
         if unknown or len(args) > len(parameters):
             given = ", ".join(unknown) or f"{len(args)} arguments"
-            raise TypeError(f"{name} does not take {given}. It takes: {', '.join(parameters)}")
-        later = dict(zip(parameters[FIRST:], args[FIRST:]))
-        return run(*args[:FIRST], **later, **kwargs)
+            raise TypeError(f"{op} does not take {given}. It takes: {', '.join(parameters)}")
+        later = dict(zip(parameters[NUM_POSITIONAL:], args[NUM_POSITIONAL:]))
+        return run(*args[:NUM_POSITIONAL], **later, **kwargs)
 
     return named
 
@@ -171,7 +174,7 @@ def _parse(text: str) -> dict[str, str]:
             raise ValueError(f"{VARIABLE}={text}: write op=implementation[,op=implementation]")
         known = list(known_ops())
         if name not in known:
-            _unknown(f"{VARIABLE}={text}", name, known)
+            _raise_unknown(f"{VARIABLE}={text}", name, known)
         choices[name] = choice
     return choices
 
@@ -185,7 +188,7 @@ def refuse_gradient(name: str, tensors: Iterable[torch.Tensor | None]) -> None:
 def known_ops() -> dict[str, Op]:
     """Return every operator by its name."""
     package = importlib.import_module(__package__)
-    found = {}
+    found: dict[str, Op] = {}
     for module in pkgutil.iter_modules(package.__path__):
         if module.ispkg:
             values = vars(importlib.import_module(f"{__package__}.{module.name}")).values()
@@ -193,7 +196,7 @@ def known_ops() -> dict[str, Op]:
     return dict(sorted(found.items()))
 
 
-def _unknown(given: str, name: str, known: list[str]) -> NoReturn:
+def _raise_unknown(given: str, name: str, known: list[str]) -> NoReturn:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     raise ValueError(f"{given}: {name} is not known. Known: {', '.join(known)}.{hint}")
@@ -216,9 +219,9 @@ def _load(target: str) -> Callable[..., Any]:
     return implementation
 
 
-def is_watched() -> bool:
-    """Say whether a compiler, or a mode such as the counter of operations, looks on.
+def is_tracing() -> bool:
+    """Return whether a compiler or a dispatch mode, such as the FLOP counter, is tracing.
 
-    They want to see torch's own operators, not those of a package.
+    They need torch's own operators, not those of a package.
     """
     return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())

@@ -1,8 +1,8 @@
-"""Start a Triton kernel without asking again what was asked at its first start.
+"""Launch a Triton kernel without the overhead of Triton's own launcher.
 
-Triton looks at every argument, the options and the environment at each start: tens of microseconds,
-which a training step pays hundreds of times. What decides which binary runs is small: types,
-alignment and the numbers themselves. By these the binary is found here.
+Triton inspects every argument, the options and the environment at each launch: tens of
+microseconds, which a training step pays hundreds of times. What selects the binary is small:
+dtypes, alignment and the values of integers. Compiled binaries are cached here by these.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _ALIGNED, _INT32 = 16, 31
 
 
 class _Binary:
-    """A compiled kernel and the values of its constants, which its launcher wants at the end."""
+    """A compiled kernel and the values of its constants, which its launcher takes last."""
 
     def __init__(self, kernel: JITFunction[Any], compiled: Any, constants: dict[str, Any]) -> None:
         self._run = compiled.run
         self._fixed = (compiled.function, compiled.packed_metadata)
         self._constants = [constants[name] for name in kernel.arg_names if name in constants]
 
-    def start(self, grid: tuple[int, ...], stream: int, args: tuple[Any, ...]) -> None:
-        """Queue it on a stream."""
+    def launch(self, grid: tuple[int, ...], stream: int, args: tuple[Any, ...]) -> None:
+        """Enqueue it on a stream."""
         x, y, z = (*grid, 1, 1)[:3]
         self._run(x, y, z, stream, *self._fixed, None, None, None, *args, *self._constants)
 
@@ -38,9 +38,9 @@ class _Binary:
 _binaries: dict[tuple[Any, ...], _Binary] = {}
 
 
-@torch.compiler.assume_constant_result  # which a compiler overlooks on a cache itself
+@torch.compiler.assume_constant_result  # Dynamo ignores it on a cached function itself
 def multiprocessors() -> int:
-    """Return how many programs run side by side on the current device, for a compiler too."""
+    """Return the number of multiprocessors of the current device; a constant for a compiler."""
     return _multiprocessors()
 
 
@@ -50,24 +50,24 @@ def _multiprocessors() -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run kernel[grid](*args, **constants); the constants are its last parameters, and options."""
-    if torch.compiler.is_compiling() or not isinstance(kernel, JITFunction) or _is_watched():
+    """Run kernel[grid](*args, **constants): constants are its last parameters, and options."""
+    if torch.compiler.is_compiling() or not isinstance(kernel, JITFunction) or _has_launch_hook():
         kernel[grid](*args, **constants)
         return
     device = driver.active.get_current_device()
-    key = (kernel, device, *constants.items(), *_kinds(args))
+    key = (kernel, device, *constants.items(), *_signature(args))
     binary = _binaries.get(key)
     if binary is None:
         _binaries[key] = _Binary(kernel, kernel[grid](*args, **constants), constants)
     else:
-        binary.start(grid, driver.active.get_current_stream(device), args)
+        binary.launch(grid, driver.active.get_current_stream(device), args)
 
 
-def _kinds(values: tuple[Any, ...]) -> list[Any]:
-    """Return what Triton compiles in: types, None, 1, and what multiples of 16 there are."""
-    kinds: list[Any] = []
-    add = kinds.append
-    for value in values:  # in one loop: a call for each value would take as long as a launch
+def _signature(values: tuple[Any, ...]) -> list[Any]:
+    """Return what Triton specialises on: dtypes, None, 1, and which values are multiples of 16."""
+    signature: list[Any] = []
+    add = signature.append
+    for value in values:  # one loop: a call for each value would take as long as a launch
         if value is None or value is True or value is False:
             add(value)
         elif isinstance(value, Tensor):
@@ -77,9 +77,9 @@ def _kinds(values: tuple[Any, ...]) -> list[Any]:
             add(2 + (value % _ALIGNED == 0) + 2 * (value.bit_length() > _INT32))
         else:
             add(float if isinstance(value, float) else value)
-    return kinds
+    return signature
 
 
-def _is_watched() -> bool:
-    """Say whether a profiler wants to hear of every start."""
+def _has_launch_hook() -> bool:
+    """Return whether a profiler has registered a hook on every launch."""
     return bool(knobs.runtime.launch_enter_hook.calls)

@@ -1,4 +1,4 @@
-"""The rate of a training run: operations of a step, counted once, over the time of a step."""
+"""Throughput of a training run: operations of a step, counted once, over the time of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FlopMeter:
 
     @contextmanager
     def step(self, size: Hashable = None) -> Iterator[None]:
-        """Surround one training step; `size` is whatever its work depends on."""
+        """Measure one train step; `size` identifies steps that do the same work."""
         self._size = size
         if size in self._counted:
             yield
@@ -35,7 +35,7 @@ class FlopMeter:
             yield
         self._counted[size] = flops = _mean_over_ranks(counter.flops)
         logger.info(
-            "a step does %.4e floating-point operations per device, %.4e with recomputation",
+            "FLOPs per step and device: %.4e, %.4e with recomputation",
             flops.model,
             flops.hardware,
         )
@@ -54,7 +54,7 @@ class FlopMeter:
 
 
 def _mean_over_ranks(flops: Flops) -> Flops:
-    """Average over all ranks: pipeline stages and experts do not do the same work."""
+    """Average over all ranks: pipeline stages and experts do different amounts of work."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return flops
     # In thousands: integers are exact on every device, and the sum over many ranks has to fit.

@@ -1,4 +1,4 @@
-"""The flop meter in Megatron: around its step, in its log line, and where it recomputes."""
+"""Hooks of the FLOP meter in Megatron: its train step, log line and recompute functions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ELAPSED = re.compile(r" elapsed time per iteration \(ms\): ([0-9.]+) \|")
 
 @functools.cache
 def meter() -> FlopMeter:
-    """Return the one meter of this process, which the step feeds and the log reads."""
+    """Return the meter of this process, shared by the train step and the log line."""
     return FlopMeter()
 
 
 def wrap_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Count the operations of the first step, and again when the number of micro-batches grows."""
+    """Count the operations of the first step, and again when the micro-batches change."""
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def _with_rates(elapsed: re.Match[str]) -> str:
 
 
 def wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the function that Megatron's or torch's checkpoint computes again."""
+    """Mark the function that Megatron's or torch's checkpoint recomputes."""
 
     @functools.wraps(original)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_te_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the function that transformer_engine's checkpoint computes again."""
+    """Mark the function that transformer_engine's checkpoint recomputes."""
 
     @functools.wraps(original)
     def te_checkpoint(forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def wrap_te_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_checkpoint_without_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark the function whose output is dropped and computed again."""
+    """Mark the function whose output is discarded and recomputed."""
 
     @functools.wraps(original)
     def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:

@@ -190,7 +190,7 @@ def _attend_packed(
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         return _attend(module, query, key, value, attention_mask, **kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if max_length_q is not None and max_length_k is not None and sdpa.serves_flash(q, k, v):
+    if max_length_q is not None and max_length_k is not None and sdpa.supports_flash(q, k, v):
         scaling, is_causal = kwargs.get("scaling"), _is_causal(module, kwargs.get("is_causal"))
         output = sdpa.flash_attention(
             *(q, k, v),

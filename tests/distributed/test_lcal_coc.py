@@ -48,7 +48,7 @@ def coc(rows, slices, by_name):
     torch.testing.assert_close(out, sums[mine])
     with pytest.raises(ValueError, match="coc_ops multiplies"):
         ops.pure_matmul(whole_a, b, out, bias)
-    with pytest.raises(ValueError, match="do not split over"):
+    with pytest.raises(ValueError, match="do not divide over"):
         ops.matmul_reduce_scatter(torch.ones(size + 1, 2), torch.ones(2, 2), torch.ones(1, 2))
 
 

@@ -1,36 +1,38 @@
-"""One step of Adam or AdamW in plain torch, list by list."""
+"""One step of Adam or AdamW in plain torch, with foreach operators on lists of tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Tensors = Sequence[Tensor]
+from mindspeed.ops import adamw as ops
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamHyper:
-    """The numbers of one Adam step."""
+    """The hyperparameters of one Adam step."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     step: int
-    """Which step this is, from 1 on."""
+    """The number of this step, from 1 on."""
     decoupled: bool = True
-    """AdamW: decay the weights apart from the gradient, instead of adding the decay to it."""
+    """AdamW: decay the weights directly, instead of adding the decay to the gradient."""
     bias_correction: bool = True
     ema_decay: float = 0.0
-    """How much of the old average stays: average = ema_decay * average + (1 - ema_decay) * new."""
+    """average = ema_decay * average + (1 - ema_decay) * param."""
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """What the two moments are divided by, since they start at zero."""
+        """The bias corrections, by which the two moments are divided."""
         if not self.bias_correction:
             return 1.0, 1.0
         beta1, beta2 = self.betas
@@ -52,12 +54,12 @@ def adamw(
     """Update params, exp_avgs and exp_avg_sqs in place.
 
     Args:
-        params: float32 (or all float64) weights; moments and averages are of the same type.
-        grads: of any type, one type for all.
+        params: float32 (or all float64) weights; moments and averages have the same dtype.
+        grads: of any dtype, the same for all.
         averages: exponential moving averages of the params, updated after them; or none.
-        copies: where the new params are written too, rounded to the copies' type; or none.
+        copies: tensors the new params are also written to, rounded to their dtype; or none.
         grad_scale: a scalar on the device that the grads are multiplied by. If it is NaN, nothing
-            is updated: the host need not know before the launch whether the step is skipped.
+            is updated: the host need not read the scale to decide whether to skip the step.
     """
     if not params or (grad_scale is not None and bool(grad_scale.isnan())):
         return
@@ -75,7 +77,7 @@ def adamw(
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-    del grads  # scaled ones are as large as the denominators
+    del grads  # scaled gradients take as much memory as the denominators
 
     denominators = torch._foreach_sqrt(exp_avg_sqs)
     torch._foreach_div_(denominators, math.sqrt(correction2))
@@ -85,6 +87,44 @@ def adamw(
         torch._foreach_lerp_(averages, params, 1 - hyper.ema_decay)
     if copies:
         torch._foreach_copy_(copies, params)
+
+
+def apply_fused_ema_adamw(
+    grad: Tensor,
+    var: Tensor,
+    m: Tensor,
+    v: Tensor,
+    s: Tensor,
+    step: Tensor,
+    lr: float = 1e-3,
+    ema_decay: float = 0.9999,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    mode: int = 1,
+    bias_correction: bool = True,
+    weight_decay: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Update var, its moments m and v and its average s in place, and return them.
+
+    Args:
+        step: (1,), the number of this step, from 1 on.
+        mode: 1 decays the weights directly (AdamW), 0 adds the decay to the gradient.
+    """
+    if mode not in (0, 1):
+        raise ValueError(f"mode must be 0 (L2) or 1 (AdamW), got {mode}")
+    hyper = AdamHyper(
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=weight_decay,
+        step=int(step),
+        decoupled=mode == 1,
+        bias_correction=bias_correction,
+        ema_decay=ema_decay,
+    )
+    ops.adamw([var], [grad], [m], [v], hyper, averages=[s])
+    return var, m, v, s
 
 
 def check(
@@ -98,7 +138,7 @@ def check(
     copies: Tensors = (),
     grad_scale: Tensor | None = None,
 ) -> None:
-    """Refuse lists that do not belong together."""
+    """Raise ValueError for lists that do not match."""
     lists = {
         "grads": grads,
         "exp_avgs": exp_avgs,
@@ -106,16 +146,16 @@ def check(
         "averages": averages,
         "copies": copies,
     }
-    shapes, wide = [*map(Tensor.size, params)], {param.dtype for param in params}
+    shapes, dtypes = [*map(Tensor.size, params)], {param.dtype for param in params}
     for name, tensors in lists.items():
         is_optional = name in ("averages", "copies")
         if len(tensors) != len(params) and not (is_optional and not tensors):
             raise ValueError(f"adamw got {len(params)} params and {len(tensors)} {name}")
         if tensors and [*map(Tensor.size, tensors)] != shapes:
             raise ValueError(f"adamw needs {name} of the same shapes as the params")
-        if tensors and name not in ("grads", "copies") and {t.dtype for t in tensors} != wide:
-            raise ValueError(f"adamw needs {name} of the type of the params")
-    if wide not in ({torch.float32}, {torch.float64}):
+        if tensors and name not in ("grads", "copies") and {t.dtype for t in tensors} != dtypes:
+            raise ValueError(f"adamw needs {name} of the dtype of the params")
+    if dtypes not in ({torch.float32}, {torch.float64}):
         raise ValueError("adamw updates params of float32, or all of float64")
     if grad_scale is not None and grad_scale.dim():
         raise ValueError(f"adamw takes a scalar grad_scale, got {tuple(grad_scale.shape)}")
@@ -123,3 +163,11 @@ def check(
         raise ValueError(f"adamw counts steps from 1, got {hyper.step}")
     if not 0.0 <= hyper.ema_decay <= 1.0:
         raise ValueError(f"ema_decay must be from 0 to 1, got {hyper.ema_decay}")
+
+
+def check_apply_fused_ema_adamw(
+    grad: Tensor, var: Tensor, m: Tensor, v: Tensor, s: Tensor, step: Tensor, *_: Any, **__: Any
+) -> None:
+    """Raise ValueError unless step is one integer; adamw checks the rest."""
+    if step.numel() != 1 or step.is_floating_point():
+        raise ValueError(f"step must be one integer, got {step.numel()} of {step.dtype}")

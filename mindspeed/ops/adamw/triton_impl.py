@@ -1,6 +1,6 @@
 """One step of Adam or AdamW in Triton: all tensors of a list in one launch, each byte moved once.
 
-A table holds the address of every tensor. Programs take pieces of equal size, whatever the sizes of
+A table holds the address of every tensor. Programs take chunks of equal size, whatever the sizes of
 the tensors, so hundreds of small ones cost no more than one of their total size.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from mindspeed.ops.adamw import reference
 from mindspeed.ops.adamw.reference import AdamHyper, Tensors
 
-# A program walks PIECE elements, BLOCK at a time: four float32 a thread, a 16-byte load of each
-# tensor. With more a thread a 16-bit copy would want another layout, and pay for the exchange.
-PIECE, BLOCK, WARPS = 8192, 1024, 8
+# A program updates CHUNK elements, BLOCK at a time: four float32 per thread, a 16-byte load of each
+# tensor. With more per thread a 16-bit copy would need another layout, and a conversion to it.
+CHUNK, BLOCK, NUM_WARPS = 8192, 1024, 8
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -38,8 +38,17 @@ def adamw(
 ) -> None:
     """Update params, exp_avgs and exp_avg_sqs in place, and averages and copies where given."""
     lists = (params, grads, exp_avgs, exp_avg_sqs, averages, copies)
-    if torch.compiler.is_compiling():  # it has no addresses, and fuses lists by itself
-        reference.adamw(*lists[:4], hyper, averages=averages, copies=copies, grad_scale=grad_scale)
+    if torch.compiler.is_compiling():  # a compiler has no addresses, and fuses lists by itself
+        reference.adamw(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            hyper,
+            averages=averages,
+            copies=copies,
+            grad_scale=grad_scale,
+        )
         return
     scale = None if grad_scale is None else grad_scale.float()
     if _is_uniform(lists):
@@ -49,22 +58,30 @@ def adamw(
     for index, row in enumerate(zip(*filter(None, lists))):
         is_contiguous = all(map(Tensor.is_contiguous, row))
         kinds[(is_contiguous, *(tensor.dtype for tensor in row))].append(index)
-    for members in kinds.values():
-        part = tuple([tensors[i] for i in members] if tensors else () for tensors in lists)
+    for indices in kinds.values():
+        part = tuple([tensors[i] for i in indices] if tensors else () for tensors in lists)
         if _is_uniform(part):
             _run_uniform(part, hyper, scale)
         else:
+            p, g, exp_avg, exp_avg_sq, average, copy = part
             reference.adamw(
-                *part[:4], hyper, averages=part[4], copies=part[5], grad_scale=grad_scale
+                p,
+                g,
+                exp_avg,
+                exp_avg_sq,
+                hyper,
+                averages=average,
+                copies=copy,
+                grad_scale=grad_scale,
             )
 
 
 def _is_uniform(lists: tuple[Tensors, ...]) -> bool:
-    """Whether one kernel serves all tensors: each list of one known type, all contiguous."""
+    """Return whether one launch handles all tensors: one known dtype per list, all contiguous."""
     types = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    known = all(len(found) <= 1 and found <= TYPES.keys() for found in types)
-    is_float32 = all(found <= {torch.float32} for found in (types[0], *types[2:5]))
-    return known and is_float32 and all(all(map(Tensor.is_contiguous, t)) for t in lists)
+    is_known = all(len(dtypes) <= 1 and dtypes <= TYPES.keys() for dtypes in types)
+    is_float32 = all(dtypes <= {torch.float32} for dtypes in (types[0], *types[2:5]))
+    return is_known and is_float32 and all(all(map(Tensor.is_contiguous, t)) for t in lists)
 
 
 def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper, scale: Tensor | None) -> None:
@@ -75,9 +92,9 @@ def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper, scale: Tensor | N
     (beta1, beta2), (correction1, correction2) = hyper.betas, hyper.corrections
     decay = hyper.weight_decay
     for table in _tables(addresses, tuple(map(Tensor.numel, params)), params[0].device):
-        _step[(len(table.owners),)](
-            table.lines,
-            table.owners,
+        _adamw_kernel[(len(table.tensor_ids),)](
+            table.rows,
+            table.tensor_ids,
             table.starts,
             scale,
             hyper.lr / correction1,
@@ -89,27 +106,27 @@ def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper, scale: Tensor | N
             1 - hyper.lr * decay if hyper.decoupled else decay,
             1 - hyper.ema_decay,
             DECOUPLED=hyper.decoupled,
-            AVERAGES=bool(averages),
-            COPIES=bool(copies),
-            ALIGNED=table.is_aligned,
-            GRAD=TYPES[grads[0].dtype],
-            COPY=TYPES[copies[0].dtype] if copies else tl.float32,
-            PIECE=PIECE,
+            HAS_EMA=bool(averages),
+            HAS_COPY=bool(copies),
+            IS_ALIGNED=table.is_aligned,
+            GRAD_DTYPE=TYPES[grads[0].dtype],
+            COPY_DTYPE=TYPES[copies[0].dtype] if copies else tl.float32,
+            CHUNK=CHUNK,
             BLOCK=BLOCK,
-            num_warps=WARPS,
+            num_warps=NUM_WARPS,
         )
 
 
 @dataclass(frozen=True)
 class _Table:
-    """What the programs of one launch look up."""
+    """The lookup table of one launch."""
 
-    lines: Tensor
-    """For each tensor the addresses of its six forms (0 for none), and its size."""
-    owners: Tensor
-    """For each program its tensor."""
+    rows: Tensor
+    """Per tensor: six addresses (param, grad, moments, average, copy; 0 for none) and its size."""
+    tensor_ids: Tensor
+    """Per program: its tensor."""
     starts: Tensor
-    """For each tensor its first program."""
+    """Per tensor: its first program."""
     is_aligned: bool
 
 
@@ -117,148 +134,159 @@ class _Table:
 def _tables(
     addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: torch.device
 ) -> list[_Table]:
-    """Make the tables of the tensors that lie on 16 bytes, and of those that do not.
+    """Return the tables of the 16-byte aligned tensors, and of the others.
 
-    Optimizers step on the same tensors again and again, so they are made once.
+    Optimizers step on the same tensors again and again, so the tables are cached.
     """
     absent = (0,) * len(sizes)
-    lines = list(zip(*(column or absent for column in addresses), sizes))
+    rows = list(zip(*(column or absent for column in addresses), sizes))
     parts: dict[bool, list[tuple[int, ...]]] = defaultdict(list)
-    for line in lines:
-        if line[-1]:
-            parts[all(address % 16 == 0 for address in line[:-1])].append(line)
+    for row in rows:
+        if row[-1]:
+            parts[all(address % 16 == 0 for address in row[:-1])].append(row)
     return [_table(part, device, is_aligned) for is_aligned, part in parts.items()]
 
 
-def _table(lines: list[tuple[int, ...]], device: torch.device, is_aligned: bool) -> _Table:
-    pieces = torch.tensor([triton.cdiv(line[-1], PIECE) for line in lines])
-    owners = torch.arange(len(lines)).repeat_interleave(pieces)
-    starts = pieces.cumsum(0) - pieces
+def _table(rows: list[tuple[int, ...]], device: torch.device, is_aligned: bool) -> _Table:
+    chunks = torch.tensor([triton.cdiv(row[-1], CHUNK) for row in rows])
+    tensor_ids = torch.arange(len(rows)).repeat_interleave(chunks)
+    starts = chunks.cumsum(0) - chunks
     return _Table(
-        torch.tensor(lines, dtype=torch.int64).to(device),
-        owners.to(device, torch.int32),
+        torch.tensor(rows, dtype=torch.int64).to(device),
+        tensor_ids.to(device, torch.int32),
         starts.to(device, torch.int32),
         is_aligned,
     )
 
 
 @triton.jit
-def _address(line, index: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(line + index).to(tl.pointer_type(TYPE))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+def _load_ptr(row_ptr, index: tl.constexpr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    ptr = tl.load(row_ptr + index).to(tl.pointer_type(DTYPE))
+    if IS_ALIGNED:
+        ptr = tl.multiple_of(ptr, 16)
+    return ptr
 
 
 @triton.jit
 def _update(
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    averages,
-    copies,
+    param_ptrs,
+    grad_ptrs,
+    exp_avg_ptrs,
+    exp_avg_sq_ptrs,
+    ema_ptrs,
+    copy_ptrs,
     mask,
     scale,
-    numbers,
+    hyper,
     DECOUPLED: tl.constexpr,
-    AVERAGES: tl.constexpr,
-    COPIES: tl.constexpr,
+    HAS_EMA: tl.constexpr,
+    HAS_COPY: tl.constexpr,
 ):
-    rate, inverse_root, eps, toward_grad, beta2, toward_square, decay, toward_new = numbers
-    param = tl.load(params, mask=mask)
-    grad = tl.load(grads, mask=mask).to(tl.float32)
+    step_size, rsqrt_correction2, eps, one_minus_beta1, beta2, one_minus_beta2, decay, ema_rate = (
+        hyper
+    )
+    param = tl.load(param_ptrs, mask=mask)
+    grad = tl.load(grad_ptrs, mask=mask).to(tl.float32)
     if scale is not None:
         grad *= scale
-    exp_avg = tl.load(exp_avgs, mask=mask)
-    exp_avg_sq = tl.load(exp_avg_sqs, mask=mask)
+    exp_avg = tl.load(exp_avg_ptrs, mask=mask)
+    exp_avg_sq = tl.load(exp_avg_sq_ptrs, mask=mask)
     if DECOUPLED:
         param *= decay
     else:
         grad += decay * param
-    exp_avg += toward_grad * (grad - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + toward_square * grad * grad
-    param -= rate * exp_avg / (tl.sqrt_rn(exp_avg_sq) * inverse_root + eps)
-    tl.store(params, param, mask=mask)
-    tl.store(exp_avgs, exp_avg, mask=mask)
-    tl.store(exp_avg_sqs, exp_avg_sq, mask=mask)
-    if AVERAGES:
-        average = tl.load(averages, mask=mask)
-        tl.store(averages, average + toward_new * (param - average), mask=mask)
-    if COPIES:
-        tl.store(copies, param.to(copies.dtype.element_ty), mask=mask)
+    exp_avg += one_minus_beta1 * (grad - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad
+    param -= step_size * exp_avg / (tl.sqrt_rn(exp_avg_sq) * rsqrt_correction2 + eps)
+    tl.store(param_ptrs, param, mask=mask)
+    tl.store(exp_avg_ptrs, exp_avg, mask=mask)
+    tl.store(exp_avg_sq_ptrs, exp_avg_sq, mask=mask)
+    if HAS_EMA:
+        ema = tl.load(ema_ptrs, mask=mask)
+        tl.store(ema_ptrs, ema + ema_rate * (param - ema), mask=mask)
+    if HAS_COPY:
+        tl.store(copy_ptrs, param.to(copy_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _step(
-    table,
-    owners,
-    starts,
-    grad_scale,
-    rate,
-    inverse_root,
+def _adamw_kernel(
+    table_ptr,
+    tensor_ids_ptr,
+    starts_ptr,
+    grad_scale_ptr,
+    step_size,
+    rsqrt_correction2,
     eps,
-    toward_grad,
+    one_minus_beta1,
     beta2,
-    toward_square,
+    one_minus_beta2,
     decay,
-    toward_new,
+    ema_rate,
     DECOUPLED: tl.constexpr,
-    AVERAGES: tl.constexpr,
-    COPIES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    GRAD: tl.constexpr,
-    COPY: tl.constexpr,
-    PIECE: tl.constexpr,
+    HAS_EMA: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    COPY_DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    owner = tl.load(owners + tl.program_id(0))
-    first = tl.load(starts + owner)
-    line = table + owner.to(tl.int64) * 7
-    params = _address(line, 0, tl.float32, ALIGNED)
-    grads = _address(line, 1, GRAD, ALIGNED)
-    exp_avgs = _address(line, 2, tl.float32, ALIGNED)
-    exp_avg_sqs = _address(line, 3, tl.float32, ALIGNED)
-    averages = _address(line, 4, tl.float32, ALIGNED)
-    copies = _address(line, 5, COPY, ALIGNED)
-    size = tl.load(line + 6)
+    tensor_id = tl.load(tensor_ids_ptr + tl.program_id(0))
+    first = tl.load(starts_ptr + tensor_id)
+    row_ptr = table_ptr + tensor_id.to(tl.int64) * 7
+    param_ptr = _load_ptr(row_ptr, 0, tl.float32, IS_ALIGNED)
+    grad_ptr = _load_ptr(row_ptr, 1, GRAD_DTYPE, IS_ALIGNED)
+    exp_avg_ptr = _load_ptr(row_ptr, 2, tl.float32, IS_ALIGNED)
+    exp_avg_sq_ptr = _load_ptr(row_ptr, 3, tl.float32, IS_ALIGNED)
+    ema_ptr = _load_ptr(row_ptr, 4, tl.float32, IS_ALIGNED)
+    copy_ptr = _load_ptr(row_ptr, 5, COPY_DTYPE, IS_ALIGNED)
+    size = tl.load(row_ptr + 6)
     scale = None
-    if grad_scale is not None:
-        scale = tl.load(grad_scale)
-        size = tl.where(scale == scale, size, 0)  # NaN: the mask of the last piece covers all
-    numbers = (rate, inverse_root, eps, toward_grad, beta2, toward_square, decay, toward_new)
-    begin = (tl.program_id(0) - first).to(tl.int64) * PIECE
-    if begin + PIECE <= size:  # a mask would make the loads narrow, so only the last piece has one
-        for offset in range(0, PIECE, BLOCK):
-            at = begin + offset + tl.arange(0, BLOCK)
+    if grad_scale_ptr is not None:
+        scale = tl.load(grad_scale_ptr)
+        size = tl.where(scale == scale, size, 0)  # NaN: mask out every element
+    hyper = (
+        step_size,
+        rsqrt_correction2,
+        eps,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        decay,
+        ema_rate,
+    )
+    start = (tl.program_id(0) - first).to(tl.int64) * CHUNK
+    if start + CHUNK <= size:  # masked loads are narrower, so only the last chunk has a mask
+        for offset in range(0, CHUNK, BLOCK):
+            offs = start + offset + tl.arange(0, BLOCK)
             _update(
-                params + at,
-                grads + at,
-                exp_avgs + at,
-                exp_avg_sqs + at,
-                averages + at,
-                copies + at,
+                param_ptr + offs,
+                grad_ptr + offs,
+                exp_avg_ptr + offs,
+                exp_avg_sq_ptr + offs,
+                ema_ptr + offs,
+                copy_ptr + offs,
                 None,
                 scale,
-                numbers,
+                hyper,
                 DECOUPLED,
-                AVERAGES,
-                COPIES,
+                HAS_EMA,
+                HAS_COPY,
             )
     else:
-        for offset in range(0, PIECE, BLOCK):
-            at = begin + offset + tl.arange(0, BLOCK)
+        for offset in range(0, CHUNK, BLOCK):
+            offs = start + offset + tl.arange(0, BLOCK)
             _update(
-                params + at,
-                grads + at,
-                exp_avgs + at,
-                exp_avg_sqs + at,
-                averages + at,
-                copies + at,
-                at < size,
+                param_ptr + offs,
+                grad_ptr + offs,
+                exp_avg_ptr + offs,
+                exp_avg_sq_ptr + offs,
+                ema_ptr + offs,
+                copy_ptr + offs,
+                offs < size,
                 scale,
-                numbers,
+                hyper,
                 DECOUPLED,
-                AVERAGES,
-                COPIES,
+                HAS_EMA,
+                HAS_COPY,
             )

@@ -1,9 +1,9 @@
-"""Exchange over the expert ranks, gather over the tensor ranks, multiply, activate.
+"""All-to-all over the EP group, all-gather over the TP group, batched GEMM, activation.
 
-E experts of which E / ep are here, C places an expert and rank, H and M columns. With shard_type 0
-the tensor ranks share the columns of x (E, C, H / tp), with 1 its places (E, C / tp, H). The
-product has the places of all ranks, an expert rank's side by side: (E / ep, ep * C, M / tp).
-Each step has its gradient: that of the whole is `bmm_reduce_scatter_all_to_all` and one product.
+E experts of which E / ep are local, capacity C per expert and rank, H and M columns. The TP group
+splits the columns of x (E, C, H / tp) with shard_type 0, its capacity (E, C / tp, H) with 1.
+The result has the tokens of all ranks, those of an EP rank side by side: (E / ep, ep * C, M / tp).
+The gradient of the whole is `bmm_reduce_scatter_all_to_all` and one GEMM.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ def all_to_all_all_gather_bmm(
     need_allgather_out: bool = False,
     need_activation_feature: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the activated product, and where asked for the gathered x and the plain product.
+    """Return the activation, and on request the gathered x and the input of the activation.
 
     Args:
         x: (E, C, H / tp) or (E, C / tp, H)
         weight: (E / ep, H, M / tp)
-        group_ep: the ranks that share the experts: a process group, or its name.
-        ep: their number.
-        group_tp: the ranks that share each expert.
-        tp: their number.
+        group_ep: the expert-parallel process group, or its name.
+        ep: its size.
+        group_tp: the tensor-parallel process group, or its name.
+        tp: its size.
         bias: (E / ep, 1, M / tp) or (E / ep, M / tp)
         act_type: None, GELU, Silu, FastGELU or Relu.
     """
     received = to_experts(x, group_ep, ep)  # (E / ep, ep, C, H / tp) or (E / ep, ep, C / tp, H)
     dim = 3 if shard_type == 0 else 2
     gathered = all_gather(received, resolve_group(group_tp), dim).flatten(1, 2)
-    product = torch.bmm(gathered, weight)
+    hidden = torch.bmm(gathered, weight)
     if bias is not None:
-        product = product + bias.view(len(weight), 1, -1)
+        hidden = hidden + bias.view(len(weight), 1, -1)
     return (
-        ACTIVATIONS[act_type](product),
+        ACTIVATIONS[act_type](hidden),
         gathered if need_allgather_out else None,
-        product if need_activation_feature else None,
+        hidden if need_activation_feature else None,
     )
 
 
 def to_experts(x: Tensor, group: Group, ep: int) -> Tensor:
-    """Send each expert's places to its rank: (E, C, H) -> (E / ep, ep, C, H)."""
+    """Send each expert's tokens to its rank: (E, C, H) -> (E / ep, ep, C, H)."""
     parts = all_to_all(x, resolve_group(group)).view(ep, len(x) // ep, *x.shape[1:])
     return parts.transpose(0, 1)
 
 
 def from_experts(x: Tensor, group: Group) -> Tensor:
-    """Send the places back to where they came from: (E / ep, ep, C, H) -> (E, C, H)."""
+    """Send the tokens back to their ranks: (E / ep, ep, C, H) -> (E, C, H)."""
     return all_to_all(x.transpose(0, 1).flatten(0, 1), resolve_group(group))
 
 
@@ -90,7 +90,7 @@ def check(
     tp: int,
     **options: Any,
 ) -> None:
-    """Refuse what does not fit together."""
+    """Raise ValueError for arguments that do not match."""
     check_groups(group_ep, ep, group_tp, tp, options.get("shard_type", 0))
     act_type = options.get("act_type", "None")
     if act_type not in ACTIVATIONS:
@@ -104,11 +104,11 @@ def check(
 
 
 def check_groups(group_ep: Group, ep: int, group_tp: Group, tp: int, shard_type: int) -> None:
-    """Refuse numbers that are not those of the groups."""
+    """Raise ValueError if ep and tp are not the sizes of the groups."""
     sizes = resolve_group(group_ep).size(), resolve_group(group_tp).size()
     if (ep, tp) != sizes:
         raise ValueError(
             f"ep={ep} and tp={tp}, but the groups have {sizes[0]} and {sizes[1]} ranks"
         )
     if shard_type not in (0, 1):
-        raise ValueError(f"shard_type={shard_type}: use 0 (columns) or 1 (places)")
+        raise ValueError(f"shard_type={shard_type}: use 0 (columns) or 1 (capacity)")

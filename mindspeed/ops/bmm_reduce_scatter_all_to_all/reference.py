@@ -1,6 +1,6 @@
-"""Multiply, sum and cut over the tensor ranks, exchange over the expert ranks.
+"""Batched GEMM, reduce-scatter over the TP group, all-to-all over the EP group.
 
-The transpose of `all_to_all_all_gather_bmm`, whose letters and shard types are meant here too.
+The transpose of `all_to_all_all_gather_bmm`, with the same symbols and shard types.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def bmm_reduce_scatter_all_to_all(
     Args:
         x: (E / ep, ep * C, M / tp)
         weight: (E / ep, M / tp, H)
-        group_ep: the ranks that share the experts: a process group, or its name.
-        ep: their number.
-        group_tp: the ranks that share each expert.
-        tp: their number.
+        group_ep: the expert-parallel process group, or its name.
+        ep: its size.
+        group_tp: the tensor-parallel process group, or its name.
+        tp: its size.
         bias: added after the sum, (E / ep, 1, H / tp) or (E / ep, 1, H).
     """
     partial = torch.bmm(x, weight).unflatten(1, (ep, -1))  # (E / ep, ep, C, H)
@@ -52,7 +52,7 @@ def check(
     tp: int,
     **options: Any,
 ) -> None:
-    """Refuse what does not fit together."""
+    """Raise ValueError for arguments that do not match."""
     shard_type = options.get("shard_type", 0)
     check_groups(group_ep, ep, group_tp, tp, shard_type)
     if x.ndim != 3 or weight.ndim != 3 or x.shape[::2] != weight.shape[:2] or x.shape[1] % ep:
@@ -60,6 +60,6 @@ def check(
             "bmm_reduce_scatter_all_to_all multiplies (E, ep * C, M) by (E, M, H), got "
             f"{tuple(x.shape)} and {tuple(weight.shape)} with ep={ep}"
         )
-    cut = weight.shape[2] if shard_type == 0 else x.shape[1] // ep
-    if cut % tp:
-        raise ValueError(f"{cut} columns or places do not split over tp={tp} ranks")
+    split = weight.shape[2] if shard_type == 0 else x.shape[1] // ep
+    if split % tp:
+        raise ValueError(f"{split} columns or tokens do not divide over tp={tp} ranks")

@@ -9,12 +9,12 @@ from mindspeed.ops.dispatch import refuse_gradient
 
 
 def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sums (N,) of the columns of x (M, N), in the type of x unless told otherwise."""
+    """Return the sums (N,) of the columns of x (M, N), in the dtype of x by default."""
     return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype or x.dtype)
 
 
 def check(x: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Refuse what is no matrix, and a gradient."""
+    """Raise for anything but a floating-point matrix, and for inputs that require a gradient."""
     refuse_gradient("column_sum", [x])
     if x.ndim != 2 or not x.is_floating_point():
         raise ValueError(f"column_sum needs a matrix of floats, got {tuple(x.shape)} of {x.dtype}")

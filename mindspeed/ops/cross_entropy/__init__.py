@@ -2,11 +2,13 @@
 
 from mindspeed.ops.dispatch import Impl, Op
 
-_ROOM = "mindspeed.ops.cross_entropy"
+_PACKAGE = "mindspeed.ops.cross_entropy"
 
 cross_entropy = Op(
     "cross_entropy",
-    reference=f"{_ROOM}.reference:cross_entropy",
-    impls=(Impl("triton", f"{_ROOM}.triton_impl:cross_entropy", device="cuda", needs=("triton",)),),
-    check=f"{_ROOM}.reference:check",
+    reference=f"{_PACKAGE}.reference:cross_entropy",
+    impls=(
+        Impl("triton", f"{_PACKAGE}.triton_impl:cross_entropy", device="cuda", needs=("triton",)),
+    ),
+    check=f"{_PACKAGE}.reference:check",
 )

@@ -1,4 +1,4 @@
-"""The cross entropy of Megatron's language models, computed by the operator."""
+"""Wraps Megatron's cross entropy functions around the operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed.ops.cross_entropy import cross_entropy
 
 
 def wrap_vocab_parallel_cross_entropy(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Serve the plain function; label smoothing has a meaning of its own there and stays there."""
+    """Replace the unfused function; label smoothing, defined differently there, falls back."""
 
     @functools.wraps(original)
     def vocab_parallel_cross_entropy(
@@ -35,7 +35,7 @@ def wrap_vocab_parallel_cross_entropy(original: Callable[..., Tensor]) -> Callab
 def wrap_fused_vocab_parallel_cross_entropy(
     original: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
-    """Serve the function behind `--cross-entropy-loss-fusion` with the native implementation."""
+    """Replace the function behind `--cross-entropy-loss-fusion` (native implementation)."""
 
     @functools.wraps(original)
     def fused_vocab_parallel_cross_entropy(
@@ -47,7 +47,7 @@ def wrap_fused_vocab_parallel_cross_entropy(
 
 
 def wrap_unless_bfloat16(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Serve logits wider than the bfloat16 that the gradient of Megatron's function always is."""
+    """Replace the fused function for all dtypes but bfloat16, to which it casts the gradient."""
 
     @functools.wraps(original)
     def fused_vocab_parallel_cross_entropy(
@@ -61,7 +61,7 @@ def wrap_unless_bfloat16(original: Callable[..., Tensor]) -> Callable[..., Tenso
 
 
 def _loss(logits: Tensor, target: Tensor, group: ProcessGroup) -> Tensor:
-    # As in Megatron, what was computed for the loss is nobody else's; a leaf is the caller's own.
+    # As in Megatron, logits computed for the loss have no other reader; a leaf is the caller's.
     return cross_entropy(logits, target, group, in_place=not logits.is_leaf)
 
 

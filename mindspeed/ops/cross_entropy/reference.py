@@ -1,7 +1,7 @@
 """Cross entropy over a split vocabulary, in plain torch.
 
-Rank r of the group holds columns [r * V, (r + 1) * V) of the logits. Two all-reduces, of one and of
-three numbers a token, are all that travels; no rank sees another rank's logits.
+Rank r of the group holds columns [r * V, (r + 1) * V) of the logits. Communication is two
+all-reduces, of one and of three numbers per token.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def cross_entropy(
     """Return the float32 loss of every token: logits (..., V on this rank), target (...).
 
     Args:
-        logits: in float32 or less; float64 stays float64.
-        target: columns of the whole vocabulary.
-        group: the ranks that share the vocabulary; without it this rank has all of it.
-        smoothing: the share of the target's weight that is spread over the vocabulary.
+        logits: computed in float32; float64 stays float64.
+        target: indices into the whole vocabulary.
+        group: the ranks that the vocabulary is split over; None if it is not split.
+        smoothing: label smoothing, the part of the target's weight spread over the vocabulary.
         ignore_index: a target whose tokens have loss and gradient zero.
-        in_place: backward may write the gradient over the logits, which nobody may read then.
+        in_place: backward may write the gradient over the logits; they must have no other reader.
     """
     return _CrossEntropy.apply(logits, target, group, smoothing, ignore_index)
 
@@ -85,22 +85,22 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _shift_by_maximum(logits: Tensor, group: ProcessGroup | None) -> Tensor:
-    # A fresh tensor in float32 (float64 for float64 logits), which the caller may overwrite.
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    maximum = wide.max(-1, keepdim=True).values
+    # A new tensor in float32 (float64 for float64 logits), which the caller may overwrite.
+    logits_acc = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    maximum = logits_acc.max(-1, keepdim=True).values
     if group is not None and group.size() > 1:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-    return wide - maximum
+    return logits_acc - maximum
 
 
 def check(logits: Tensor, target: Tensor, *_: Any, smoothing: float = 0.0, **__: Any) -> None:
-    """Refuse targets of another shape and a smoothing that is no share."""
+    """Raise ValueError for targets of the wrong shape or dtype and for invalid smoothing."""
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:-1])}, "
             f"got {tuple(target.shape)}"
         )
     if target.is_floating_point():
-        raise ValueError(f"cross_entropy needs whole numbers as targets, got {target.dtype}")
+        raise ValueError(f"cross_entropy needs an integer target, got {target.dtype}")
     if not 0.0 <= smoothing < 1.0:
         raise ValueError(f"label smoothing must be at least 0 and below 1, got {smoothing}")

@@ -1,16 +1,16 @@
-"""Two products with an activation between them, for one layer or for the experts of a mixture."""
+"""Two GEMMs with an activation between them, for a dense layer or for experts."""
 
 from mindspeed.ops.dispatch import Impl, Op
 
-_ROOM = "mindspeed.ops.ffn"
+_PACKAGE = "mindspeed.ops.ffn"
 
 ffn = Op(
     "ffn",
-    reference=f"{_ROOM}.reference:ffn",
+    reference=f"{_PACKAGE}.reference:ffn",
     impls=(
-        # What the reference calls, gmm, is grouped there.
-        Impl("grouped_mm", f"{_ROOM}.reference:ffn", device="cuda"),
-        Impl("npu", f"{_ROOM}.npu_impl:ffn", device="npu", needs=("torch_npu",)),
+        # The reference calls gmm, which runs torch's grouped GEMM there.
+        Impl("grouped_mm", f"{_PACKAGE}.reference:ffn", device="cuda"),
+        Impl("npu", f"{_PACKAGE}.npu_impl:ffn", device="npu", needs=("torch_npu",)),
     ),
-    check=f"{_ROOM}.reference:check",
+    check=f"{_PACKAGE}.reference:check",
 )

@@ -61,5 +61,5 @@ def ffn(
 
 
 def _numbers(values: Sequence[int] | Tensor | None) -> Sequence[int] | None:
-    """Return plain numbers, which is what the kernel takes."""
+    """Return a list of integers, which the kernel takes."""
     return values.tolist() if isinstance(values, Tensor) else values

@@ -1,11 +1,11 @@
-"""Attention in every layout, mask and position bias that the documents name."""
+"""Attention with the layouts, masks and position biases of npu_fusion_attention."""
 
 from mindspeed.ops.dispatch import Impl, Op
 
 fusion_attention = Op(
     "fusion_attention",
     reference="mindspeed.ops.fusion_attention.reference:fusion_attention",
-    check="mindspeed.ops.fusion_attention.contract:check",
+    check="mindspeed.ops.fusion_attention.reference:check",
     impls=(
         Impl("sdpa", "mindspeed.ops.fusion_attention.cuda_impl:fusion_attention", device="cuda"),
         Impl(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch_npu
 
-from mindspeed.ops.fusion_attention.contract import Options
+from mindspeed.ops.fusion_attention.reference import Options
 
 
 def fusion_attention(
@@ -25,7 +25,7 @@ def fusion_attention(
     input_layout: str,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Attend; the keywords are those of `contract.Options`."""
+    """Compute attention; the keyword arguments are the fields of `Options`."""
     given = Options(**options)
     return torch_npu.npu_fusion_attention_v2(
         query,

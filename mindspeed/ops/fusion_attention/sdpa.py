@@ -1,32 +1,36 @@
 """torch's attention by the backend that is fastest for the shape; no kernel of our own.
 
 B batch, N heads, S sequence, H head size, T tokens of all documents. Keys and values may have fewer
-heads than queries: no backend used here repeats them. Tensors come as strided views.
+heads than queries (GQA): no backend used here repeats them. Tensors may be strided views.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mindspeed.ops.fusion_attention import flash4, repeatable
+from mindspeed.ops.fusion_attention import flash4
 from mindspeed.ops.fusion_attention.flash4 import Documents
 
 # On an H200 (torch 2.11), 2 x 32 heads x 4096 x 128 causal, bf16, forward and backward: cuDNN 2.03
-# ms, flash 3.82. benchmarks/ops/attention.py races shorter ones. torch passes over what does not
-# serve a call, in this order.
+# ms, flash 3.82. benchmarks/ops/attention.py measures shorter ones. torch skips backends that do
+# not support a call, in this order.
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-_CUDNN = int(SDPBackend.CUDNN_ATTENTION)
-CUDNN_TOKENS, CUDNN_HEADS = 256, (64, 128)
+_CUDNN = SDPBackend.CUDNN_ATTENTION.value
+CUDNN_MIN_TOKENS, CUDNN_HEAD_DIMS = 256, (64, 128)
 HALF = (torch.bfloat16, torch.float16)
-FLASH_HEAD = 256
+FLASH_MAX_HEAD_DIM = 256
 
 
 def attention(
@@ -39,8 +43,8 @@ def attention(
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Attend (B, N, S, H) queries to keys and values; `mask` is bool (True = seen) or added."""
-    options = {
+    """Return the attention of (B, N, S, H) tensors; `mask` is bool (True = attend) or additive."""
+    options: dict[str, Any] = {
         "attn_mask": mask,
         "dropout_p": dropout,
         "is_causal": is_causal,
@@ -49,15 +53,15 @@ def attention(
     }
     if mask is not None or not prefers_cudnn(q, k, v):
         return scaled_dot_product_attention(q, k, v, **options)
-    if flash4.serves(q, k, v, is_causal, dropout):
+    if flash4.supports(q, k, v, is_causal, dropout):
         return flash4.attention(q, k, v, scale, is_causal)
-    if repeatable.serves(q, k, v, is_causal, dropout):
-        return repeatable.attention(q, k, v, scale, is_causal)
+    if _supports_deterministic(q, k, v, is_causal, dropout):
+        return _deterministic_attention(q, k, v, scale, is_causal)
     if torch.compiler.is_compiling():
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
             return scaled_dot_product_attention(q, k, v, **options)
-    # What sdpa_kernel does, without its thirty microseconds, and without switching on again what
-    # the caller has switched off.
+    # What sdpa_kernel does, without its thirty microseconds, and without enabling a backend that
+    # the caller has disabled.
     order = torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order([_CUDNN, *(other for other in order if other != _CUDNN)])
     try:
@@ -67,22 +71,74 @@ def attention(
 
 
 def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Say whether cuDNN is the fastest backend for a call without a mask tensor."""
-    smallest, largest = CUDNN_HEADS
+    """Return whether cuDNN is the fastest backend for a call without a mask tensor."""
+    smallest, largest = CUDNN_HEAD_DIMS
     return (
         q.is_cuda
         and q.dtype in HALF
         and smallest <= q.shape[-1] <= largest
         and smallest <= v.shape[-1] <= largest
-        and q.shape[-2] >= CUDNN_TOKENS
-        and k.shape[-2] >= CUDNN_TOKENS
+        and q.shape[-2] >= CUDNN_MIN_TOKENS
+        and k.shape[-2] >= CUDNN_MIN_TOKENS
     )
 
 
-def serves_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Say whether flash attention takes these tensors, for windows and packed documents."""
+def _deterministic_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
+) -> Tensor:
+    """Return bitwise reproducible attention: cuDNN forward, flash attention backward.
+
+    cuDNN's backward adds the gradient of the queries in whatever order its blocks finish; its
+    forward has no such sums and is the faster one. Flash attention has a backward in a fixed order,
+    which takes the output and log-sum-exp of any forward.
+    """
+    return _CudnnThenFlash.apply(q, k, v, scale, is_causal)
+
+
+def _supports_deterministic(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float
+) -> bool:
+    """Return whether determinism is required, and both kernels are enabled and support it."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+        and not torch.compiler.is_compiling()
+        and cudnn_sdp_enabled()
+        and flash_sdp_enabled()
+        and not dropout
+        and q.shape[-1] == v.shape[-1]
+        and (not is_causal or q.shape[-2] == k.shape[-2])
+    )
+
+
+class _CudnnThenFlash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
+        result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, is_causal, False, scale=scale
+        )
+        out, lse = result[0], result[1].reshape(q.shape[:-1])
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.is_causal = scale, is_causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        # Flash attention takes (B, S, N, H).
+        tensors = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+        lengths = (None, None, q.shape[-2], k.shape[-2])
+        grads = torch.ops.aten._flash_attention_backward(
+            *tensors, lse, *lengths, 0.0, ctx.is_causal, None, None, scale=ctx.scale
+        )
+        return *(x.transpose(1, 2) for x in grads), None, None
+
+
+def supports_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether flash attention takes these tensors, for windows and packed documents."""
     head = q.shape[-1]
-    is_head = head == v.shape[-1] and head <= FLASH_HEAD and head % 8 == 0
+    is_head = head == v.shape[-1] and head <= FLASH_MAX_HEAD_DIM and head % 8 == 0
     return q.is_cuda and q.dtype in HALF and is_head and k.shape[-2] > 0
 
 
@@ -96,10 +152,10 @@ def flash_attention(
     window: tuple[int, int],
     documents: Documents | None = None,
 ) -> Tensor:
-    """Attend to `window` = (left, right) neighbours without a mask tensor, -1 for all of a side.
+    """Return attention within a window of (left, right) keys without a mask tensor, -1 for all.
 
-    For tensors that `serves_flash` accepts: (B, S, N, H), or packed (T, N, H) documents, each of
-    which sees itself only. The last query of a sequence sits at its last key.
+    For tensors that `supports_flash` accepts: (B, S, N, H), or packed (T, N, H) documents, each of
+    which attends to itself only. The last query of a sequence is aligned to its last key.
     """
     return flash_attention_lse(
         q, k, v, scale=scale, dropout=dropout, window=window, documents=documents
@@ -116,13 +172,13 @@ def flash_attention_lse(
     window: tuple[int, int],
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `flash_attention`, and return the log-sum-exp too: (B, N, S), or packed (N, T)."""
+    """Like `flash_attention`, with the log-sum-exp too: (B, N, S), or packed (N, T)."""
     left, right = window
     is_causal = left < 0 and right == 0
-    if documents and flash4.serves_packed(q, k, v, window, documents, dropout):
+    if documents and flash4.supports_packed(q, k, v, window, documents, dropout):
         return flash4.packed_attention_lse(q, k, v, scale, is_causal, documents)
     lengths = documents or (None, None, q.shape[1], k.shape[1])
-    found = torch.ops.aten._flash_attention_forward(
+    result = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
@@ -134,4 +190,4 @@ def flash_attention_lse(
         window_size_left=left,
         window_size_right=right,
     )
-    return found[0], found[1]
+    return result[0], result[1]

@@ -1,4 +1,4 @@
-"""Grouped matrix products on Ascend, as torch-npu 2.13.0 declares them:
+"""Grouped GEMM on Ascend, as torch-npu 2.13.0 declares it:
 
 npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, ...,
 Tensor? group_list=None, ..., int? split_item=0, int? group_type=None,
@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch_npu
 from torch import Tensor
 
-from mindspeed.ops.gmm.contract import Products, operators
+from mindspeed.ops.gmm.reference import Kernels, make_operators
 
-_ONE_OUTPUT = 3  # split_item: x and the result are one tensor each
+_ONE_OUTPUT = 3  # split_item: x and the output are one tensor each
 
 
 def rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -36,4 +36,4 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor
     )[0]
 
 
-gmm, gmm_v2 = operators(Products(rows, outer))
+gmm, gmm_v2 = make_operators(Kernels(rows, outer))

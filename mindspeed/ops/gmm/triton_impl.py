@@ -1,7 +1,7 @@
-"""Grouped products of the types and sizes that torch's kernel does not take, also int8.
+"""Grouped GEMM for the dtypes and sizes that torch's kernel does not support, and for int8.
 
-One program makes one tile; it finds its group by the running number of tiles, so that the host
-need not know the sizes.
+One program computes one tile; it finds its group by the cumulative number of tiles, so that the
+host need not know the sizes.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from torch import Tensor
 from mindspeed.ops.groupmatmul_add_fp32.triton_impl import groupmatmul_add_fp32
 from mindspeed.ops.launch import launch
 
-_TILE_M, _TILE_N, _TILE_K = 128, 128, 64
+_BLOCK_M, _BLOCK_N, _BLOCK_K = 128, 128, 64
 
 
 def rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows (M, K) by its matrix of weight (E, K, N); int8 gives int32."""
-    num_groups, height, width = weight.shape
+    num_groups, K, N = weight.shape
     is_int = x.dtype == torch.int8
-    out = x.new_empty(len(x), width, dtype=torch.int32 if is_int else x.dtype)
-    if out.numel() == 0 or height == 0:
+    out = x.new_empty(len(x), N, dtype=torch.int32 if is_int else x.dtype)
+    if out.numel() == 0 or K == 0:
         return out.zero_()
-    # A group's last tile may be short, so there may be one tile more for each group.
-    tiles = triton.cdiv(len(x), _TILE_M) + num_groups
+    # A group's last tile may be partial, so there may be one tile more for each group.
+    tiles_m = triton.cdiv(len(x), _BLOCK_M) + num_groups
     launch(
-        _multiply,
-        (tiles * triton.cdiv(width, _TILE_N),),
+        _grouped_matmul,
+        (tiles_m * triton.cdiv(N, _BLOCK_N),),
         x,
         weight,
         ends,
         out,
         num_groups,
-        height,
-        width,
+        K,
+        N,
         *x.stride(),
         *weight.stride(),
-        GROUPS=triton.next_power_of_2(num_groups),
-        TILE_M=_TILE_M,
-        TILE_N=_TILE_N,
-        TILE_K=_TILE_K,
-        INT=is_int,
+        BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_M=_BLOCK_M,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
+        IS_INT=is_int,
         num_warps=8,
         num_stages=3,
     )
@@ -57,56 +57,56 @@ def outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 @triton.jit
-def _multiply(
-    x,
-    weight,
-    ends,
-    out,
+def _grouped_matmul(
+    x_ptr,
+    weight_ptr,
+    ends_ptr,
+    out_ptr,
     num_groups,
-    height,
-    width,
-    stride_x,
-    stride_x_k,
-    stride_group,
-    stride_k,
-    stride_n,
-    GROUPS: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    INT: tl.constexpr,
+    K,
+    N,
+    stride_xm,
+    stride_xk,
+    stride_wg,
+    stride_wk,
+    stride_wn,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_INT: tl.constexpr,
 ):
-    tiles_n = tl.cdiv(width, TILE_N)
+    tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
-    groups = tl.arange(0, GROUPS)
-    known = groups < num_groups
-    last = tl.load(ends + groups, mask=known, other=0)
-    first = tl.load(ends + groups - 1, mask=known & (groups > 0), other=0)
-    tiles = tl.where(known, (last - first + TILE_M - 1) // TILE_M, 0)
-    upto = tl.cumsum(tiles, axis=0)
-    group = tl.sum((known & (upto <= tile)).to(tl.int32), axis=0)
+    offs_g = tl.arange(0, BLOCK_G)
+    mask_g = offs_g < num_groups
+    ends = tl.load(ends_ptr + offs_g, mask=mask_g, other=0)
+    starts = tl.load(ends_ptr + offs_g - 1, mask=mask_g & (offs_g > 0), other=0)
+    tiles = tl.where(mask_g, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    cum_tiles = tl.cumsum(tiles, axis=0)
+    group = tl.sum((mask_g & (cum_tiles <= tile)).to(tl.int32), axis=0)
     if group >= num_groups:
         return
-    is_mine = groups == group
-    skipped = tl.sum(tl.where(is_mine, upto - tiles, 0), axis=0)
-    start = tl.sum(tl.where(is_mine, first, 0), axis=0) + (tile - skipped) * TILE_M
-    end = tl.sum(tl.where(is_mine, last, 0), axis=0)
+    is_group = offs_g == group
+    first_tile = tl.sum(tl.where(is_group, cum_tiles - tiles, 0), axis=0)
+    start = tl.sum(tl.where(is_group, starts, 0), axis=0) + (tile - first_tile) * BLOCK_M
+    end = tl.sum(tl.where(is_group, ends, 0), axis=0)
 
-    ms = start + tl.arange(0, TILE_M)
-    ns = tl.program_id(0) % tiles_n * TILE_N + tl.arange(0, TILE_N)
-    ks = tl.arange(0, TILE_K)
-    in_m, in_n = ms < end, ns < width
-    a_tile = x + ms[:, None].to(tl.int64) * stride_x + ks[None, :] * stride_x_k
-    b_tile = weight + group.to(tl.int64) * stride_group
-    b_tile += ks[:, None].to(tl.int64) * stride_k + ns[None, :].to(tl.int64) * stride_n
-    SUM: tl.constexpr = tl.int32 if INT else tl.float32
-    total = tl.zeros((TILE_M, TILE_N), dtype=SUM)
-    for done in range(0, height, TILE_K):
-        in_k = ks < height - done
-        a = tl.load(a_tile, mask=in_m[:, None] & in_k[None, :], other=0)
-        b = tl.load(b_tile, mask=in_k[:, None] & in_n[None, :], other=0)
-        total = tl.dot(a, b, total, input_precision="ieee", out_dtype=SUM)
-        a_tile += TILE_K * stride_x_k
-        b_tile += TILE_K * stride_k
-    place = out + ms[:, None].to(tl.int64) * width + ns[None, :]
-    tl.store(place, total, mask=in_m[:, None] & in_n[None, :])
+    offs_m = start + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_m, mask_n = offs_m < end, offs_n < N
+    x_ptrs = x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + offs_k[None, :] * stride_xk
+    w_ptrs = weight_ptr + group.to(tl.int64) * stride_wg
+    w_ptrs += offs_k[:, None].to(tl.int64) * stride_wk + offs_n[None, :].to(tl.int64) * stride_wn
+    ACC_DTYPE: tl.constexpr = tl.int32 if IS_INT else tl.float32
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC_DTYPE)
+    for done in range(0, K, BLOCK_K):
+        mask_k = offs_k < K - done
+        x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k[None, :], other=0)
+        w = tl.load(w_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0)
+        acc = tl.dot(x, w, acc, input_precision="ieee", out_dtype=ACC_DTYPE)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    out_ptrs = out_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
+    tl.store(out_ptrs, acc, mask=mask_m[:, None] & mask_n[None, :])

@@ -1,7 +1,7 @@
-"""y_i = all_reduce(x_i @ weight_i + bias_i / ranks), forward only, many sums in flight.
+"""y_i = all_reduce(x_i @ weight_i + bias_i / ranks), forward only, all-reduces overlapped.
 
-split_item tells which side is one tensor instead of a list: 0 neither, 1 x (cut by group_list),
-2 the result, 3 both.
+split_item selects which side is one tensor instead of a list: 0 neither, 1 x (cut by group_list),
+2 the output, 3 both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed.distributed.collectives import Group, all_reduce_each, resolve_group
 from mindspeed.ops.dispatch import refuse_gradient
 
-_MOST_GROUPS = 64
+_MAX_GROUPS = 64
 
 
 def grouped_mat_mul_all_reduce(
@@ -39,35 +39,35 @@ def grouped_mat_mul_all_reduce(
         hcomm: the ranks to sum over: a process group, or its name.
         bias: (n_i,), added once to the sum of all ranks.
         group_list: the end of each group of rows.
-        comm_turn: accepted for the sake of callers.
+        comm_turn: accepted for compatibility.
     """
-    parts = _cut(x[0], group_list) if split_item in (1, 3) else list(x)
+    parts = list(x) if group_list is None else _split(x[0], group_list)
     share = 1 / resolve_group(hcomm).size()
     makers = [
-        functools.partial(_multiply, part, matrix, None if bias is None else bias[i] * share)
+        functools.partial(_matmul, part, matrix, None if bias is None else bias[i] * share)
         for i, (part, matrix) in enumerate(zip(parts, weight, strict=True))
     ]
     sums = all_reduce_each(makers, hcomm, reduce_op)
     return [torch.cat(sums)] if split_item in (2, 3) else sums
 
 
-def _cut(x: Tensor, ends: Sequence[int] | Tensor) -> list[Tensor]:
+def _split(x: Tensor, ends: Sequence[int] | Tensor) -> list[Tensor]:
     ends = ends.tolist() if isinstance(ends, Tensor) else ends
     return [x[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight if bias is None else torch.addmm(bias.to(x.dtype), x, weight)
 
 
 def check(x: Sequence[Tensor], weight: Sequence[Tensor], hcomm: Group, **options: Any) -> None:
-    """Refuse what does not fit together, and a gradient."""
+    """Raise for arguments that do not match, and for inputs that require a gradient."""
     split_item, bias = options.get("split_item", 0), options.get("bias")
     refuse_gradient("grouped_mat_mul_all_reduce", [*x, *weight, *(bias or [])])
     if split_item not in (0, 1, 2, 3):
         raise ValueError(f"split_item={split_item}: use 0, 1, 2 or 3")
-    if not 1 <= len(weight) <= _MOST_GROUPS:
-        raise ValueError(f"{len(weight)} groups: use 1 to {_MOST_GROUPS}")
+    if not 1 <= len(weight) <= _MAX_GROUPS:
+        raise ValueError(f"{len(weight)} groups: use 1 to {_MAX_GROUPS}")
     groups = options.get("group_list")
     if split_item in (1, 3):
         if groups is None or len(x) != 1 or len(groups) != len(weight):
@@ -77,6 +77,6 @@ def check(x: Sequence[Tensor], weight: Sequence[Tensor], hcomm: Group, **options
             )
     elif groups is not None or len(x) != len(weight):
         raise ValueError(
-            f"split_item={split_item} takes an x a weight and no group_list: got {len(x)} tensors, "
-            f"{len(weight)} weights and group_list={groups}"
+            f"split_item={split_item} takes one x per weight and no group_list: got {len(x)} "
+            f"tensors, {len(weight)} weights and group_list={groups}"
         )

@@ -1,4 +1,4 @@
-"""Weight gradients of grouped products on Ascend, as torch-npu 2.13.0 declares them:
+"""Weight gradients of grouped GEMMs on Ascend, as torch-npu 2.13.0 declares them:
 
 npu_grouped_matmul_add_(Tensor(a!) self, Tensor x, Tensor weight, Tensor group_list, *,
 bool transpose_x=True, bool transpose_weight=False, int group_type=2, int? group_list_type=0)

@@ -1,4 +1,4 @@
-"""Products in slices whose communication is in flight while the next slice is multiplied."""
+"""GEMMs in slices, overlapped with the communication of the previous slice."""
 
 from mindspeed.ops.lcal_coc.reference import CocOps, coc_ops
 

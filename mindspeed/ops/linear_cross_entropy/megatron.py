@@ -1,7 +1,7 @@
 """GPTModel's output layer and loss in one operator.
 
-GPTModel calls its output layer and, right after, its loss. While labels are given, the layer hands
-over what the loss needs in place of the logits.
+GPTModel calls its output layer and, right after, its loss. While labels are given, the layer
+returns what the loss needs instead of the logits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from mindspeed import device
 from mindspeed.ops.linear_cross_entropy import linear_cross_entropy
 
-# Of the device's memory, for logits that backward need not compute again.
-SHARE = 16
+# The part of the device's memory for logits that backward need not recompute.
+MEMORY_FRACTION = 16
 
 
 @dataclass(frozen=True)
 class PendingLogits:
-    """The logits of a layer, not computed: its input and its weight."""
+    """The logits of a layer before they are computed: its input and its weight."""
 
     layer: nn.Module
     hidden: Tensor
@@ -52,15 +52,15 @@ class PendingLogits:
 
 
 def wrap_gpt_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Postpone the logits while labels are given and nothing but the loss wants them."""
+    """Defer the logits while labels are given and only the loss needs them."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         labels = signature.bind(self, *args, **kwargs).arguments.get("labels")
-        if labels is None or not _is_served(self):
+        if labels is None or not _is_supported(self):
             return original(self, *args, **kwargs)
-        with _postponed(self.output_layer):
+        with _deferred_logits(self.output_layer):
             return original(self, *args, **kwargs)
 
     return forward
@@ -69,23 +69,24 @@ def wrap_gpt_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def wrap_compute_language_model_loss(
     original: Callable[..., Tensor], memory: int | None
 ) -> Callable[..., Tensor]:
-    """Compute the loss of postponed logits by the operator, keeping `memory` bytes of them."""
+    """Compute the loss of deferred logits by the operator, saving `memory` bytes of them."""
 
     @functools.wraps(original)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, PendingLogits):
-            return logits.loss(labels, memory or device.current().memory_total() // SHARE)
+            return logits.loss(labels, memory or device.current().memory_total() // MEMORY_FRACTION)
         return original(self, labels, logits)
 
     return compute_language_model_loss
 
 
-def _is_served(model: Any) -> bool:
-    """Whether the output layer is a plain product, and the logits go into the loss as they are."""
+def _is_supported(model: Any) -> bool:
+    """Return whether the output layer is a plain GEMM whose logits go unchanged into the loss."""
     from megatron.core.config_logger import has_config_logger_enabled
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    layer, config = getattr(model, "output_layer", None), model.config
+    layer: Any = getattr(model, "output_layer", None)
+    config = model.config
     if (
         not model.post_process
         or type(layer) is not ColumnParallelLinear
@@ -111,7 +112,7 @@ def _is_served(model: Any) -> bool:
 
 
 @contextmanager
-def _postponed(layer: Any) -> Iterator[None]:
+def _deferred_logits(layer: Any) -> Iterator[None]:
     def forward(
         input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Any, None]:

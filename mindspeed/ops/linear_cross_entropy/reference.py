@@ -28,15 +28,15 @@ def linear_cross_entropy(
     """Return the float32 loss of every token, cross_entropy(hidden @ weight^T, labels).
 
     Args:
-        hidden: (..., H), all tokens on every rank. Its gradient is this rank's share: who copied
-            or gathered the tokens to the ranks sums it.
-        weight: (V on this rank, H), of hidden's type.
-        labels: (...), rows of the whole weight.
-        group: the ranks that share the vocabulary; without it this rank has all of it.
+        hidden: (..., H), all tokens on every rank. Its gradient is this rank's partial sum; the
+            caller that copied or gathered the tokens reduces it.
+        weight: (V on this rank, H), of hidden's dtype.
+        labels: (...), indices into the whole vocabulary.
+        group: the ranks that the vocabulary is split over; None if it is not split.
         ignore_index: a label whose tokens have loss and gradient zero.
-        fused: add the gradient of weight to `weight.main_grad` and show autograd a placeholder.
-        memory: bytes of logits that may be kept for backward, beside those that the memory of the
-            weight's gradient holds until then; the rest is computed again there.
+        fused: add the gradient of weight to `weight.main_grad` and return a placeholder.
+        memory: bytes of logits that may be saved for backward, beside those stored in the memory
+            of the weight's gradient; the rest is recomputed.
     """
     logits = _Linear.apply(hidden, weight, fused)
     return reference.cross_entropy(logits, labels, group, ignore_index=ignore_index)
@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
 
 
 def check(hidden: Tensor, weight: Tensor, labels: Tensor, *_: Any, **options: Any) -> None:
-    """Refuse shapes and types that do not fit, and a missing main_grad."""
+    """Raise ValueError for mismatched shapes and dtypes, and for a missing main_grad."""
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"linear_cross_entropy needs a weight of shape (V, {hidden.shape[-1]}) for hidden "
@@ -76,7 +76,7 @@ def check(hidden: Tensor, weight: Tensor, labels: Tensor, *_: Any, **options: An
         )
     if weight.dtype != hidden.dtype:
         raise ValueError(
-            f"linear_cross_entropy needs hidden and weight of one type, got {hidden.dtype} "
+            f"linear_cross_entropy needs hidden and weight of one dtype, got {hidden.dtype} "
             f"and {weight.dtype}"
         )
     if options.get("fused") and getattr(weight, "main_grad", None) is None:

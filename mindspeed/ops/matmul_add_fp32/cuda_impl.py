@@ -1,4 +1,4 @@
-"""Weight gradient of a linear layer by cuBLAS, which adds to float32 in the product's epilogue."""
+"""Weight gradient of a linear layer by cuBLAS, which adds to float32 in the GEMM's epilogue."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import functools
 import torch
 from torch import Tensor
 
-from mindspeed.ops.matmul_add_fp32.reference import factors
+from mindspeed.ops.matmul_add_fp32.reference import operands
 
 
 def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     """Add grad_output (..., out)^T @ total_input (..., in) to grad (out, in) in place."""
-    rows, columns = factors(total_input, grad_output)
+    rows, columns = operands(total_input, grad_output)
     with torch.no_grad():
         if rows.dtype == grad.dtype:
             grad.addmm_(rows, columns)
@@ -25,7 +25,7 @@ def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> N
 
 @functools.cache
 def _adds_into_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch adds a product of half tensors to a float32 tensor in place."""
+    """Return whether this torch adds a half-precision GEMM to a float32 tensor in place."""
     half = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:

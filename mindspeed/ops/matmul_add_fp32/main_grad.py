@@ -1,4 +1,4 @@
-"""The gradient of a weight, where Megatron collects it."""
+"""Weight gradients in `main_grad`, the buffer in which Megatron accumulates them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_to_main_grad(main_grad: Tensor, rows: Tensor, grad: Tensor) -> None:
 
 
 def placeholder(weight: Tensor, like: Tensor | None = None) -> Tensor | None:
-    """Return what autograd gets instead: Megatron's hooks run only where there is a gradient.
+    """Return a dummy gradient for autograd: Megatron's hooks run only where there is one.
 
     `like` is the tensor whose gradient it is, where that is a view of the weight.
     """
@@ -26,7 +26,7 @@ def placeholder(weight: Tensor, like: Tensor | None = None) -> Tensor | None:
         return None
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
-        # A tied weight: the embedding's gradient is added to this one at the end of backward. One
-        # zero, seen everywhere, takes no memory until then.
+        # A tied weight: the embedding's gradient is added to this one at the end of backward. An
+        # expanded zero takes no memory until then.
         return like.new_zeros(()).expand_as(like)
     return torch.empty_like(like)

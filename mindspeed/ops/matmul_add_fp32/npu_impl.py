@@ -1,4 +1,4 @@
-"""Weight gradient of a linear layer on Ascend: the grouped product with one group, as torch-npu
+"""Weight gradient of a linear layer on Ascend: the grouped GEMM with one group, as torch-npu
 
 2.13.0 declares it: npu_grouped_matmul_add_(Tensor(a!) self, Tensor x, Tensor weight,
 Tensor group_list, *, bool transpose_x=True, bool transpose_weight=False, int group_type=2,
@@ -11,12 +11,12 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from mindspeed.ops.matmul_add_fp32.reference import factors
+from mindspeed.ops.matmul_add_fp32.reference import operands
 
 
 def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     """Add grad_output (..., out)^T @ total_input (..., in) to grad (out, in) in place."""
-    rows, columns = factors(total_input, grad_output)
+    rows, columns = operands(total_input, grad_output)
     with torch.no_grad():
         if rows.dtype == grad.dtype:
             grad.addmm_(rows, columns)

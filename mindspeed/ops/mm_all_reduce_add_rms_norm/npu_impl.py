@@ -1,4 +1,4 @@
-"""Row-parallel product with residual and norm on Ascend, as torch-npu 2.13.0 declares the product:
+"""Row-parallel GEMM with residual and norm on Ascend, as torch-npu 2.13.0 declares the GEMM:
 
 npu_mm_all_reduce_base(Tensor x1, Tensor x2, str hcom, *, str reduce_op='sum', Tensor? bias=None,
 Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, Tensor? x3=None,
@@ -48,10 +48,10 @@ def mm_all_reduce_add_rms_norm_(
     comm_turn: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Add to residual in place, and return it and its norm."""
-    product = torch_npu.npu_mm_all_reduce_base(
+    result = torch_npu.npu_mm_all_reduce_base(
         x1,
         x2,
-        _name(hcom),
+        _comm_name(hcom),
         reduce_op=reduce_op,
         bias=bias,
         antiquant_scale=antiquant_scale,
@@ -60,13 +60,13 @@ def mm_all_reduce_add_rms_norm_(
         antiquant_group_size=antiquant_group_size,
         comm_turn=comm_turn,
     )
-    residual += product.view(residual.shape)
+    residual += result.view(residual.shape)
     return residual, rms_norm(residual, gamma, epsilon)
 
 
-def _name(hcom: Group) -> str:
-    """Return the name that the device's library gave the ranks, which callers may pass as it is."""
+def _comm_name(hcom: Group) -> str:
+    """Return the name of the HCCL communicator; a string is one already."""
     if isinstance(hcom, str):
         return hcom
-    backend = resolve_group(hcom)._get_backend(torch.device("npu"))
+    backend: Any = resolve_group(hcom)._get_backend(torch.device("npu"))
     return str(backend.get_hccl_comm_name(dist.get_rank()))

@@ -1,16 +1,22 @@
-"""Copy each token once per expert it goes to, sorted by expert."""
+"""Copy each token once per expert it goes to, sorted by expert, and sum the copies again."""
 
 from mindspeed.ops.dispatch import Impl, Op
 
-_ROOM = "mindspeed.ops.moe_token_permute"
+_PACKAGE = "mindspeed.ops.moe_token_permute"
 
-moe_token_permute = Op(
-    "moe_token_permute",
-    reference=f"{_ROOM}.reference:moe_token_permute",
-    impls=(
-        # What the reference calls, token_rows, has kernels of its own.
-        Impl("triton", f"{_ROOM}.reference:moe_token_permute", device="cuda", needs=("triton",)),
-        Impl("npu", f"{_ROOM}.npu_impl:moe_token_permute", device="npu", needs=("torch_npu",)),
-    ),
-    check=f"{_ROOM}.reference:check",
+moe_token_permute, moe_token_unpermute = (
+    Op(
+        name,
+        reference=f"{_PACKAGE}.reference:{name}",
+        impls=(
+            # The reference calls token_rows, which has kernels of its own.
+            Impl("triton", f"{_PACKAGE}.reference:{name}", device="cuda", needs=("triton",)),
+            Impl("npu", f"{_PACKAGE}.npu_impl:{name}", device="npu", needs=("torch_npu",)),
+        ),
+        check=f"{_PACKAGE}.reference:{check}",
+    )
+    for name, check in (
+        ("moe_token_permute", "check_permute"),
+        ("moe_token_unpermute", "check_unpermute"),
+    )
 )

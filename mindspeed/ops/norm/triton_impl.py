@@ -44,7 +44,9 @@ def add_rms_norm(
     if not _is_supported(x):
         return reference.add_rms_norm(x, residual, gamma, epsilon)
     spec = NormSpec(epsilon, is_rms=True, sum_dtype=residual.dtype)
-    return _norm(spec, x, residual, gamma, None, None, None, None)[:2]
+    y, total, _ = _norm(spec, x, residual, gamma, None, None, None, None)
+    assert total is not None, "a sum_dtype makes _norm return the sum"
+    return y, total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5) -> Tensor:
@@ -112,20 +114,22 @@ def _is_supported(x: Tensor) -> bool:
     return x.dtype != torch.float64 and x.shape[-1] <= MAX_ROW
 
 
-def _norm(spec: NormSpec, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _norm(
+    spec: NormSpec, x: Tensor, *inputs: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y, z and the keep mask; z is None where it is x.
 
-    Inputs are x, residual, weight, bias, row_scale, col_scale and the seed, a tensor on the device:
+    `inputs` are residual, weight, bias, row_scale, col_scale and the seed, a tensor on the device:
     the host does not synchronise for it, and a CUDA graph replays it.
     """
-    y, *rest = _Norm.apply(spec, *inputs)
+    y, *rest = _Norm.apply(spec, x, *inputs)
     return y, rest[0] if rest else None, rest[1] if spec.return_mask else None
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spec: NormSpec, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        x, residual, weight, bias, row_scale, col_scale, seed = inputs
+    def forward(ctx: Any, spec: NormSpec, x: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        residual, weight, bias, row_scale, col_scale, seed = inputs
         width, device = x.shape[-1], x.device
         num_rows = x.numel() // max(width, 1)
         y = torch.empty(x.shape, dtype=x.dtype, device=device)

@@ -2,10 +2,12 @@
 
 from mindspeed.ops.dispatch import Impl, Op
 
+_PACKAGE = "mindspeed.ops.ring_attention_update"
+
 ring_attention_update = Op(
     "ring_attention_update",
-    reference="mindspeed.ops.ring_attention_update.reference:ring_attention_update",
-    check="mindspeed.ops.ring_attention_update.contract:check",
+    reference=f"{_PACKAGE}.reference:ring_attention_update",
+    check=f"{_PACKAGE}.reference:check",
     parameters=(
         *("prev_attn_out", "prev_softmax_max", "prev_softmax_sum"),
         *("cur_attn_out", "cur_softmax_max", "cur_softmax_sum"),
@@ -14,13 +16,13 @@ ring_attention_update = Op(
     impls=(
         Impl(
             "triton",
-            "mindspeed.ops.ring_attention_update.triton_impl:ring_attention_update",
+            f"{_PACKAGE}.triton_impl:ring_attention_update",
             device="cuda",
             needs=("triton",),
         ),
         Impl(
             "npu",
-            "mindspeed.ops.ring_attention_update.npu_impl:ring_attention_update",
+            f"{_PACKAGE}.npu_impl:ring_attention_update",
             device="npu",
             needs=("torch_npu",),
         ),

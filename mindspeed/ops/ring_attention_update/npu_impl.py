@@ -21,7 +21,7 @@ def ring_attention_update(
     actual_seq_qlen: torch.Tensor | None = None,
     layout: str = "SBH",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the merged output and its two statistics; the lengths change no number."""
+    """Return the merged output and its two statistics; actual_seq_qlen has no effect."""
     return torch_npu.npu_ring_attention_update(
         prev_attn_out,
         prev_softmax_max,

@@ -1,4 +1,4 @@
-"""ring_attention_update in Triton: every number is read and written once."""
+"""ring_attention_update in Triton: every element is read and written once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mindspeed.ops.launch import launch
 from mindspeed.ops.ring_attention_update import reference
-from mindspeed.ops.ring_attention_update.contract import four_dims
+from mindspeed.ops.ring_attention_update.reference import four_dims
 
-# A program merges the heads of one token, about 4096 numbers at a time.
-TILE, WARPS = 4096, 4
+# A program merges the heads of one token, about 4096 elements at a time.
+TILE, NUM_WARPS = 4096, 4
 
 
 def ring_attention_update(
@@ -26,19 +26,21 @@ def ring_attention_update(
     actual_seq_qlen: Tensor | None = None,
     layout: str = "SBH",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the merged output and its two statistics; the lengths change no number."""
+    """Return the merged output and its two statistics; actual_seq_qlen has no effect."""
     outs = prev_attn_out.detach().contiguous(), cur_attn_out.detach().contiguous()
     statistics = [
         x.detach().contiguous()
         for x in (prev_softmax_max, prev_softmax_sum, cur_softmax_max, cur_softmax_sum)
     ]
     if any(x.dtype == torch.float64 for x in (*outs, *statistics)):
-        first, second = statistics[:2], statistics[2:]
-        return reference.ring_attention_update(outs[0], *first, outs[1], *second, layout=layout)
+        max1, sum1, max2, sum2 = statistics
+        return reference.ring_attention_update(
+            outs[0], max1, sum1, outs[1], max2, sum2, layout=layout
+        )
     out, largest, total = (torch.empty_like(x) for x in (outs[0], *statistics[:2]))
-    heads_of, one = four_dims(outs[0], statistics[0], layout)
-    tokens, batch, heads, size = heads_of.shape
-    block = triton.next_power_of_2(size)
+    out_heads, statistic = four_dims(outs[0], statistics[0], layout)
+    tokens, batch, heads, head_dim = out_heads.shape
+    block_d = triton.next_power_of_2(head_dim)
     if out.numel():
         launch(
             _merge,
@@ -49,58 +51,58 @@ def ring_attention_update(
             largest,
             total,
             heads,
-            size,
+            head_dim,
             batch,
-            *one.stride(),
-            BLOCK=block,
-            HEADS=min(triton.next_power_of_2(heads), max(1, TILE // block)),
-            num_warps=WARPS,
+            *statistic.stride(),
+            BLOCK_D=block_d,
+            BLOCK_H=min(triton.next_power_of_2(heads), max(1, TILE // block_d)),
+            num_warps=NUM_WARPS,
         )
     return out, largest, total
 
 
 @triton.jit
 def _merge(
-    prev,
-    cur,
-    prev_max,
-    prev_sum,
-    cur_max,
-    cur_sum,
-    out,
-    out_max,
-    out_sum,
-    heads,
-    size,
+    prev_ptr,
+    cur_ptr,
+    prev_max_ptr,
+    prev_sum_ptr,
+    cur_max_ptr,
+    cur_sum_ptr,
+    out_ptr,
+    out_max_ptr,
+    out_sum_ptr,
+    num_heads,
+    head_dim,
     batch,
-    stride_i,
-    stride_j,
-    stride_n,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
+    stride_s,
+    stride_b,
+    stride_h,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    row = (token // batch) * stride_i + (token % batch) * stride_j
-    channel = tl.arange(0, BLOCK)[None, :]
+    stat_row = (token // batch) * stride_s + (token % batch) * stride_b
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
     copies = tl.arange(0, 8)[None, :]
-    for first in range(0, heads, HEADS):
-        head = first + tl.arange(0, HEADS)
-        is_head = head < heads
-        at = row + head * stride_n
-        m1 = tl.load(prev_max + at, mask=is_head, other=0.0)
-        m2 = tl.load(cur_max + at, mask=is_head, other=0.0)
-        largest = tl.maximum(m1, m2)
-        s1 = tl.load(prev_sum + at, mask=is_head, other=0.0) * tl.exp(m1 - largest)
-        s2 = tl.load(cur_sum + at, mask=is_head, other=0.0) * tl.exp(m2 - largest)
-        total = s1 + s2
-        share = 1.0 / tl.where(total > 0.0, total, 1.0)
-        place = (token * heads + head)[:, None] * size + channel
-        inside = is_head[:, None] & (channel < size)
-        before = tl.load(prev + place, mask=inside, other=0.0).to(tl.float32)
-        now = tl.load(cur + place, mask=inside, other=0.0).to(tl.float32)
-        merged = before * (s1 * share)[:, None] + now * (s2 * share)[:, None]
-        tl.store(out + place, merged.to(out.dtype.element_ty), mask=inside)
-        every = at[:, None] + copies
-        is_every = is_head[:, None] & (copies < 8)
-        tl.store(out_max + every, tl.broadcast_to(largest[:, None], (HEADS, 8)), mask=is_every)
-        tl.store(out_sum + every, tl.broadcast_to(total[:, None], (HEADS, 8)), mask=is_every)
+    for start_h in range(0, num_heads, BLOCK_H):
+        offs_h = start_h + tl.arange(0, BLOCK_H)
+        mask_h = offs_h < num_heads
+        stat_offs = stat_row + offs_h * stride_h
+        m1 = tl.load(prev_max_ptr + stat_offs, mask=mask_h, other=0.0)
+        m2 = tl.load(cur_max_ptr + stat_offs, mask=mask_h, other=0.0)
+        m = tl.maximum(m1, m2)
+        s1 = tl.load(prev_sum_ptr + stat_offs, mask=mask_h, other=0.0) * tl.exp(m1 - m)
+        s2 = tl.load(cur_sum_ptr + stat_offs, mask=mask_h, other=0.0) * tl.exp(m2 - m)
+        s = s1 + s2
+        inverse = 1.0 / tl.where(s > 0.0, s, 1.0)
+        offs = (token * num_heads + offs_h)[:, None] * head_dim + offs_d
+        mask = mask_h[:, None] & (offs_d < head_dim)
+        prev = tl.load(prev_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        cur = tl.load(cur_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        out = prev * (s1 * inverse)[:, None] + cur * (s2 * inverse)[:, None]
+        tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
+        copy_offs = stat_offs[:, None] + copies
+        copy_mask = mask_h[:, None] & (copies < 8)
+        tl.store(out_max_ptr + copy_offs, tl.broadcast_to(m[:, None], (BLOCK_H, 8)), mask=copy_mask)
+        tl.store(out_sum_ptr + copy_offs, tl.broadcast_to(s[:, None], (BLOCK_H, 8)), mask=copy_mask)

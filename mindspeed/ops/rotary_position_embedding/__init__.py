@@ -1,21 +1,23 @@
-"""Rotary position embedding: by tables of cosines and sines, by angles, and out of a packed qkv."""
+"""Rotary position embedding: by cos and sin tables, by angles, and of a packed qkv tensor."""
 
 from mindspeed.ops.dispatch import Impl, Op
 
+_PACKAGE = "mindspeed.ops.rotary_position_embedding"
+
 rotary_position_embedding = Op(
     "rotary_position_embedding",
-    reference="mindspeed.ops.rotary_position_embedding.reference:rotary_position_embedding",
-    check="mindspeed.ops.rotary_position_embedding.contract:check_table",
+    reference=f"{_PACKAGE}.reference:rotary_position_embedding",
+    check=f"{_PACKAGE}.reference:check_table",
     impls=(
         Impl(
             "triton",
-            "mindspeed.ops.rotary_position_embedding.triton_impl:rotary_position_embedding",
+            f"{_PACKAGE}.triton_impl:rotary_position_embedding",
             device="cuda",
             needs=("triton",),
         ),
         Impl(
             "npu",
-            "mindspeed.ops.rotary_position_embedding.npu_impl:rotary_position_embedding",
+            f"{_PACKAGE}.npu_impl:rotary_position_embedding",
             device="npu",
             needs=("torch_npu",),
         ),
@@ -23,12 +25,12 @@ rotary_position_embedding = Op(
 )
 rotate_qk = Op(
     "rotate_qk",
-    reference="mindspeed.ops.rotary_position_embedding.reference:rotate_qk",
-    check="mindspeed.ops.rotary_position_embedding.contract:check_angles",
+    reference=f"{_PACKAGE}.reference:rotate_qk",
+    check=f"{_PACKAGE}.reference:check_angles",
     impls=(
         Impl(
             "triton",
-            "mindspeed.ops.rotary_position_embedding.triton_impl:rotate_qk",
+            f"{_PACKAGE}.triton_impl:rotate_qk",
             device="cuda",
             needs=("triton",),
         ),
@@ -36,12 +38,12 @@ rotate_qk = Op(
 )
 rotate_qkv = Op(
     "rotate_qkv",
-    reference="mindspeed.ops.rotary_position_embedding.reference:rotate_qkv",
-    check="mindspeed.ops.rotary_position_embedding.contract:check_packed",
+    reference=f"{_PACKAGE}.reference:rotate_qkv",
+    check=f"{_PACKAGE}.reference:check_packed",
     impls=(
         Impl(
             "triton",
-            "mindspeed.ops.rotary_position_embedding.triton_impl:rotate_qkv",
+            f"{_PACKAGE}.triton_impl:rotate_qkv",
             device="cuda",
             needs=("triton",),
         ),

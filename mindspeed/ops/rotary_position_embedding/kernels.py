@@ -1,6 +1,7 @@
-"""The Triton kernel of the rotary embedding; what a program does is told in triton_impl.
+"""Triton kernel of the rotary embedding; triton_impl describes what a program does.
 
-A place is memory and three strides, of token, batch and head; one that is not there is None.
+Queries, keys and values come and go as a pointer and three strides each, of sequence, batch and
+head. One that was not given is None. A packed tensor is given as the queries alone.
 """
 
 import triton
@@ -8,171 +9,215 @@ import triton.language as tl
 
 
 @triton.jit
-def _places(
-    q,
-    q_i,
-    q_j,
-    q_n,
-    k,
-    k_i,
-    k_j,
-    k_n,
-    v,
-    v_i,
-    v_j,
-    v_n,
-    i,
-    j,
-    slot,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    PACKED: tl.constexpr,
+def _head_ptrs(
+    q_ptr,
+    stride_qs,
+    stride_qb,
+    stride_qh,
+    k_ptr,
+    stride_ks,
+    stride_kb,
+    stride_kh,
+    v_ptr,
+    stride_vs,
+    stride_vb,
+    stride_vh,
+    s,
+    b,
+    offs_h,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    IS_PACKED: tl.constexpr,
 ):
-    """Return where each slot lies in the memory of queries, keys and values."""
-    group, part = slot // (Q + K + V), slot % (Q + K + V)
-    if PACKED:
-        at_q = q + i * q_i + j * q_j + slot * q_n
-        at_k, at_v = at_q, at_q
+    """Return pointers to each head of a token in the queries, keys and values."""
+    group, part = offs_h // (Q_HEADS + K_HEADS + V_HEADS), offs_h % (Q_HEADS + K_HEADS + V_HEADS)
+    if IS_PACKED:
+        q_ptrs = q_ptr + s * stride_qs + b * stride_qb + offs_h * stride_qh
+        k_ptrs, v_ptrs = q_ptrs, q_ptrs
     else:
-        at_q = q + i * q_i + j * q_j + (group * Q + part) * q_n
-        at_k, at_v = at_q, at_q
-        if K > 0:
-            at_k = k + i * k_i + j * k_j + (group * K + part - Q) * k_n
-        if V > 0:
-            at_v = v + i * v_i + j * v_j + (group * V + part - Q - K) * v_n
-    return at_q[:, None], at_k[:, None], at_v[:, None]
+        q_ptrs = q_ptr + s * stride_qs + b * stride_qb + (group * Q_HEADS + part) * stride_qh
+        k_ptrs, v_ptrs = q_ptrs, q_ptrs
+        if K_HEADS > 0:
+            k_head = group * K_HEADS + part - Q_HEADS
+            k_ptrs = k_ptr + s * stride_ks + b * stride_kb + k_head * stride_kh
+        if V_HEADS > 0:
+            v_head = group * V_HEADS + part - Q_HEADS - K_HEADS
+            v_ptrs = v_ptr + s * stride_vs + b * stride_vb + v_head * stride_vh
+    return q_ptrs[:, None], k_ptrs[:, None], v_ptrs[:, None]
 
 
 @triton.jit
-def _load(at_q, at_k, at_v, channel, is_q, is_k, is_v, inside, K, V, PACKED: tl.constexpr):
-    if PACKED:
-        return tl.load(at_q + channel, mask=inside, other=0.0)
-    value = tl.load(at_q + channel, mask=inside & is_q, other=0.0)
-    if K > 0:
-        value += tl.load(at_k + channel, mask=inside & is_k, other=0.0)
-    if V > 0:
-        value += tl.load(at_v + channel, mask=inside & is_v, other=0.0)
-    return value
+def _load(
+    q_ptrs,
+    k_ptrs,
+    v_ptrs,
+    offs_d,
+    is_q,
+    is_k,
+    is_v,
+    mask,
+    K_HEADS,
+    V_HEADS,
+    IS_PACKED: tl.constexpr,
+):
+    if IS_PACKED:
+        return tl.load(q_ptrs + offs_d, mask=mask, other=0.0)
+    x = tl.load(q_ptrs + offs_d, mask=mask & is_q, other=0.0)
+    if K_HEADS > 0:
+        x += tl.load(k_ptrs + offs_d, mask=mask & is_k, other=0.0)
+    if V_HEADS > 0:
+        x += tl.load(v_ptrs + offs_d, mask=mask & is_v, other=0.0)
+    return x
 
 
 @triton.jit
-def _store(at_q, at_k, at_v, channel, value, is_q, is_k, is_v, inside, K, V, PACKED: tl.constexpr):
-    if PACKED:
-        tl.store(at_q + channel, value, mask=inside)
+def _store(
+    q_ptrs,
+    k_ptrs,
+    v_ptrs,
+    offs_d,
+    x,
+    is_q,
+    is_k,
+    is_v,
+    mask,
+    K_HEADS,
+    V_HEADS,
+    IS_PACKED: tl.constexpr,
+):
+    if IS_PACKED:
+        tl.store(q_ptrs + offs_d, x, mask=mask)
     else:
-        tl.store(at_q + channel, value, mask=inside & is_q)
-        if K > 0:
-            tl.store(at_k + channel, value, mask=inside & is_k)
-        if V > 0:
-            tl.store(at_v + channel, value, mask=inside & is_v)
+        tl.store(q_ptrs + offs_d, x, mask=mask & is_q)
+        if K_HEADS > 0:
+            tl.store(k_ptrs + offs_d, x, mask=mask & is_k)
+        if V_HEADS > 0:
+            tl.store(v_ptrs + offs_d, x, mask=mask & is_v)
 
 
 @triton.jit
 def rotate(
-    q,
-    q_i,
-    q_j,
-    q_n,
-    k,
-    k_i,
-    k_j,
-    k_n,
-    v,
-    v_i,
-    v_j,
-    v_n,
-    q_to,
-    q_to_i,
-    q_to_j,
-    q_to_n,
-    k_to,
-    k_to_i,
-    k_to_j,
-    k_to_n,
-    v_to,
-    v_to_i,
-    v_to_j,
-    v_to_n,
-    cos,
-    sin,
-    positions,
-    table_i,
-    table_j,
+    q_ptr,
+    stride_qs,
+    stride_qb,
+    stride_qh,
+    k_ptr,
+    stride_ks,
+    stride_kb,
+    stride_kh,
+    v_ptr,
+    stride_vs,
+    stride_vb,
+    stride_vh,
+    q_out_ptr,
+    stride_qos,
+    stride_qob,
+    stride_qoh,
+    k_out_ptr,
+    stride_kos,
+    stride_kob,
+    stride_koh,
+    v_out_ptr,
+    stride_vos,
+    stride_vob,
+    stride_voh,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    stride_ts,
+    stride_tb,
     batch,
-    slots,
-    FORTH: tl.constexpr,
-    FROM_PACKED: tl.constexpr,
-    TO_PACKED: tl.constexpr,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    HEAD: tl.constexpr,
-    TURNED: tl.constexpr,
+    num_heads,
+    IS_FORWARD: tl.constexpr,
+    IN_PACKED: tl.constexpr,
+    OUT_PACKED: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    REST: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
-    """Turn some heads of a token, queries and keys, and copy its values."""
+    """Rotate BLOCK_H heads of a token, queries and keys, and copy its values."""
     token = tl.program_id(0).to(tl.int64)
-    i, j = token // batch, token % batch
-    slot = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    part = slot % (Q + K + V)
+    s, b = token // batch, token % batch
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    part = offs_h % (Q_HEADS + K_HEADS + V_HEADS)
     # fmt: off
-    from_q, from_k, from_v = _places(
-        q, q_i, q_j, q_n, k, k_i, k_j, k_n, v, v_i, v_j, v_n, i, j, slot, Q, K, V, FROM_PACKED
+    q_in, k_in, v_in = _head_ptrs(
+        q_ptr, stride_qs, stride_qb, stride_qh, k_ptr, stride_ks, stride_kb, stride_kh,
+        v_ptr, stride_vs, stride_vb, stride_vh,
+        s, b, offs_h, Q_HEADS, K_HEADS, V_HEADS, IN_PACKED
     )
-    to_q, to_k, to_v = _places(
-        q_to, q_to_i, q_to_j, q_to_n, k_to, k_to_i, k_to_j, k_to_n, v_to, v_to_i, v_to_j, v_to_n,
-        i, j, slot, Q, K, V, TO_PACKED
+    q_out, k_out, v_out = _head_ptrs(
+        q_out_ptr, stride_qos, stride_qob, stride_qoh,
+        k_out_ptr, stride_kos, stride_kob, stride_koh,
+        v_out_ptr, stride_vos, stride_vob, stride_voh,
+        s, b, offs_h, Q_HEADS, K_HEADS, V_HEADS, OUT_PACKED
     )
     # fmt: on
-    is_q, is_v = (part < Q)[:, None], (part >= Q + K)[:, None]
-    is_k, is_slot = (part >= Q)[:, None] & (part < Q + K)[:, None], (slot < slots)[:, None]
-    pair = tl.arange(0, PAIRS)
-    inside = is_slot & (pair < TURNED // 2)[None, :]
-    row = i if positions is None else tl.load(positions + token).to(tl.int64)
-    at = row * table_i + j * table_j
-    if INTERLEAVED:
-        # Neighbours are read together and parted in registers: whole lines, not every other.
-        both = tl.arange(0, 2 * PAIRS)
-        is_both = both < TURNED
-        inside = is_slot & is_both[None, :]
-        read = _load(
-            from_q, from_k, from_v, both[None, :], is_q, is_k, is_v, inside, K, V, FROM_PACKED
-        )
-        a, b = tl.split(tl.reshape(read, (TILE, PAIRS, 2)))
-        c = tl.load(cos + at + both, mask=is_both, other=0.0).to(tl.float32)
-        s = tl.load(sin + at + both, mask=is_both, other=0.0).to(tl.float32)
-        cos_a, cos_b = tl.split(tl.reshape(c, (PAIRS, 2)))
-        sin_a, sin_b = tl.split(tl.reshape(s, (PAIRS, 2)))
-    else:
-        lower, upper = pair[None, :], (pair + TURNED // 2)[None, :]
-        a = _load(from_q, from_k, from_v, lower, is_q, is_k, is_v, inside, K, V, FROM_PACKED)
-        b = _load(from_q, from_k, from_v, upper, is_q, is_k, is_v, inside, K, V, FROM_PACKED)
-        is_pair = pair < TURNED // 2
-        cos_a = tl.load(cos + at + pair, mask=is_pair, other=0.0).to(tl.float32)
-        cos_b = tl.load(cos + at + pair + TURNED // 2, mask=is_pair, other=0.0).to(tl.float32)
-        sin_a = tl.load(sin + at + pair, mask=is_pair, other=0.0).to(tl.float32)
-        sin_b = tl.load(sin + at + pair + TURNED // 2, mask=is_pair, other=0.0).to(tl.float32)
-    if not FORTH:
-        sin_a, sin_b = -sin_b, -sin_a
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    turned_a = (wide_a * cos_a[None, :] - wide_b * sin_a[None, :]).to(a.dtype)
-    turned_b = (wide_b * cos_b[None, :] + wide_a * sin_b[None, :]).to(b.dtype)
-    if V > 0:
-        turned_a, turned_b = tl.where(is_v, a, turned_a), tl.where(is_v, b, turned_b)
+    is_q, is_v = (part < Q_HEADS)[:, None], (part >= Q_HEADS + K_HEADS)[:, None]
+    is_k = (part >= Q_HEADS)[:, None] & (part < Q_HEADS + K_HEADS)[:, None]
+    mask_h = (offs_h < num_heads)[:, None]
+    offs_pair = tl.arange(0, BLOCK_PAIRS)
+    mask = mask_h & (offs_pair < ROTARY_DIM // 2)[None, :]
+    row = s if positions_ptr is None else tl.load(positions_ptr + token).to(tl.int64)
+    offs_t = row * stride_ts + b * stride_tb
     # fmt: off
     if INTERLEAVED:
-        joined = tl.reshape(tl.join(turned_a, turned_b), (TILE, 2 * PAIRS))
-        _store(to_q, to_k, to_v, both[None, :], joined, is_q, is_k, is_v, inside, K, V, TO_PACKED)
+        # Load neighbours together and split them in registers: whole cache lines, not every other
+        # element.
+        offs_d = tl.arange(0, 2 * BLOCK_PAIRS)
+        mask_d = offs_d < ROTARY_DIM
+        mask = mask_h & mask_d[None, :]
+        x = _load(
+            q_in, k_in, v_in, offs_d[None, :], is_q, is_k, is_v, mask, K_HEADS, V_HEADS, IN_PACKED
+        )
+        x1, x2 = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_PAIRS, 2)))
+        cos = tl.load(cos_ptr + offs_t + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + offs_t + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        cos1, cos2 = tl.split(tl.reshape(cos, (BLOCK_PAIRS, 2)))
+        sin1, sin2 = tl.split(tl.reshape(sin, (BLOCK_PAIRS, 2)))
     else:
-        _store(to_q, to_k, to_v, lower, turned_a, is_q, is_k, is_v, inside, K, V, TO_PACKED)
-        _store(to_q, to_k, to_v, upper, turned_b, is_q, is_k, is_v, inside, K, V, TO_PACKED)
-    if REST > 0:
-        rest = (TURNED + tl.arange(0, REST))[None, :]
-        inside = is_slot & (rest < HEAD)
-        kept = _load(from_q, from_k, from_v, rest, is_q, is_k, is_v, inside, K, V, FROM_PACKED)
-        _store(to_q, to_k, to_v, rest, kept, is_q, is_k, is_v, inside, K, V, TO_PACKED)
+        lower, upper = offs_pair[None, :], (offs_pair + ROTARY_DIM // 2)[None, :]
+        x1 = _load(q_in, k_in, v_in, lower, is_q, is_k, is_v, mask, K_HEADS, V_HEADS, IN_PACKED)
+        x2 = _load(q_in, k_in, v_in, upper, is_q, is_k, is_v, mask, K_HEADS, V_HEADS, IN_PACKED)
+        mask_pair = offs_pair < ROTARY_DIM // 2
+        cos1 = tl.load(cos_ptr + offs_t + offs_pair, mask=mask_pair, other=0.0).to(tl.float32)
+        cos2 = tl.load(cos_ptr + offs_t + offs_pair + ROTARY_DIM // 2, mask=mask_pair, other=0.0)
+        cos2 = cos2.to(tl.float32)
+        sin1 = tl.load(sin_ptr + offs_t + offs_pair, mask=mask_pair, other=0.0).to(tl.float32)
+        sin2 = tl.load(sin_ptr + offs_t + offs_pair + ROTARY_DIM // 2, mask=mask_pair, other=0.0)
+        sin2 = sin2.to(tl.float32)
+    if not IS_FORWARD:
+        sin1, sin2 = -sin2, -sin1
+    x1_fp32, x2_fp32 = x1.to(tl.float32), x2.to(tl.float32)
+    out1 = (x1_fp32 * cos1[None, :] - x2_fp32 * sin1[None, :]).to(x1.dtype)
+    out2 = (x2_fp32 * cos2[None, :] + x1_fp32 * sin2[None, :]).to(x2.dtype)
+    if V_HEADS > 0:
+        out1, out2 = tl.where(is_v, x1, out1), tl.where(is_v, x2, out2)
+    if INTERLEAVED:
+        out = tl.reshape(tl.join(out1, out2), (BLOCK_H, 2 * BLOCK_PAIRS))
+        _store(
+            q_out, k_out, v_out, offs_d[None, :], out, is_q, is_k, is_v, mask,
+            K_HEADS, V_HEADS, OUT_PACKED
+        )
+    else:
+        _store(
+            q_out, k_out, v_out, lower, out1, is_q, is_k, is_v, mask, K_HEADS, V_HEADS, OUT_PACKED
+        )
+        _store(
+            q_out, k_out, v_out, upper, out2, is_q, is_k, is_v, mask, K_HEADS, V_HEADS, OUT_PACKED
+        )
+    if BLOCK_REST > 0:
+        rest = (ROTARY_DIM + tl.arange(0, BLOCK_REST))[None, :]
+        mask = mask_h & (rest < HEAD_DIM)
+        x = _load(q_in, k_in, v_in, rest, is_q, is_k, is_v, mask, K_HEADS, V_HEADS, IN_PACKED)
+        _store(
+            q_out, k_out, v_out, rest, x, is_q, is_k, is_v, mask, K_HEADS, V_HEADS, OUT_PACKED
+        )
     # fmt: on

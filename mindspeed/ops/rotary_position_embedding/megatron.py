@@ -1,4 +1,4 @@
-"""Rotary embedding in the places where Megatron turns queries and keys."""
+"""Wraps the functions by which Megatron rotates queries and keys."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mindspeed.ops.rotary_position_embedding.packed import rotate_packed
 
 
 def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Turn by the operator; latent and rescaled (YaRN) embeddings stay with Megatron.
+    """Rotate by the operator; latent and rescaled (YaRN) embeddings fall back to Megatron.
 
-    So do packed ones of a sequence that is split over ranks. Megatron's own way with packed ones
-    takes documents one by one, and waits for their lengths in every layer.
+    So do packed sequences with context parallelism. Megatron's own code for packed sequences takes
+    documents one by one, and synchronises with the device for their lengths in every layer.
     """
 
     @functools.wraps(original)
@@ -32,7 +32,7 @@ def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., 
         is_plain = mscale == 1.0 and not config.multi_latent_attention
         if is_plain and cu_seqlens is not None and _is_packed(t, freqs, config):
             return rotate_packed(t, freqs, cu_seqlens, config.rotary_interleaved)
-        if not is_plain or cu_seqlens is not None or not _is_one_angle_a_token(t, freqs):
+        if not is_plain or cu_seqlens is not None or not _has_one_angle_per_token(t, freqs):
             return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
         return rotate_qk(t, None, freqs, None, config.rotary_interleaved)[0]
 
@@ -44,7 +44,7 @@ def _is_packed(t: Tensor, freqs: Tensor, config: Any) -> bool:
     return is_whole and t.dim() == 3 and freqs.dim() == 4 and freqs.shape[1:3] == (1, 1)
 
 
-def _is_one_angle_a_token(t: Tensor, freqs: Tensor) -> bool:
+def _has_one_angle_per_token(t: Tensor, freqs: Tensor) -> bool:
     if not t.dim() == freqs.dim() == 4:
         return False
     tokens, batch, heads, _ = freqs.shape
@@ -52,30 +52,30 @@ def _is_one_angle_a_token(t: Tensor, freqs: Tensor) -> bool:
 
 
 def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Megatron turn the packed qkv tensor in one piece wherever its own path allows that.
+    """Use Megatron's fused rotation of the packed qkv tensor in the calls that support it.
 
-    Megatron asks the config, once for all calls, and fails in those that need them apart.
+    Megatron decides by the config, once for all calls, and fails in those that need them apart.
     """
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.config
-        asked = getattr(config, "fused_single_qkv_rope", None)
-        if asked is None:  # a Megatron without that path
+        requested = getattr(config, "fused_single_qkv_rope", None)
+        if requested is None:  # a Megatron without that path
             return original(self, *args, **kwargs)
-        config.fused_single_qkv_rope = asked or (len(args) < 3 and _is_one_piece(self, kwargs))
+        config.fused_single_qkv_rope = requested or (len(args) < 3 and _is_fusable(self, kwargs))
         try:
             return original(self, *args, **kwargs)
         finally:
-            config.fused_single_qkv_rope = asked
+            config.fused_single_qkv_rope = requested
 
     return forward
 
 
-def _is_one_piece(layer: Any, given: dict[str, Any]) -> bool:
+def _is_fusable(layer: Any, kwargs: dict[str, Any]) -> bool:
     config = layer.config
-    is_plain_call = given.get("rotary_pos_emb") is not None and not any(
-        given.get(name) is not None
+    is_plain_call = kwargs.get("rotary_pos_emb") is not None and not any(
+        kwargs.get(name) is not None
         for name in ("inference_context", "inference_params", "packed_seq_params")
     )
     is_plain_rope = not (

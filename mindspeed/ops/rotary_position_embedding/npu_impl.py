@@ -11,6 +11,6 @@ import torch_npu
 def rotary_position_embedding(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
 ) -> torch.Tensor:
-    """Turn x by tables that broadcast to it; mode 0 pairs the halves, 1 the neighbours."""
+    """Rotate x by tables that broadcast to it; mode 0 pairs the halves, 1 the neighbours."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode="interleave" if mode else "half")

@@ -1,4 +1,4 @@
-"""Rotary embedding of documents that share one sequence: each counts from its own start."""
+"""Rotary embedding of packed sequences: positions restart at every document."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.ops.rotary_position_embedding import rotate_qk
 
-# Every layer of a step is given the same bounds.
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Every layer of a step gets the same cu_seqlens.
+_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def rotate_packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, interleaved: bool) -> Tensor:
@@ -19,13 +19,13 @@ def rotate_packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, interleaved: boo
 
 
 def _shared_positions(t: Tensor, cu_seqlens: Tensor) -> Tensor:
-    if cu_seqlens.is_inference():  # which does not tell whether it was changed
+    if cu_seqlens.is_inference():  # no version counter shows a change
         return packed_positions(t, cu_seqlens)
     key = (len(t), cu_seqlens._version)
-    known, positions = _known.get(cu_seqlens, (None, cu_seqlens))
-    if known != key:
+    cached, positions = _cache.get(cu_seqlens, (None, cu_seqlens))
+    if cached != key:
         positions = packed_positions(t, cu_seqlens)
-        _known[cu_seqlens] = key, positions
+        _cache[cu_seqlens] = key, positions
     return positions
 
 
@@ -38,19 +38,19 @@ def packed_positions(
 ) -> Tensor:
     """Return the position of each token of (T, ...) in its document.
 
-    `cu_seqlens` are the bounds before documents are split over context-parallel ranks, which hold
-    two pieces of each; `start_positions` (B,) shifts every document.
+    `cu_seqlens` are those before documents are split over context-parallel ranks, which hold two
+    chunks of each; `start_positions` (B,) shifts every document.
     """
     bounds = cu_seqlens.to(t.device, torch.int64) // cp_size
     token = torch.arange(t.shape[0], device=t.device)
     document = torch.searchsorted(bounds, token, right=True) - 1
-    # Tokens behind the last document are padding: they stay at position zero.
+    # Tokens after the last document are padding: they stay at position zero.
     local = torch.where(token < bounds[-1], token - bounds[document], 0)
     if cp_size > 1:
         lengths = torch.diff(bounds, append=bounds[-1:])[document]
-        piece = lengths // 2
-        mirrored = lengths * cp_size - (cp_rank + 2) * piece + local
-        local = torch.where(local < piece, cp_rank * piece + local, mirrored)
+        chunk = lengths // 2
+        mirrored = lengths * cp_size - (cp_rank + 2) * chunk + local
+        local = torch.where(local < chunk, cp_rank * chunk + local, mirrored)
     if start_positions is not None:
         local = local + torch.cat([start_positions, start_positions.new_zeros(1)])[document]
     return local

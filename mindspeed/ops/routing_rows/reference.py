@@ -1,4 +1,4 @@
-"""Numbers of rows in plain torch.
+"""Row numbers of a routing mask in plain torch.
 
 T tokens, E experts, R rows: one for each pair of token and expert in the mask, by expert and then
 by token; rows from R on are dropped. Pair t * E + e is expert e of token t; pair T * E is none.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class RoutingRows(NamedTuple):
-    """Where the rows come from, all int32."""
+    """The rows of a routing mask, all int32."""
 
     pair_of_row: Tensor
     """(R,) the pair of each row"""
@@ -22,16 +22,16 @@ class RoutingRows(NamedTuple):
     pairs: Tensor
     """(R,) the pairs in that order"""
     starts: Tensor
-    """(T + 1,) where each token begins in that order"""
+    """(T + 1,) the first index of each token in that order"""
 
 
 def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRows:
-    """Number the rows of a mask (T, E); without a number of rows, wait for the device and count."""
+    """Number the rows of a mask (T, E); without num_rows, synchronise with the device and count."""
     num_tokens, num_experts = routing_map.shape
     routed = routing_map.bool().T.reshape(-1)  # by expert, then by token
     if num_rows is None:
         num_rows = int(routed.sum())
-    # Pair number -> row number by a running count; the rest shares one slot behind the last row.
+    # Pair number -> row number by a cumulative count; the rest shares one slot after the last row.
     row = torch.where(routed, routed.cumsum(0) - 1, num_rows).clamp_(max=num_rows)
     row = row.view(num_experts, num_tokens).T.reshape(-1)
     has_row = row < num_rows
@@ -45,11 +45,12 @@ def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRow
     slots[1].scatter_(0, rank, row)
     slots[2].scatter_(0, rank, pair)
     starts = torch.cat([counts.new_zeros(1), counts])
-    return RoutingRows(*slots[:, :num_rows].int(), starts.int())
+    pair_of_row, rows, pairs = slots[:, :num_rows].int()
+    return RoutingRows(pair_of_row, rows, pairs, starts.int())
 
 
 def check(routing_map: Tensor, num_rows: int | None = None) -> None:
-    """Refuse what is no mask."""
+    """Raise ValueError for anything but a mask and a number of rows."""
     if routing_map.ndim != 2 or routing_map.is_floating_point():
         raise ValueError(
             f"routing_rows needs a mask (T, E), got {tuple(routing_map.shape)} of "

@@ -1,6 +1,6 @@
-"""Numbers of rows as three Triton kernels and two running sums, over blocks of tokens.
+"""Row numbers of a routing mask by three Triton kernels and two cumulative sums.
 
-The mask is small and is read three times; torch's way makes some thirty tensors of its size.
+The mask is small and is read three times; plain torch allocates some thirty tensors of its size.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 from mindspeed.ops.launch import launch
 from mindspeed.ops.routing_rows.reference import RoutingRows
 
-_TILE = 4096  # pairs a program: 32 of each thread's registers
+_TILE = 4096  # pairs per program: 32 registers of each thread
 
 
 def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRows:
-    """Number the rows of a mask (T, E); without a number of rows, wait for the device and count."""
+    """Number the rows of a mask (T, E); without num_rows, synchronise with the device and count."""
     num_tokens, num_experts = routing_map.shape
     if num_rows is None:
         num_rows = int(routing_map.count_nonzero())
-    width = triton.next_power_of_2(max(num_experts, 1))
-    height = max(_TILE // width, 1)
-    blocks = triton.cdiv(num_tokens, height)
+    block_e = triton.next_power_of_2(max(num_experts, 1))
+    block_t = max(_TILE // block_e, 1)
+    num_blocks = triton.cdiv(num_tokens, block_t)
     device = routing_map.device
-    # One allocation, filled with the pair that is none.
+    # One allocation, filled with the number of no pair.
     sizes = (num_rows, num_rows, num_rows, num_tokens + 1)
     none = num_tokens * num_experts
     result = torch.full((sum(sizes),), none, dtype=torch.int32, device=device)
@@ -34,98 +34,113 @@ def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRow
         parts.starts.zero_()
         return parts
     routing_map = routing_map.contiguous()
-    counts = torch.empty(num_experts * blocks, dtype=torch.int32, device=device)
-    shape = {"HEIGHT": height, "WIDTH": width, "num_warps": 4}
-    sizes_in = (num_tokens, num_experts, blocks)
-    launch(_count, (blocks,), routing_map, counts, *sizes_in, **shape)
+    counts = torch.empty(num_experts * num_blocks, dtype=torch.int32, device=device)
+    constants = {"BLOCK_T": block_t, "BLOCK_E": block_e, "num_warps": 4}
+    shape = (num_tokens, num_experts, num_blocks)
+    grid = (num_blocks,)
+    launch(_count_rows, grid, routing_map, counts, *shape, **constants)
     ends = counts.cumsum(0, dtype=torch.int32)
     per_token = torch.empty(num_tokens, dtype=torch.int32, device=device)
-    known = (routing_map, counts, ends)
-    launch(_number, (blocks,), *known, per_token, parts.pair_of_row, num_rows, *sizes_in, **shape)
+    inputs = (routing_map, counts, ends)
+    outputs = (per_token, parts.pair_of_row)
+    launch(_number_rows, grid, *inputs, *outputs, num_rows, *shape, **constants)
     torch.cumsum(per_token, 0, dtype=torch.int32, out=parts.starts[1:])
-    launch(_list, (blocks,), *known, *parts[1:], num_rows, *sizes_in, **shape)
+    launch(_sort_by_token, grid, *inputs, *parts[1:], num_rows, *shape, **constants)
     return parts
 
 
 @triton.jit
-def _tile(mask, num_tokens, num_experts, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    tokens = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
-    experts = tl.arange(0, WIDTH)
-    inside = (tokens < num_tokens)[:, None] & (experts < num_experts)[None, :]
-    pairs = tokens[:, None] * num_experts + experts[None, :]
-    routed = (tl.load(mask + pairs, mask=inside, other=0) != 0).to(tl.int32)
-    return tokens, experts, pairs, routed
+def _load_tile(mask_ptr, num_tokens, num_experts, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_e = tl.arange(0, BLOCK_E)
+    mask = (offs_t < num_tokens)[:, None] & (offs_e < num_experts)[None, :]
+    pairs = offs_t[:, None] * num_experts + offs_e[None, :]
+    routed = (tl.load(mask_ptr + pairs, mask=mask, other=0) != 0).to(tl.int32)
+    return offs_t, offs_e, pairs, routed
 
 
 @triton.jit
-def _count(
-    mask, counts, num_tokens, num_experts, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+def _count_rows(
+    mask_ptr,
+    counts_ptr,
+    num_tokens,
+    num_experts,
+    num_blocks,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    # Counts lie by expert, then by block: their running sum is the order of rows.
-    tokens, experts, pairs, routed = _tile(mask, num_tokens, num_experts, HEIGHT, WIDTH)
-    place = counts + experts * blocks + tl.program_id(0)
-    tl.store(place, tl.sum(routed, axis=0), mask=experts < num_experts)
+    # Counts are ordered by expert, then by block: their cumulative sum is the order of rows.
+    offs_t, offs_e, pairs, routed = _load_tile(mask_ptr, num_tokens, num_experts, BLOCK_T, BLOCK_E)
+    count_ptrs = counts_ptr + offs_e * num_blocks + tl.program_id(0)
+    tl.store(count_ptrs, tl.sum(routed, axis=0), mask=offs_e < num_experts)
 
 
 @triton.jit
-def _rows(
-    mask, counts, ends, num_tokens, num_experts, blocks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+def _row_ids(
+    mask_ptr,
+    counts_ptr,
+    ends_ptr,
+    num_tokens,
+    num_experts,
+    num_blocks,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    tokens, experts, pairs, routed = _tile(mask, num_tokens, num_experts, HEIGHT, WIDTH)
-    column = experts * blocks + tl.program_id(0)
-    known = experts < num_experts
-    first = tl.load(ends + column, mask=known, other=0)
-    first -= tl.load(counts + column, mask=known, other=0)
+    offs_t, offs_e, pairs, routed = _load_tile(mask_ptr, num_tokens, num_experts, BLOCK_T, BLOCK_E)
+    offs = offs_e * num_blocks + tl.program_id(0)
+    mask_e = offs_e < num_experts
+    first = tl.load(ends_ptr + offs, mask=mask_e, other=0)
+    first -= tl.load(counts_ptr + offs, mask=mask_e, other=0)
     rows = first[None, :] + tl.cumsum(routed, axis=0) - routed
-    return tokens, pairs, routed, rows
+    return offs_t, pairs, routed, rows
 
 
 @triton.jit
-def _number(
-    mask,
-    counts,
-    ends,
-    per_token,
-    pair_of_row,
+def _number_rows(
+    mask_ptr,
+    counts_ptr,
+    ends_ptr,
+    per_token_ptr,
+    pair_of_row_ptr,
     num_rows,
     num_tokens,
     num_experts,
-    blocks,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    num_blocks,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    tokens, pairs, routed, rows = _rows(
-        mask, counts, ends, num_tokens, num_experts, blocks, HEIGHT, WIDTH
+    offs_t, pairs, routed, rows = _row_ids(
+        mask_ptr, counts_ptr, ends_ptr, num_tokens, num_experts, num_blocks, BLOCK_T, BLOCK_E
     )
-    kept = (routed != 0) & (rows < num_rows)
-    tl.store(pair_of_row + rows, pairs, mask=kept)
-    tl.store(per_token + tokens, tl.sum(kept.to(tl.int32), axis=1), mask=tokens < num_tokens)
+    keep = (routed != 0) & (rows < num_rows)
+    tl.store(pair_of_row_ptr + rows, pairs, mask=keep)
+    tl.store(per_token_ptr + offs_t, tl.sum(keep.to(tl.int32), axis=1), mask=offs_t < num_tokens)
 
 
 @triton.jit
-def _list(
-    mask,
-    counts,
-    ends,
-    row_of_rank,
-    pair_of_rank,
-    starts,
+def _sort_by_token(
+    mask_ptr,
+    counts_ptr,
+    ends_ptr,
+    row_of_rank_ptr,
+    pair_of_rank_ptr,
+    starts_ptr,
     num_rows,
     num_tokens,
     num_experts,
-    blocks,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    num_blocks,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    tokens, pairs, routed, rows = _rows(
-        mask, counts, ends, num_tokens, num_experts, blocks, HEIGHT, WIDTH
+    offs_t, pairs, routed, rows = _row_ids(
+        mask_ptr, counts_ptr, ends_ptr, num_tokens, num_experts, num_blocks, BLOCK_T, BLOCK_E
     )
-    kept = (routed != 0) & (rows < num_rows)
-    count = kept.to(tl.int32)
-    # What is behind a token's first is written already, by the running sum; the very first is 0.
-    first = tl.load(starts + tokens, mask=(tokens > 0) & (tokens < num_tokens), other=0)
+    keep = (routed != 0) & (rows < num_rows)
+    count = keep.to(tl.int32)
+    # starts[1:] is written already, by the cumulative sum; starts[0] is 0.
+    first = tl.load(starts_ptr + offs_t, mask=(offs_t > 0) & (offs_t < num_tokens), other=0)
     rank = first[:, None] + tl.cumsum(count, axis=1) - count
-    tl.store(row_of_rank + rank, rows, mask=kept)
-    tl.store(pair_of_rank + rank, pairs, mask=kept)
+    tl.store(row_of_rank_ptr + rank, rows, mask=keep)
+    tl.store(pair_of_rank_ptr + rank, pairs, mask=keep)
     if tl.program_id(0) == 0:
-        tl.store(starts, 0)
+        tl.store(starts_ptr, 0)

@@ -68,8 +68,8 @@ def test_a_scale_on_the_device(dtype):
     assert all(map(torch.equal, (*params, *moments[0], *moments[1]), before))
     exact = [[tensor.double() for tensor in some] for some in (params, *moments)]
     scale = torch.tensor(0.3, device=where)
-    wide = [grad.double() for grad in given]
-    reference.adamw(exact[0], wide, *exact[1:], hyper(1), grad_scale=scale)
+    exact_inputs = [grad.double() for grad in given]
+    reference.adamw(exact[0], exact_inputs, *exact[1:], hyper(1), grad_scale=scale)
     adamw(params, given, *moments, hyper(1), grad_scale=scale)
     for some, wanted in zip((params, *moments), exact):
         torch.testing.assert_close([t.double() for t in some], wanted, rtol=2e-6, atol=1e-6)

@@ -47,8 +47,8 @@ def test_long_causal_attention_runs_on_cudnn(groups, size):
 def test_matches_float64_no_worse_than_unfused_attention(window, length, groups):
     torch.manual_seed(0)
     inputs = draw(2, length, 8, 64), draw(2, length, groups, 64), draw(2, length, groups, 64)
-    place = torch.arange(length, device="cuda")
-    ahead = place[None, :] - place[:, None]
+    position = torch.arange(length, device="cuda")
+    ahead = position[None, :] - position[:, None]
     left, right = (length, 0) if window is None else window
     visible = (ahead <= right) & (ahead >= -left)
     grad = torch.randn_like(inputs[0])
@@ -82,8 +82,8 @@ def test_packed_documents_in_one_launch():
     bounds = [0, 50, 51, 128, 300]
     q = torch.randn(300, 8, 64, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    places = torch.tensor(bounds, device="cuda", dtype=torch.int32)
-    documents = sdpa.Documents(places, places, 172, 172)
+    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=torch.int32)
+    documents = sdpa.Documents(cu_seqlens, cu_seqlens, 172, 172)
     got = sdpa.flash_attention(
         q, k, v, scale=0.125, dropout=0.0, window=(-1, 0), documents=documents
     )

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.gpu
 
 
 def formula(logits, target, smoothing=0.0):
-    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+    logits_acc = logits.double() if logits.dtype == torch.float64 else logits.float()
     return torch.nn.functional.cross_entropy(
-        wide, target, reduction="none", label_smoothing=smoothing
+        logits_acc, target, reduction="none", label_smoothing=smoothing
     )
 
 

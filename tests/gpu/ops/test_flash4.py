@@ -100,16 +100,16 @@ def test_repeats_bits_where_that_is_asked_for():
 
 def test_stands_back():
     inputs = [draw(1, LENGTH, heads, 128) for heads in (4, 2, 2)]
-    assert flash4.serves(*inputs, True, 0.0)
-    assert not flash4.serves(*inputs, True, 0.1)
-    assert not flash4.serves(*(x[:, :, :512] for x in inputs), True, 0.0)
-    assert not flash4.serves(inputs[0][:, :, :2100], *inputs[1:], True, 0.0)
+    assert flash4.supports(*inputs, True, 0.0)
+    assert not flash4.supports(*inputs, True, 0.1)
+    assert not flash4.supports(*(x[:, :, :512] for x in inputs), True, 0.0)
+    assert not flash4.supports(inputs[0][:, :, :2100], *inputs[1:], True, 0.0)
     even = [draw(1, LENGTH, 4, 128) for _ in range(3)]  # torch counts no others
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         run(even, torch.randn_like(even[0]), True)
     assert counter.get_total_flops() > 0
     torch.backends.cuda.enable_flash_sdp(False)
-    refused = not flash4.serves(*inputs, True, 0.0)
+    refused = not flash4.supports(*inputs, True, 0.0)
     torch.backends.cuda.enable_flash_sdp(True)
     assert refused
 

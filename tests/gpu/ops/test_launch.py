@@ -11,12 +11,12 @@ pytestmark = pytest.mark.gpu
 
 
 @triton.jit
-def _scale(x, bias, y, count, step, factor, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place * step, mask=place < count, other=0.0) * factor
-    if bias is not None:
-        value += tl.load(bias)
-    tl.store(y + place, value, mask=place < count)
+def _scale(x_ptr, bias_ptr, y_ptr, count, step, factor, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + offs * step, mask=offs < count, other=0.0) * factor
+    if bias_ptr is not None:
+        value += tl.load(bias_ptr)
+    tl.store(y_ptr + offs, value, mask=offs < count)
 
 
 @pytest.mark.parametrize("round", range(2), ids=["first", "known"])

@@ -13,8 +13,8 @@ WHOLE, HALF = T * V * 2, T * V
 
 def formula(hidden, weight, labels):
     logits = torch.nn.functional.linear(hidden, weight)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return torch.nn.functional.cross_entropy(logits.to(wide), labels, reduction="none")
+    acc_dtype = torch.promote_types(logits.dtype, torch.float32)
+    return torch.nn.functional.cross_entropy(logits.to(acc_dtype), labels, reduction="none")
 
 
 def inputs(dtype=torch.bfloat16):
@@ -87,6 +87,6 @@ def test_logits_wait_in_the_memory_of_the_gradient():
         current.reset_peak_memory()
         linear_cross_entropy(hidden, weight, labels, memory=HALF).backward(grad)
         extra = current.max_memory_allocated() - before
-    # With fewer tokens than hidden numbers all slices but one find room there.
+    # With fewer tokens than the hidden size all slices but one fit there.
     one_slice = T * 128 * current.multiprocessors() * 2
     assert extra <= weight.nbytes + one_slice + 3 * hidden.nbytes + 2**20

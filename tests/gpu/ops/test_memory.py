@@ -48,14 +48,14 @@ def rotary():
     return lambda q, k: rotate_qk(q, k, freqs), (q, k), both, both
 
 
-def products():
+def gemms():
     rows, weight = half(ROWS, 512), half(8, 512, 1024)
     ends = torch.arange(1, 9, device="cuda", dtype=torch.int32) * (ROWS // 8)
     run = lambda x, w: gmm(x, w, group_list=ends)  # noqa: E731
     return run, (rows, weight), 2 * ROWS * 1024, rows.nbytes + weight.nbytes
 
 
-@pytest.mark.parametrize("make", [add_norm, norm, dropped_norm, rotary, products])
+@pytest.mark.parametrize("make", [add_norm, norm, dropped_norm, rotary, gemms])
 def test_forward_and_backward(make):
     run, given, kept, more = make()
     here = device.current()

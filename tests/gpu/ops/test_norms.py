@@ -11,7 +11,7 @@ from mindspeed.ops.norm import (
     layer_norm,
     rms_norm,
 )
-from tests.gpu.ops.forth_and_back import run
+from tests.gpu.ops.forward_backward import run
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6

@@ -9,7 +9,7 @@ from mindspeed.ops.rotary_position_embedding import (
     rotate_qk,
     rotate_qkv,
 )
-from tests.gpu.ops.forth_and_back import run
+from tests.gpu.ops.forward_backward import run
 
 pytestmark = pytest.mark.gpu
 S, B, N, G = 1024, 2, 12, 2

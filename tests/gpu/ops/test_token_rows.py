@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mindspeed import device
-from mindspeed.ops.moe_token_permute import moe_token_permute
-from mindspeed.ops.moe_token_unpermute import moe_token_unpermute
+from mindspeed.ops.moe_token_permute import moe_token_permute, moe_token_unpermute
 from mindspeed.ops.routing_rows import reference as routing
 from mindspeed.ops.routing_rows import routing_rows
 from mindspeed.ops.token_rows import gather_rows, reference, spread_rows
@@ -36,8 +35,8 @@ def test_round_trip_equals_float64(shape, dtype, kept):
 
     def run(x, probs, scale):
         x, probs = (t.detach().clone().requires_grad_() for t in (x, probs))
-        rows, places = moe_token_permute(x, chosen, num_rows)
-        out = moe_token_unpermute(rows * scale, places, probs)
+        rows, row_ids = moe_token_permute(x, chosen, num_rows)
+        out = moe_token_unpermute(rows * scale, row_ids, probs)
         return [
             rows.detach(),
             out.detach(),
@@ -80,11 +79,11 @@ def test_masks_take_the_same_way(shape, spare):
 def test_only_the_results_are_allocated():
     current = device.current()
     x, chosen, probs = case((4096, 2048, 8, 64), torch.bfloat16)
-    rows, places = moe_token_permute(x, chosen)
-    places = places.view(chosen.shape)
+    rows, row_ids = moe_token_permute(x, chosen)
+    row_ids = row_ids.view(chosen.shape)
     for run, result in (
-        (lambda: spread_rows(x, places, chosen.numel()), rows),
-        (lambda: gather_rows(rows, places, probs), x),
+        (lambda: spread_rows(x, row_ids, chosen.numel()), rows),
+        (lambda: gather_rows(rows, row_ids, probs), x),
     ):
         run()
         before = current.memory_allocated()
@@ -97,8 +96,8 @@ def test_only_the_results_are_allocated():
 
 def test_kernels_equal_the_reference_bit_for_bit_where_nothing_is_summed():
     x, chosen, _ = case((100, 300, 4, 9), torch.bfloat16)
-    rows, places = moe_token_permute(x, chosen)
-    plain = reference.spread_rows(x, places.view(chosen.shape), chosen.numel())
+    rows, row_ids = moe_token_permute(x, chosen)
+    plain = reference.spread_rows(x, row_ids.view(chosen.shape), chosen.numel())
     assert torch.equal(rows, plain)
 
 

@@ -199,7 +199,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         {},
     ),
 }
-"""Arguments of one call by the name of an export, or the package and name of another operator."""
+"""Arguments of one call, by the name of an export or by package:name of another operator."""
 
 
 _IN_FLIGHT = "torch.compile does not trace a collective that is left in flight"

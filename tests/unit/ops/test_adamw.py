@@ -7,6 +7,7 @@ import torch
 from mindspeed.ops import npu_apply_fused_ema_adamw
 from mindspeed.ops.adamw import adamw, reference
 from mindspeed.ops.adamw.reference import AdamHyper
+from tests.unit.ops.pairwise import pairwise
 
 
 def reference_step(p, g, m, v, hyper):
@@ -25,9 +26,11 @@ def reference_step(p, g, m, v, hyper):
     return p - hyper.lr * update, m, v
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("bias_correction", [True, False])
-@pytest.mark.parametrize("decoupled", [True, False])
+@pairwise(
+    pytest.mark.parametrize("weight_decay", [0.0, 0.1]),
+    pytest.mark.parametrize("bias_correction", [True, False]),
+    pytest.mark.parametrize("decoupled", [True, False]),
+)
 def test_matches_the_formula(decoupled, bias_correction, weight_decay):
     torch.manual_seed(0)
     shapes = [(3, 4), (5,), ()]
@@ -60,10 +63,12 @@ def test_no_parameters():
 SHAPES = [(33, 7), (5,), (0,), (), (9000,), (3, 4100)]
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("averaged", [True, False])
-@pytest.mark.parametrize("copy_type", [None, torch.float16])
-@pytest.mark.parametrize("grad_type", [torch.float32, torch.bfloat16])
+@pairwise(
+    pytest.mark.parametrize("decoupled", [True, False]),
+    pytest.mark.parametrize("averaged", [True, False]),
+    pytest.mark.parametrize("copy_type", [None, torch.float16]),
+    pytest.mark.parametrize("grad_type", [torch.float32, torch.bfloat16]),
+)
 def test_kernel_equals_float64(grad_type, copy_type, averaged, decoupled):
     from mindspeed.ops.adamw import triton_impl
 
@@ -86,8 +91,8 @@ def test_kernel_equals_float64(grad_type, copy_type, averaged, decoupled):
         )
         grads = [torch.randn(p.shape).to(grad_type) for p in params]
         triton_impl.adamw(params, grads, *moments, hyper, averages=averages, copies=copies)
-        wide = [g.double() for g in grads]
-        reference.adamw(exact[0], wide, *exact[1:3], hyper, averages=exact[3])
+        exact_inputs = [g.double() for g in grads]
+        reference.adamw(exact[0], exact_inputs, *exact[1:3], hyper, averages=exact[3])
     for got, want in zip((params, *moments, averages), exact):
         for one, wanted in zip(got, want):
             torch.testing.assert_close(one.double(), wanted, rtol=1e-6, atol=1e-6)
@@ -132,15 +137,15 @@ def test_ema_call_of_the_documents(mode):
     hyper = AdamHyper(
         lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2, step=7, decoupled=mode == 1
     )
-    wide = [t.double() for t in (var, grad, m, v)]
-    want = reference_step(*wide, hyper)
+    exact_inputs = [t.double() for t in (var, grad, m, v)]
+    want = reference_step(*exact_inputs, hyper)
     want_average = 0.75 * s.double() + 0.25 * want[0]
     step = torch.tensor([7])
     given = npu_apply_fused_ema_adamw(
         grad, var, m, v, s, step, 0.1, 0.75, 0.8, 0.9, 1e-3, mode, True, 0.2
     )
-    for got, place, wanted in zip(given, (var, m, v, s), (*want, want_average)):
-        assert got is place
+    for got, given_tensor, wanted in zip(given, (var, m, v, s), (*want, want_average)):
+        assert got is given_tensor
         torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-7)
 
 
@@ -152,7 +157,7 @@ HYPER = {"lr": 1.0, "betas": (0.9, 0.9), "eps": 1.0, "weight_decay": 0.0}
     [
         ({"grads": []}, {}, "1 params and 0 grads"),
         ({"grads": [torch.ones(3)]}, {}, "grads of the same shapes"),
-        ({"exp_avgs": [torch.ones(2).half()]}, {}, "exp_avgs of the type of the params"),
+        ({"exp_avgs": [torch.ones(2).half()]}, {}, "exp_avgs of the dtype of the params"),
         ({"averages": [torch.ones(2)] * 2}, {}, "1 params and 2 averages"),
         ({}, {"step": 0}, "steps from 1, got 0"),
         ({}, {"ema_decay": 1.5}, "from 0 to 1, got 1.5"),
@@ -167,8 +172,8 @@ def test_illegal_input_is_refused(changes, hyper, message):
 @pytest.mark.parametrize(
     ("step", "mode", "message"),
     [
-        (torch.tensor([1, 2]), 1, "one whole number, got 2"),
-        (torch.tensor([1.0]), 1, "one whole number, got 1 of torch.float32"),
+        (torch.tensor([1, 2]), 1, "one integer, got 2"),
+        (torch.tensor([1.0]), 1, "one integer, got 1 of torch.float32"),
         (torch.tensor([1]), 2, r"mode must be 0 \(L2\) or 1 \(AdamW\), got 2"),
     ],
 )

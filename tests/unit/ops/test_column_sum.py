@@ -2,16 +2,19 @@ import pytest
 import torch
 
 from mindspeed.ops.column_sum import column_sum, triton_impl
+from tests.unit.ops.pairwise import pairwise
 
 IMPLS = pytest.mark.parametrize(
     "run", [column_sum, triton_impl.column_sum], ids=["reference", "triton"]
 )
 
 
-@IMPLS
-@pytest.mark.parametrize("shape", [(1, 1), (7, 300), (130, 5), (1100, 16), (0, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("result", [None, torch.float32])
+@pairwise(
+    IMPLS,
+    pytest.mark.parametrize("shape", [(1, 1), (7, 300), (130, 5), (1100, 16), (0, 3)], ids=str),
+    pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+    pytest.mark.parametrize("result", [None, torch.float32]),
+)
 def test_sums_in_float32_and_rounds_once(run, shape, dtype, result):
     torch.manual_seed(0)
     x = torch.randn(shape).to(dtype)

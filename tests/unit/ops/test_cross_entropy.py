@@ -4,6 +4,7 @@ from torch.nn import functional as F
 
 from mindspeed.ops.cross_entropy import cross_entropy
 from mindspeed.te.pytorch.cross_entropy import parallel_cross_entropy
+from tests.unit.ops.pairwise import pairwise
 
 S, B, V = 5, 3, 17
 
@@ -66,9 +67,11 @@ def test_nothing_of_the_vocabulary_is_kept_without_gradient():
     assert [t.shape for t in saved] == [logits.shape]
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("vocabulary", [7, 4096, 9001])
+@pairwise(
+    pytest.mark.parametrize("smoothing", [0.0, 0.1]),
+    pytest.mark.parametrize("dtype", [torch.float32, torch.float16]),
+    pytest.mark.parametrize("vocabulary", [7, 4096, 9001]),
+)
 def test_kernel_equals_float64(vocabulary, dtype, smoothing):
     from mindspeed.ops.cross_entropy import triton_impl
 

@@ -33,7 +33,7 @@ def test_fallback_is_logged_once_with_the_reason(caplog):
     fallen = op(broken)
     assert fallen(torch.ones(2)) == fallen(torch.ones(2)) == [1.0, 1.0]
     (record,) = caplog.records
-    assert "op swiglu runs its reference (" in record.getMessage()
+    assert "op swiglu uses reference (" in record.getMessage()
     assert "broken: the package no_such_package is not installed" in record.getMessage()
 
 

@@ -83,8 +83,8 @@ def test_quantised_experts_have_scales_of_their_own(channels):
         torch.randint(-128, 128, s, dtype=torch.int8) for s in ((5, K1), (3, K1, N1), (3, N1, N2))
     )
     b1, b2 = torch.randint(-99, 99, (3, N1)), torch.randint(-99, 99, (3, N2))
-    wide = {"deq_scale1": N1, "deq_scale2": N2, "scale": N1, "offset": N1}
-    shapes = {name: (3, columns) if channels else (3,) for name, columns in wide.items()}
+    columns_of = {"deq_scale1": N1, "deq_scale2": N2, "scale": N1, "offset": N1}
+    shapes = {name: (3, columns) if channels else (3,) for name, columns in columns_of.items()}
     sizes = {"deq_scale1": 1e-3, "deq_scale2": 1e-2, "scale": 9.0, "offset": 3.0}
     given = {name: torch.rand(shapes[name]) * size for name, size in sizes.items()}
     got = ffn(x, w1, w2, "relu", expert_tokens=COUNTS, bias1=b1, bias2=b2, **given)
@@ -110,7 +110,7 @@ def test_no_rows():
     "types, message",
     [
         (("int8", "float32", "float32"), "int8 for an int8 x, got torch.int8, torch.float32"),
-        (("float32", "int8", "float32"), "two weights of one type"),
+        (("float32", "int8", "float32"), "two weights of one dtype"),
         (("float32", "int8", "int8"), "needs antiquant_scale1 and antiquant_scale2"),
     ],
 )

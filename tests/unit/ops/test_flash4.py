@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mindspeed import device
 from mindspeed.device import hopper
 from mindspeed.ops.fusion_attention import flash4, sdpa
+from tests.unit.ops.pairwise import pairwise
 from tests.unit.ops.plain_flash4 import backward, forward, scores
 
 
@@ -38,10 +39,10 @@ def install(monkeypatch, version="4.0.0b36"):
 def on_hopper(monkeypatch):
     seeming = SimpleNamespace(capability=lambda: (9, 0), torch_device=torch.device("cpu"))
     monkeypatch.setattr(device, "current", lambda: seeming)
-    for answer in (hopper._is_usable, flash4._is_proven):
+    for answer in (hopper._is_usable, flash4._passes_trial):
         answer.cache_clear()
     yield
-    for answer in (hopper._is_usable, flash4._is_proven):
+    for answer in (hopper._is_usable, flash4._passes_trial):
         answer.cache_clear()
 
 
@@ -80,8 +81,8 @@ def one_by_one(q, k, v, of_q, of_k, is_causal, scale):
         seen = seen.tril(k.shape[1] - q.shape[1]) if is_causal else seen
         options = {"attn_mask": seen, "scale": scale, "enable_gqa": True}
         found.append(scaled_dot_product_attention(q, k, v, **options).transpose(0, 1))
-        products = torch.einsum("gnqh,gkh->gnqk", q.unflatten(0, (len(k), -1)), k) * scale
-        sums.append(products.masked_fill(~seen, float("-inf")).logsumexp(-1).flatten(0, 1))
+        scores = torch.einsum("gnqh,gkh->gnqk", q.unflatten(0, (len(k), -1)), k) * scale
+        sums.append(scores.masked_fill(~seen, float("-inf")).logsumexp(-1).flatten(0, 1))
     return torch.cat(found), torch.cat(sums, -1)
 
 
@@ -93,9 +94,11 @@ def _repeatable(request):
 
 
 @pytest.mark.usefixtures("package", "_repeatable")
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("groups", [6, 2, 1])
-@pytest.mark.parametrize("of_k", [(5, 1, 7), (5, 4, 8)])
+@pairwise(
+    pytest.mark.parametrize("is_causal", [True, False]),
+    pytest.mark.parametrize("groups", [6, 2, 1]),
+    pytest.mark.parametrize("of_k", [(5, 1, 7), (5, 4, 8)]),
+)
 def test_packed_documents(of_k, groups, is_causal):
     torch.manual_seed(0)
     of_q = (5, 1, 7)
@@ -114,7 +117,7 @@ def test_bounds_that_change_before_backward_are_noticed(package):
     given = [torch.randn(6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     documents = pack((2, 4), (2, 4))
     out, _ = flash4.packed_attention_lse(*given, 0.3, True, documents)
-    documents.of_q[1] = 3
+    documents.cu_seqlens_q[1] = 3
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
@@ -133,35 +136,35 @@ def test_torchs_packed_attention_gives_way(package, on_hopper, is_causal):
 def test_where_it_serves(package, on_hopper):
     with torch.device("meta"):
         q, k = torch.empty(1, 4, 2048, 128), torch.empty(1, 2, 2048, 128)
-    assert flash4.serves(q, k, k, True, 0.0)
-    assert not flash4.serves(q, k, k, True, 0.1)
-    assert not flash4.serves(q[..., :96], k[..., :96], k[..., :96], True, 0.0)
-    assert not flash4.serves(q, k, k[..., :64], True, 0.0)
-    assert not flash4.serves(q[:, :, :2047], k, k, False, 0.0)
-    assert not flash4.serves(q.mT.contiguous().mT, k, k, True, 0.0)
-    assert flash4.serves(q, k[:, :, :99], k[:, :, :99], False, 0.0)
-    assert not flash4.serves(q, k[:, :, :99], k[:, :, :99], True, 0.0)
+    assert flash4.supports(q, k, k, True, 0.0)
+    assert not flash4.supports(q, k, k, True, 0.1)
+    assert not flash4.supports(q[..., :96], k[..., :96], k[..., :96], True, 0.0)
+    assert not flash4.supports(q, k, k[..., :64], True, 0.0)
+    assert not flash4.supports(q[:, :, :2047], k, k, False, 0.0)
+    assert not flash4.supports(q.mT.contiguous().mT, k, k, True, 0.0)
+    assert flash4.supports(q, k[:, :, :99], k[:, :, :99], False, 0.0)
+    assert not flash4.supports(q, k[:, :, :99], k[:, :, :99], True, 0.0)
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert not flash4.serves(q, k, k, True, 0.0)
+        assert not flash4.supports(q, k, k, True, 0.0)
 
 
-def test_where_it_serves_packed_documents(package, on_hopper):
+def test_when_it_supports_packed_documents(package, on_hopper):
     with torch.device("meta"):
         q, k = torch.empty(2048, 4, 128), torch.empty(2048, 2, 128)
     documents, causal = pack((1536, 512), (1024, 1024)), (-1, 0)
-    assert flash4.serves_packed(q, k, k, causal, documents, 0.0)
-    assert flash4.serves_packed(q, k, k, (-1, -1), documents, 0.0)
-    assert not flash4.serves_packed(q, k, k, (99, 0), documents, 0.0)
-    assert not flash4.serves_packed(q, k, k, (-1, 1), documents, 0.0)
-    assert not flash4.serves_packed(q, k, k, causal, documents, 0.1)
-    assert not flash4.serves_packed(q, k, k[..., :64], causal, documents, 0.0)
-    assert not flash4.serves_packed(q[..., :96], k[..., :96], k[..., :96], causal, documents, 0.0)
-    assert not flash4.serves_packed(q.mT.contiguous().mT, k, k, causal, documents, 0.0)
-    assert not flash4.serves_packed(q[:2047], k, k, causal, documents, 0.0)
+    assert flash4.supports_packed(q, k, k, causal, documents, 0.0)
+    assert flash4.supports_packed(q, k, k, (-1, -1), documents, 0.0)
+    assert not flash4.supports_packed(q, k, k, (99, 0), documents, 0.0)
+    assert not flash4.supports_packed(q, k, k, (-1, 1), documents, 0.0)
+    assert not flash4.supports_packed(q, k, k, causal, documents, 0.1)
+    assert not flash4.supports_packed(q, k, k[..., :64], causal, documents, 0.0)
+    assert not flash4.supports_packed(q[..., :96], k[..., :96], k[..., :96], causal, documents, 0.0)
+    assert not flash4.supports_packed(q.mT.contiguous().mT, k, k, causal, documents, 0.0)
+    assert not flash4.supports_packed(q[:2047], k, k, causal, documents, 0.0)
     short = pack((511,) * 4 + (4,), (512,) * 4)
-    assert not flash4.serves_packed(q, k, k, causal, short, 0.0)
+    assert not flash4.supports_packed(q, k, k, causal, short, 0.0)
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert not flash4.serves_packed(q, k, k, causal, documents, 0.0)
+        assert not flash4.supports_packed(q, k, k, causal, documents, 0.0)
 
 
 @pytest.fixture
@@ -174,9 +177,9 @@ def no_flash():
 def test_flash_attention_that_is_switched_off_stays_off(package, on_hopper, no_flash):
     with torch.device("meta"):
         dense, packed = torch.empty(1, 4, 2048, 128), torch.empty(2048, 4, 128)
-    assert not flash4.serves(dense, dense, dense, True, 0.0)
+    assert not flash4.supports(dense, dense, dense, True, 0.0)
     documents = pack((2048,), (2048,))
-    assert not flash4.serves_packed(packed, packed, packed, (-1, 0), documents, 0.0)
+    assert not flash4.supports_packed(packed, packed, packed, (-1, 0), documents, 0.0)
 
 
 BROKEN = "raise AttributeError('the compiler has no such thing')"
@@ -231,7 +234,7 @@ def test_one_whose_kernels_fail_is_left_alone(
     module = sys.modules["flash_attn.cute.interface"]
     monkeypatch.setattr(module, "_flash_attn_bwd", failing)
     with caplog.at_level(logging.WARNING):
-        assert not flash4.serves(q, q, q, True, 0.0) and not flash4.serves(q, q, q, True, 0.0)
+        assert not flash4.supports(q, q, q, True, 0.0) and not flash4.supports(q, q, q, True, 0.0)
     (line,) = [record.getMessage() for record in caplog.records]
     assert (
         line == f"flash-attn-4 is not used for 2 heads (2 of keys) of 64, torch.float32: {reason}"

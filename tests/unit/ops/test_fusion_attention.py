@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from mindspeed.ops.fusion_attention import fusion_attention, masks
-from mindspeed.ops.fusion_attention.contract import Options
+from mindspeed.ops.fusion_attention import fusion_attention
+from mindspeed.ops.fusion_attention.reference import Options, document_mode
 
 B, S, N, D = 2, 6, 4, 8
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
@@ -228,7 +228,7 @@ def test_gradcheck():
 
 def test_the_modes_of_documents():
     for mode, want in ((3, [3, 3, 3]), (7, [3, 3, 4]), (8, [4, 2, 2])):
-        assert [masks.mode_of(Options(sparse_mode=mode), n, 3) for n in range(3)] == want
+        assert [document_mode(Options(sparse_mode=mode), n, 3) for n in range(3)] == want
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def test_the_modes_of_documents():
     [
         ("BDSN", N, {}, "input_layout=BDSN: use BSH"),
         ("TND", N, {}, r"input_layout=TND and query of shape \(2, 4, 6, 8\)"),
-        ("BNSD", 3, {}, "head_num=3 does not fit"),
+        ("BNSD", 3, {}, "head_num=3 does not match"),
         ("BNSD", N, {"sparse_mode": 9}, "sparse_mode=9: use 0 to 8"),
         ("BNSD", N, {"sparse_mode": 2}, "sparse_mode=2 needs atten_mask"),
-        ("BNSD", N, {"sparse_mode": 7, "atten_mask": COMPRESSED}, "does not go with"),
+        ("BNSD", N, {"sparse_mode": 7, "atten_mask": COMPRESSED}, "is not supported with"),
         ("BNSD", N, {"sparse_mode": 6, "atten_mask": COMPRESSED}, "needs prefix"),
         ("BNSD", N, {"atten_mask": torch.ones(S, S)}, "bool or uint8"),
         ("BNSD", N, {"keep_prob": 0.0}, "keep_prob=0.0"),
@@ -251,5 +251,5 @@ def test_the_modes_of_documents():
 def test_what_is_refused(layout, heads, options, message):
     with pytest.raises(ValueError, match=message):
         fusion_attention(*draw(), heads, layout, **options)
-    with pytest.raises(TypeError, match="does not know pre_tockens"):
+    with pytest.raises(TypeError, match="unknown arguments pre_tockens"):
         fusion_attention(*draw(), N, "BNSD", pre_tockens=3)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mindspeed.ops.gmm import gmm, gmm_v2, triton_impl
-from mindspeed.ops.gmm.cuda_impl import _dense, _fits
+from mindspeed.ops.gmm.cuda_impl import _aligned, _is_supported
 from mindspeed.ops.gmm.reference import LOOP
 
 COUNTS = [3, 0, 1, 4]
@@ -124,7 +124,7 @@ def test_nothing_else_is_kept_for_backward():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("strided", [True, False])
 def test_the_kernel_equals_the_loop(dtype, strided, monkeypatch):
-    for name in ("_TILE_M", "_TILE_N", "_TILE_K"):
+    for name in ("_BLOCK_M", "_BLOCK_N", "_BLOCK_K"):
         monkeypatch.setattr(triton_impl, name, 16)
     torch.manual_seed(2)
     ends = torch.tensor([0, 20, 20, 21, 54, 54], dtype=torch.int32)
@@ -133,13 +133,13 @@ def test_the_kernel_equals_the_loop(dtype, strided, monkeypatch):
         x = torch.randn(40, 108).to(dtype).t()[::2]
         weight = torch.randn(6, 19, 80).to(dtype).transpose(1, 2)[:, ::2]
     y = torch.randn(54, 19).to(dtype)
-    wide = [t.double() for t in (x, weight, y)]
+    exact_inputs = [t.double() for t in (x, weight, y)]
     tolerance = (
         {"rtol": 2e-3, "atol": 2e-2} if dtype == torch.float16 else {"rtol": 1e-5, "atol": 1e-4}
     )
-    exact = LOOP.rows(wide[0], wide[1], ends)
+    exact = LOOP.rows(exact_inputs[0], exact_inputs[1], ends)
     torch.testing.assert_close(triton_impl.rows(x, weight, ends).double(), exact, **tolerance)
-    exact = LOOP.outer(wide[0], wide[2], ends)
+    exact = LOOP.outer(exact_inputs[0], exact_inputs[2], ends)
     got = triton_impl.outer(x, y, ends)
     assert got.dtype == dtype and not got[0].any() and not got[5].any()
     torch.testing.assert_close(got.double(), exact, **tolerance)
@@ -154,13 +154,13 @@ def test_empty_input():
 
 
 def test_what_the_grouped_kernel_takes():
-    assert _fits(torch.bfloat16, 8, 64)
-    assert not _fits(torch.bfloat16, 8, 12) and not _fits(torch.float32, 8, 64)
+    assert _is_supported(torch.bfloat16, 8, 64)
+    assert not _is_supported(torch.bfloat16, 8, 12) and not _is_supported(torch.float32, 8, 64)
     x = torch.randn(16, 24).bfloat16()
-    assert _dense(x) is x and _dense(x.t()).data_ptr() == x.data_ptr()
-    assert _dense(x[:, 1:9]).is_contiguous() and _dense(x[:, ::2]).is_contiguous()
+    assert _aligned(x) is x and _aligned(x.t()).data_ptr() == x.data_ptr()
+    assert _aligned(x[:, 1:9]).is_contiguous() and _aligned(x[:, ::2]).is_contiguous()
     expanded = torch.randn(1, 24).bfloat16().expand(16, 24)
-    assert _dense(expanded).is_contiguous()
+    assert _aligned(expanded).is_contiguous()
 
 
 @pytest.mark.parametrize(

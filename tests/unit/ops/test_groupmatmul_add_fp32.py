@@ -3,6 +3,7 @@ import torch
 
 from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32
 from mindspeed.ops.groupmatmul_add_fp32 import triton_impl as kernel
+from tests.unit.ops.pairwise import pairwise
 
 ENDS = [5, 5, 6, 9]
 IMPLS = [groupmatmul_add_fp32, kernel.groupmatmul_add_fp32]
@@ -24,10 +25,12 @@ def case(dtype, k=6, n=10):
     return x, dy, torch.randn(4, k, n)
 
 
-@pytest.mark.parametrize("run", IMPLS, ids=["reference", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("as_list", [True, False])
-def test_adds_each_groups_product(run, dtype, as_list):
+@pairwise(
+    pytest.mark.parametrize("run", IMPLS, ids=["reference", "triton"]),
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+    pytest.mark.parametrize("as_list", [True, False]),
+)
+def test_adds_the_gemm_of_each_group(run, dtype, as_list):
     if run is IMPLS[1] and dtype == torch.bfloat16:
         dtype = torch.float16  # Triton's interpreter multiplies no bfloat16; tests/gpu does
     x, dy, out = case(dtype)
@@ -39,20 +42,20 @@ def test_adds_each_groups_product(run, dtype, as_list):
 
 
 @pytest.mark.parametrize("run", IMPLS, ids=["reference", "triton"])
-@pytest.mark.parametrize("place", ["reversed", "scattered", "transposed"])
-def test_matrices_may_lie_anywhere(run, place):
+@pytest.mark.parametrize("memory", ["reversed", "scattered", "transposed"])
+def test_outputs_may_be_anywhere_in_memory(run, memory):
     x, dy, out = case(torch.float16)
     expected = exact(x, dy, out)
     buffer = torch.full((9, 6, 10), torch.nan)
     slots = {"reversed": [8, 6, 4, 2], "scattered": [3, 0, 7, 5], "transposed": [0, 1, 2, 3]}
-    totals = [buffer[slot] for slot in slots[place]]
-    if place == "transposed":
+    totals = [buffer[slot] for slot in slots[memory]]
+    if memory == "transposed":
         totals = [torch.empty(10, 6).t() for _ in range(4)]
     for total, first in zip(totals, out):
         total.copy_(first)
     run(x, dy, ENDS, totals)
     torch.testing.assert_close(torch.stack(totals).double(), expected, rtol=1e-6, atol=1e-5)
-    assert buffer.isnan().all(-1).all(-1).sum() == (9 if place == "transposed" else 5)
+    assert buffer.isnan().all(-1).all(-1).sum() == (9 if memory == "transposed" else 5)
 
 
 def test_kernel_with_several_tiles_and_strided_inputs():

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from mindspeed.ops.linear_cross_entropy import linear_cross_entropy, reference
-from mindspeed.ops.linear_cross_entropy.plan import make_plan
+from mindspeed.ops.linear_cross_entropy.triton_impl import make_plan
+from tests.unit.ops.pairwise import pairwise
 
 S, B, H, V = 3, 2, 16, 1301
 ONE_SLICE, FEW_COLUMNS, NO_COLUMNS = 10**9, S * B * 4 * 512, 1
@@ -21,10 +22,10 @@ def case(dtype=torch.float32, seed=0):
 
 
 def exact(hidden, weight, labels, grad):
-    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    logits = wide[0] @ wide[1].t()
+    exact_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logits = exact_inputs[0] @ exact_inputs[1].t()
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
-    return [loss.detach(), *torch.autograd.grad(loss, wide, grad.double().expand(S, B))]
+    return [loss.detach(), *torch.autograd.grad(loss, exact_inputs, grad.double().expand(S, B))]
 
 
 GRADIENTS = {
@@ -33,9 +34,11 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("grad", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS, NO_COLUMNS])
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pairwise(
+    pytest.mark.parametrize("grad", GRADIENTS.values(), ids=GRADIENTS),
+    pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS, NO_COLUMNS]),
+    pytest.mark.parametrize("implementation", ["reference", "triton"]),
+)
 def test_equals_float64(implementation, memory, grad):
     from mindspeed.ops.linear_cross_entropy import triton_impl
 
@@ -50,9 +53,11 @@ def test_equals_float64(implementation, memory, grad):
     assert (loss[labels == -100] == 0).all()
 
 
-@pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS, NO_COLUMNS])
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pairwise(
+    pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS, NO_COLUMNS]),
+    pytest.mark.parametrize("implementation", ["reference", "triton"]),
+    pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16]),
+)
 def test_half_types_are_no_worse_than_eager_torch(implementation, memory, dtype):
     from mindspeed.ops.linear_cross_entropy import triton_impl
 
@@ -73,9 +78,11 @@ def test_half_types_are_no_worse_than_eager_torch(implementation, memory, dtype)
         assert errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS])
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+@pairwise(
+    pytest.mark.parametrize("memory", [ONE_SLICE, FEW_COLUMNS]),
+    pytest.mark.parametrize("implementation", ["reference", "triton"]),
+    pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16]),
+)
 def test_adds_to_main_grad(implementation, memory, main_dtype):
     from mindspeed.ops.linear_cross_entropy import triton_impl
 
@@ -156,13 +163,13 @@ def test_no_slice_is_overwritten_before_it_is_read(
     assert has_gradient or not plan.in_gradient
     buffer, gradient = torch.zeros(plan.buffer_size), torch.zeros(vocabulary, hidden)
     for index in reversed(range(len(plan.slices))):
-        plan.place(index, buffer, gradient).fill_(index + 1)
+        plan.storage(index, buffer, gradient).fill_(index + 1)
     for index, part in enumerate(plan.slices):
-        if index < plan.kept:
-            assert (plan.place(index, buffer, gradient) == index + 1).all()
+        if index < plan.num_stored:
+            assert (plan.storage(index, buffer, gradient) == index + 1).all()
         gradient[part] = -1
-        if index < plan.kept:  # not while the product reads it, either
-            assert (plan.place(index, buffer, gradient) == index + 1).all()
+        if index < plan.num_stored:  # not while the GEMM reads it, either
+            assert (plan.storage(index, buffer, gradient) == index + 1).all()
 
 
 def test_at_the_sizes_of_a_model_nothing_is_computed_again():
@@ -200,7 +207,7 @@ def test_only_the_gradients_that_are_wanted(frozen):
     [
         ({"weight": torch.randn(5, 3)}, r"weight of shape \(V, 16\).*got \(5, 3\)"),
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels of shape \(3, 2\)"),
-        ({"weight": torch.randn(V, H).bfloat16()}, "one type, got torch.float32 and torch.bfloat"),
+        ({"weight": torch.randn(V, H).bfloat16()}, "one dtype, got torch.float32 and torch.bfloat"),
         ({"fused": True}, "weight.main_grad and this weight has none"),
         ({"memory": 0}, "more than 0 bytes, got 0"),
     ],

@@ -1,4 +1,4 @@
-"""The operators in Megatron's places, against Megatron's own functions."""
+"""The operators in place of Megatron's functions, against Megatron's own functions."""
 
 import inspect
 from types import SimpleNamespace

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from mindspeed.ops.moe_token_permute import moe_token_permute
-from mindspeed.ops.moe_token_unpermute import moe_token_unpermute
+from mindspeed.ops.moe_token_permute import moe_token_permute, moe_token_unpermute
 
 T, H, K = 6, 5, 2
 EXPERTS = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1], [0, 2], [1, 0]])
@@ -20,29 +19,29 @@ def order():
 @pytest.mark.parametrize("num_out", [None, 12, 7, 20])
 def test_permute_sorts_by_expert(dtype, num_out):
     tokens = torch.randn(T, H).to(dtype)
-    rows, places = moe_token_permute(tokens, EXPERTS, num_out)
+    rows, row_ids = moe_token_permute(tokens, EXPERTS, num_out)
     count = min(num_out or 12, 12)
     assert torch.equal(rows, torch.stack([tokens[t] for t, _ in order()])[:count])
-    assert places.dtype == torch.int32
-    assert [order()[place] for place in places] == [(t, j) for t in range(T) for j in range(K)]
+    assert row_ids.dtype == torch.int32
+    assert [order()[row_id] for row_id in row_ids] == [(t, j) for t in range(T) for j in range(K)]
 
 
 @pytest.mark.parametrize("num_out", [None, 7])
 def test_unpermute_weighs_and_sums(num_out):
-    rows, places = moe_token_permute(torch.randn(T, H, dtype=torch.float64), EXPERTS, num_out)
+    rows, row_ids = moe_token_permute(torch.randn(T, H, dtype=torch.float64), EXPERTS, num_out)
     rows = torch.randn_like(rows)
     probs = torch.rand(T, K, dtype=torch.float64)
     expected = torch.zeros(T, H, dtype=torch.float64)
     for row, (t, j) in zip(rows, order()):
         expected[t] += probs[t, j] * row
-    torch.testing.assert_close(moe_token_unpermute(rows, places, probs), expected)
+    torch.testing.assert_close(moe_token_unpermute(rows, row_ids, probs), expected)
 
 
 def test_one_choice_without_weights_comes_back():
     tokens = torch.randn(T, H)
-    rows, places = moe_token_permute(tokens, EXPERTS[:, 0])
+    rows, row_ids = moe_token_permute(tokens, EXPERTS[:, 0])
     assert not torch.equal(rows, tokens)
-    assert torch.equal(moe_token_unpermute(rows, places), tokens)
+    assert torch.equal(moe_token_unpermute(rows, row_ids), tokens)
 
 
 @pytest.mark.parametrize("num_out", [None, 7])
@@ -51,8 +50,8 @@ def test_gradients(num_out):
     probs = torch.rand(T, K, dtype=torch.float64, requires_grad=True)
 
     def both(tokens, probs):
-        rows, places = moe_token_permute(tokens, EXPERTS, num_out)
-        return rows, moe_token_unpermute(rows.sin(), places, probs)
+        rows, row_ids = moe_token_permute(tokens, EXPERTS, num_out)
+        return rows, moe_token_unpermute(rows.sin(), row_ids, probs)
 
     assert torch.autograd.gradcheck(both, (tokens, probs))
 
@@ -60,10 +59,10 @@ def test_gradients(num_out):
 @pytest.mark.parametrize("choices", [(0,), (0, 2)])
 def test_no_tokens(choices):
     tokens = torch.randn(0, H, requires_grad=True)
-    rows, places = moe_token_permute(tokens, torch.zeros(choices, dtype=torch.long))
-    assert rows.shape == (0, H) and places.shape == (0,)
+    rows, row_ids = moe_token_permute(tokens, torch.zeros(choices, dtype=torch.long))
+    assert rows.shape == (0, H) and row_ids.shape == (0,)
     probs = torch.rand(choices) if len(choices) == 2 else None
-    back = moe_token_unpermute(rows, places, probs)
+    back = moe_token_unpermute(rows, row_ids, probs)
     (grad,) = torch.autograd.grad(back.sum(), tokens)
     assert back.shape == grad.shape == (0, H)
 
@@ -72,9 +71,9 @@ def test_padded_mode():
     tokens = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
     probs = torch.rand(T, 3, dtype=torch.float64, requires_grad=True)
     chosen = torch.tensor([[0, 2], [5, 1], [2, 2]])
-    rows, places = moe_token_permute(tokens, chosen, padded_mode=True)
-    assert torch.equal(rows, tokens[[0, 2, 5, 1, 2, 2]]) and torch.equal(places, chosen)
-    back = moe_token_unpermute(rows, places, probs, True, (T, H))
+    rows, row_ids = moe_token_permute(tokens, chosen, padded_mode=True)
+    assert torch.equal(rows, tokens[[0, 2, 5, 1, 2, 2]]) and torch.equal(row_ids, chosen)
+    back = moe_token_unpermute(rows, row_ids, probs, True, (T, H))
     expected = torch.zeros(T, H, dtype=torch.float64)
     for row, token in enumerate([0, 2, 5, 1, 2, 2]):
         expected[token] += tokens[token].detach() * probs[token, row // 2].detach()

@@ -11,6 +11,7 @@ from mindspeed.ops.norm import (
     rms_norm,
     triton_impl,
 )
+from tests.unit.ops.pairwise import pairwise
 
 EPS, SHAPE = 1e-5, (3, 5, 44)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -206,18 +207,20 @@ def test_rms_norm_rejects_mismatched_shapes():
         add_rms_norm(torch.randn(2, 8), torch.randn(8), torch.randn(8))
 
 
-@EVERY_IMPL
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("x0", "weight"),
-        ("x0", "residual", "weight", "bias"),
-        ("x0", "residual", "weight", "rowscale"),
-        ("x0", "weight", "bias", "layerscale"),
-        ("x0", "residual", "weight", "bias", "rowscale", "layerscale"),
-    ],
-    ids=len,
+@pairwise(
+    EVERY_IMPL,
+    pytest.mark.parametrize("dropout", [0.0, 0.3]),
+    pytest.mark.parametrize(
+        "names",
+        [
+            ("x0", "weight"),
+            ("x0", "residual", "weight", "bias"),
+            ("x0", "residual", "weight", "rowscale"),
+            ("x0", "weight", "bias", "layerscale"),
+            ("x0", "residual", "weight", "bias", "rowscale", "layerscale"),
+        ],
+        ids=len,
+    ),
 )
 def test_dropout_add_norm_values_and_gradients(kind, function, names, dropout):
     torch.manual_seed(0)
@@ -314,9 +317,11 @@ def test_dropout_add_norm_gradcheck(kind):
     assert torch.autograd.gradcheck(function, small)
 
 
-@pytest.mark.parametrize("shape", [(6,), (7, 24), (2, 5, 123), (3, 1100)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("has_bias", [True, False])
+@pairwise(
+    pytest.mark.parametrize("shape", [(6,), (7, 24), (2, 5, 123), (3, 1100)]),
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+    pytest.mark.parametrize("has_bias", [True, False]),
+)
 def test_layer_norm(shape, dtype, has_bias):
     torch.manual_seed(0)
     inputs = [torch.randn(shape), torch.randn(shape[-1:])] + [torch.randn(shape[-1:])] * has_bias

@@ -1,10 +1,9 @@
-"""Grouped products with int8 matrices, against sums written out."""
+"""Grouped GEMMs with int8 matrices, against sums written out."""
 
 import pytest
 import torch
 
-from mindspeed.ops.quant_gmm import quant_gmm, quant_gmm_v2, triton_impl
-from mindspeed.ops.weight_quant_gmm import weight_quant_gmm
+from mindspeed.ops.quant_gmm import quant_gmm, quant_gmm_v2, triton_impl, weight_quant_gmm
 
 COUNTS, ENDS = [3, 0, 2], [3, 3, 5]
 M, K, N, E = 5, 40, 6, 3
@@ -19,7 +18,7 @@ def case():
     return x, weight, bias
 
 
-def products(x, weight):
+def exact_gmm(x, weight):
     rows = [
         [sum(int(a) * int(b) for a, b in zip(x[m], weight[GROUP[m]].t()[n])) for n in range(N)]
         for m in range(M)
@@ -33,7 +32,7 @@ def test_scaled_and_activated(scale_type, act_type):
     x, weight, bias = case()
     scale = (torch.rand(E, N) * 1e-4).to(scale_type)
     token_scale = torch.rand(M)
-    total = (products(x, weight) + bias[GROUP]) * scale[GROUP].double() * token_scale.view(-1, 1)
+    total = (exact_gmm(x, weight) + bias[GROUP]) * scale[GROUP].double() * token_scale.view(-1, 1)
     functions = {
         0: lambda t: t,
         1: lambda t: t.clamp(min=0),
@@ -69,7 +68,7 @@ def test_back_to_int8():
     packed = scale.view(torch.int32).long() | (7 << 40)  # only the low half counts
     offset = torch.randint(-3, 3, (E, N)).float()
     got = quant_gmm(x, weight, packed, offset=offset, group_list=ENDS)
-    total = products(x, weight) * scale[GROUP].double() + offset[GROUP]
+    total = exact_gmm(x, weight) * scale[GROUP].double() + offset[GROUP]
     assert got.dtype == torch.int8
     assert torch.equal(got.double(), total.round().clamp(-128, 127))
     assert got.abs().max() >= 127  # something was cut off
@@ -84,10 +83,10 @@ def test_widened_matrices():
         torch.randn(E, N),
     )
     got = weight_quant_gmm(x, weight, scale, offset, bias=bias, group_list=ENDS, act_type=1)
-    wide = (weight.double() + offset.double().unsqueeze(1)) * scale.double().unsqueeze(1)
-    expected = torch.stack([x[m].double() @ wide[g] + bias[g] for m, g in enumerate(GROUP)]).clamp(
-        min=0
-    )
+    dequantised = (weight.double() + offset.double().unsqueeze(1)) * scale.double().unsqueeze(1)
+    expected = torch.stack(
+        [x[m].double() @ dequantised[g] + bias[g] for m, g in enumerate(GROUP)]
+    ).clamp(min=0)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
 
 

@@ -3,6 +3,7 @@ import torch
 
 from mindspeed.ops.fusion_attention import fusion_attention
 from mindspeed.ops.ring_attention_update import ring_attention_update, triton_impl
+from tests.unit.ops.pairwise import pairwise
 
 B, S, N, D = 2, 5, 3, 12
 BOTH = pytest.mark.parametrize(
@@ -10,9 +11,11 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-@BOTH
-@pytest.mark.parametrize("layout", ["SBH", "TND"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pairwise(
+    BOTH,
+    pytest.mark.parametrize("layout", ["SBH", "TND"]),
+    pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
 def test_two_halves_of_the_keys_make_the_whole(function, layout, dtype):
     torch.manual_seed(0)
     shape = (S, B, N * D) if layout == "SBH" else (S, N, D)
@@ -60,7 +63,7 @@ def test_a_float32_sum_of_bfloat16_parts(function):
     ("change", "message"),
     [
         ({"layout": "BSH"}, "layout=BSH: use SBH or TND"),
-        ({"layout": "TND"}, r"layout=TND: outputs of shape \(5, 2, 36\) do not go with"),
+        ({"layout": "TND"}, r"layout=TND: outputs of shape \(5, 2, 36\) do not match"),
         ({"cur": torch.ones(S, B, 3)}, "the same shapes"),
     ],
 )

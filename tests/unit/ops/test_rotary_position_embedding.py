@@ -7,11 +7,12 @@ from mindspeed.ops.rotary_position_embedding import (
     rotate_qkv,
     triton_impl,
 )
+from tests.unit.ops.pairwise import pairwise
 
 BOTH = pytest.mark.parametrize("interleaved", [False, True])
 
 
-def turned(x, cos, sin, interleaved):
+def rotated(x, cos, sin, interleaved):
     """Turn pair by pair, as the formula reads, in float64."""
     x, cos, sin = (t.double().expand_as(x) for t in (x, cos, sin))
     half = x.shape[-1] // 2
@@ -25,7 +26,7 @@ def turned(x, cos, sin, interleaved):
 
 def by_angles(x, angles, interleaved):
     dim = angles.shape[-1]
-    head = turned(x[..., :dim], angles.double().cos(), angles.double().sin(), interleaved)
+    head = rotated(x[..., :dim], angles.double().cos(), angles.double().sin(), interleaved)
     return torch.cat([head, x[..., dim:].double()], -1)
 
 
@@ -45,22 +46,24 @@ def compare(got, want, dtype):
         assert error < (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("shape", "table"),
-    [
-        ((2, 3, 5, 12), (1, 1, 5, 12)),  # BNSD
-        ((2, 5, 3, 12), (1, 5, 1, 12)),  # BSND
-        ((5, 2, 3, 12), (5, 1, 1, 12)),  # SBND
-        ((2, 3, 5, 12), (2, 1, 5, 12)),
-        ((2, 3, 5, 12), (2, 3, 5, 12)),  # nothing shared
-    ],
+@pairwise(
+    BOTH,
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+    pytest.mark.parametrize(
+        ("shape", "table"),
+        [
+            ((2, 3, 5, 12), (1, 1, 5, 12)),  # BNSD
+            ((2, 5, 3, 12), (1, 5, 1, 12)),  # BSND
+            ((5, 2, 3, 12), (5, 1, 1, 12)),  # SBND
+            ((2, 3, 5, 12), (2, 1, 5, 12)),
+            ((2, 3, 5, 12), (2, 3, 5, 12)),  # nothing shared
+        ],
+    ),
 )
 def test_tables_match_float64(shape, table, dtype, interleaved):
     torch.manual_seed(0)
     x, cos, sin = (torch.randn(s).to(dtype) for s in (shape, table, table))
-    want = run(lambda x: turned(x, cos, sin, interleaved), x.double())
+    want = run(lambda x: rotated(x, cos, sin, interleaved), x.double())
     for function in (rotary_position_embedding, triton_impl.rotary_position_embedding):
         compare(run(lambda x, f=function: f(x, cos, sin, int(interleaved)), x), want, dtype)
 
@@ -73,10 +76,12 @@ def test_tables_have_gradients_too(interleaved):
         assert torch.autograd.gradcheck(function, (x, *tables, int(interleaved)))
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("dim", "head"), [(8, 8), (6, 10)])
-@pytest.mark.parametrize("batch_freqs", [1, 2])
+@pairwise(
+    BOTH,
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+    pytest.mark.parametrize(("dim", "head"), [(8, 8), (6, 10)]),
+    pytest.mark.parametrize("batch_freqs", [1, 2]),
+)
 def test_queries_and_keys(batch_freqs, dim, head, dtype, interleaved):
     torch.manual_seed(0)
     q, k = torch.randn(5, 2, 6, head).to(dtype), torch.randn(5, 2, 2, head).to(dtype)
@@ -118,10 +123,10 @@ def test_packed(dim, interleaved):
 
 def test_strided_inputs_and_unwritten_numbers(monkeypatch):
     torch.manual_seed(0)
-    wide, freqs = torch.randn(4, 5, 3, 24), torch.randn(5, 1, 1, 8)
+    full, freqs = torch.randn(4, 5, 3, 24), torch.randn(5, 1, 1, 8)
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x: empty(x).fill_(float("nan")))
-    for x in (wide.transpose(0, 1)[..., 8:16], wide.transpose(0, 1)[..., ::3]):
+    for x in (full.transpose(0, 1)[..., 8:16], full.transpose(0, 1)[..., ::3]):
         want = run(lambda x: by_angles(x, freqs, False), x)
         compare(run(lambda x: triton_impl.rotate_qk(x, None, freqs)[0], x), want, torch.float32)
 
@@ -157,8 +162,8 @@ def test_no_tokens():
         (lambda x, t: rotary_position_embedding(x[..., :7], t, t), "even head size below 896"),
         (lambda x, t: rotary_position_embedding(x, t, t[..., :4]), r"one shape that broadcasts"),
         (lambda x, t: rotate_qk(x, x[:2], t), r"one S and B, got \(2, 2, 3, 8\)"),
-        (lambda x, t: rotate_qk(x, None, t[:3]), "knows 3 positions, the sequence has 4"),
-        (lambda x, t: rotate_qk(x[..., :6], None, t), "turns 8 channels, the heads have 6"),
+        (lambda x, t: rotate_qk(x, None, t[:3]), "has 3 positions, the sequence has 4"),
+        (lambda x, t: rotate_qk(x[..., :6], None, t), "rotates 8 channels, the heads have 6"),
         (lambda x, t: rotate_qk(x, None, t[:, 0]), r"freqs must be \(positions, 1 or 2, 1"),
         (lambda x, t: rotate_qkv(x, t, [4, 2, 4]), r"\(4, 2, 3, 8\) to split in \[4, 2, 4\]"),
         (lambda x, t: rotate_qkv(x, t, [4, 2, 2]), "do not fit heads of 2"),

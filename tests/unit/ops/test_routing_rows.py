@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from mindspeed.ops.routing_rows import reference, routing_rows, triton_impl
+from tests.unit.ops.pairwise import pairwise
 
 IMPLS = pytest.mark.parametrize("impl", [reference, triton_impl], ids=["reference", "triton"])
 
@@ -18,10 +19,12 @@ def written_out(mask, num_rows):
     return kept + [mask.numel()] * spare, [row_of[pair] for pair in by_token], by_token, starts
 
 
-@IMPLS
-@pytest.mark.parametrize("shape", [(9, 4), (70, 3), (5, 1), (3, 130), (1, 7)], ids=str)
-@pytest.mark.parametrize("rows", [None, 0, 4, 500])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pairwise(
+    IMPLS,
+    pytest.mark.parametrize("shape", [(9, 4), (70, 3), (5, 1), (3, 130), (1, 7)], ids=str),
+    pytest.mark.parametrize("rows", [None, 0, 4, 500]),
+    pytest.mark.parametrize("dtype", [torch.bool, torch.int64]),
+)
 def test_equals_what_is_written_out(impl, shape, rows, dtype, monkeypatch):
     monkeypatch.setattr(triton_impl, "_TILE", 64)  # several blocks
     torch.manual_seed(1)

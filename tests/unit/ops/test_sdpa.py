@@ -30,4 +30,4 @@ def test_only_long_half_precision_sequences_on_cuda_prefer_cudnn():
     with torch.device("meta"):
         q, k = torch.empty(1, 4, 1024, 128), torch.empty(1, 2, 1024, 128)
     assert not sdpa.prefers_cudnn(q.bfloat16(), k.bfloat16(), k.bfloat16())
-    assert not sdpa.serves_flash(q.bfloat16(), k.bfloat16(), k.bfloat16())
+    assert not sdpa.supports_flash(q.bfloat16(), k.bfloat16(), k.bfloat16())

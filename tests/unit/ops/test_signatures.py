@@ -8,13 +8,13 @@ import torch
 
 import mindspeed.ops
 from mindspeed.ops import npu_dropout_add_layer_norm, npu_ring_attention_update
-from mindspeed.ops.fusion_attention.contract import NAMES
+from mindspeed.ops.fusion_attention.reference import NAMES
 
 NORM = "x0 residual weight bias dropout_p epsilon rowscale layerscale prenorm residual_in_fp32"
 NORM += " return_dropout_mask"
 SUM = "x1 x2 residual gamma hcom reduce_op epsilon bias antiquant_scale antiquant_offset"
 SUM += " dequant_scale antiquant_group_size comm_turn"
-PRODUCT = "x weight * bias group_list group_type gemm_fusion original_weight"
+GMM = "x weight * bias group_list group_type gemm_fusion original_weight"
 QUANT = "x weight scale * offset per_token_scale bias group_list output_dtype act_type"
 PERMUTE = "tokens indices num_out_tokens padded_mode"
 UNPERMUTE = "permuted_tokens sorted_indices probs padded_mode restore_shape"
@@ -38,8 +38,8 @@ SIGNATURES = {
     "npu_ffn": LAYER,
     "npu_fused_moe_token_permute": PERMUTE,
     "npu_fused_moe_token_unpermute": UNPERMUTE,
-    "npu_gmm": PRODUCT,
-    "npu_gmm_v2": PRODUCT,
+    "npu_gmm": GMM,
+    "npu_gmm_v2": GMM,
     "npu_grouped_mat_mul_all_reduce": "x weight hcomm * bias group_list split_item reduce_op "
     "comm_turn",
     "npu_groupmatmul_add_fp32": "x dy group_list out",

@@ -1,4 +1,4 @@
-"""Operations are counted by closed forms, wherever they run, and recomputed ones apart."""
+"""Operations are counted by closed forms, on every device, and recomputed ones separately."""
 
 from functools import partial
 
@@ -10,12 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed.ops import npu_gmm, npu_groupmatmul_add_fp32
 from mindspeed.tune.flop_counter import (
+    FORMULAS,
     FlopCounter,
     Flops,
+    grouped_matmul,
     marks_recompute,
+    npu_attention,
+    packed_attention,
     wrap_grouped_kernel,
 )
-from mindspeed.tune.flop_formulas import FORMULAS, grouped_product, npu_attention, packed_attention
 
 aten = torch.ops.aten
 
@@ -45,7 +48,7 @@ def random(*shape, **options):
         (torch.add, (random(3), random(3)), 0),
     ],
 )
-def test_products_are_two_mnk(function, arguments, expected):
+def test_a_matmul_is_two_mnk(function, arguments, expected):
     assert counted(function, *arguments) == Flops(expected, expected)
 
 
@@ -110,17 +113,17 @@ def test_packed_attention_counts_each_sequence_for_itself():
     [((12, 5), (3, 5, 7)), ((5, 12), (12, 7)), ((3, 4, 5), (3, 5, 7)), ((3, 4, 5), (5, 9))],
     ids=["rows", "inner", "batch", "columns"],
 )
-def test_grouped_products_count_every_row_once(left, right):
+def test_grouped_matmul_counts_every_row_once(left, right):
     expected = {
         ((12, 5), (3, 5, 7)): 2 * 12 * 5 * 7,
         ((5, 12), (12, 7)): 2 * 5 * 12 * 7,
         ((3, 4, 5), (3, 5, 7)): 2 * 3 * 4 * 5 * 7,
         ((3, 4, 5), (5, 9)): 2 * 4 * 5 * 9,
     }[left, right]
-    assert grouped_product({"self": random(*left), "mat2": random(*right)}) == expected
+    assert grouped_matmul({"self": random(*left), "mat2": random(*right)}) == expected
 
 
-def test_grouped_products_of_ours():
+def test_our_grouped_matmuls():
     x, weight = random(12, 5, requires_grad=True), random(3, 5, 7, requires_grad=True)
     ends = torch.tensor([4, 4, 12])
     flops = counted(lambda: npu_gmm(x, weight, group_list=ends).sum().backward())
@@ -157,8 +160,8 @@ def test_packed_attention_of_the_npu():
     assert npu_attention(named) == 4 * (9 + 49) / 2 * 32
 
 
-class Product(torch.autograd.Function):
-    """A product whose forward runs without gradients, as fused linear layers do."""
+class Matmul(torch.autograd.Function):
+    """A matmul whose forward runs without gradients, as fused linear layers do."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -172,17 +175,17 @@ class Product(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputed_operations_are_told_apart(use_reentrant):
+def test_recomputed_operations_are_counted_separately(use_reentrant):
     x, weight = random(3, 5, requires_grad=True), random(5, 5, requires_grad=True)
-    product = 2 * 3 * 5 * 5
+    matmul = 2 * 3 * 5 * 5
 
     def block(x):
-        return torch.relu(Product.apply(torch.relu(x @ weight), weight))
+        return torch.relu(Matmul.apply(torch.relu(x @ weight), weight))
 
     def step():
         y = checkpoint(marks_recompute(block), x, use_reentrant=use_reentrant)
         (y @ weight).sum().backward()
 
     flops = counted(step)
-    assert flops.model == 3 * 3 * product
-    assert flops.hardware - flops.model == 2 * product
+    assert flops.model == 3 * 3 * matmul
+    assert flops.hardware - flops.model == 2 * matmul

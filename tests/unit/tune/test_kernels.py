@@ -1,4 +1,4 @@
-"""Products of our kernels are counted where the feature is on, those of a second time apart."""
+"""GEMMs of our kernels are counted where the feature is on, recomputed ones separately."""
 
 import os
 
@@ -31,9 +31,9 @@ def test_weight_gradients_of_groups():
 
 
 def test_logits_that_are_not_kept():
-    """The vocabulary of three slices: one stays, two are computed again.
+    """The vocabulary of three slices: one is saved, two are recomputed.
 
-    With so many tokens none has room where the weight's gradient will be.
+    With so many tokens none fits into the memory of the weight's gradient.
     """
     from mindspeed.ops.linear_cross_entropy.triton_impl import linear_cross_entropy
 
@@ -44,6 +44,6 @@ def test_logits_that_are_not_kept():
     with FlopCounter() as counter:
         loss = linear_cross_entropy(rows, weight, labels, memory=tokens * width * 4)
         loss.mean().backward()
-    product = 2 * tokens * hidden * 3 * width
-    assert counter.flops.model == 3 * product
-    assert counter.flops.hardware - counter.flops.model == product * 2 / 3
+    matmul = 2 * tokens * hidden * 3 * width
+    assert counter.flops.model == 3 * matmul
+    assert counter.flops.hardware - counter.flops.model == matmul * 2 / 3

@@ -1,4 +1,4 @@
-"""Megatron's log line gets the rates of the steps it tells about."""
+"""Megatron's log line gets the throughput of its steps."""
 
 import torch
 from megatron.core import num_microbatches_calculator

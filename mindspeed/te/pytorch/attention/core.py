@@ -84,7 +84,7 @@ def attend(
     lengths = q.shape[-2], k.shape[-2]
     is_plain = visible is None and bias is None
     causal = is_plain and rule.is_plain_causal(*lengths)
-    if is_plain and not causal and rule.is_window(*lengths) and sdpa.serves_flash(q, k, v):
+    if is_plain and not causal and rule.is_window(*lengths) and sdpa.supports_flash(q, k, v):
         return _attend_window(q, k, v, rule, softmax)
     band = None if causal else rule.visible_band(*lengths, q.device)
     if band is not None:
@@ -162,7 +162,7 @@ def _is_one_launch(
 ) -> bool:
     is_dense = of_q.fill(len(q)) and of_k.fill(len(k)) and min(of_k.lengths) > 0
     same = of_q.lengths == of_k.lengths or "bottom_right" in rule.kind or rule.window == (-1, -1)
-    if not is_dense or not same or not sdpa.serves_flash(q, k, v):
+    if not is_dense or not same or not sdpa.supports_flash(q, k, v):
         return False
     # Of torch's own, cuDNN takes whole documents and is the faster one where they are long.
     is_short = sum(of_q.lengths) < len(of_q.lengths) * LONG

@@ -1,4 +1,4 @@
-"""The products compile without a graph break, in a process without the adaptor.
+"""The GEMM operators compile without a graph break, in a process without the adaptor.
 
 Its cpu device is not one that torch.compile knows.
 """
@@ -12,7 +12,7 @@ from mindspeed.ops.gmm import gmm, gmm_v2
 from mindspeed.ops.ffn import ffn
 from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
 from mindspeed.ops.moe_token_permute import moe_token_permute
-from mindspeed.ops.moe_token_unpermute import moe_token_unpermute
+from mindspeed.ops.moe_token_permute import moe_token_unpermute
 
 def compiled(function):
     return torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -35,9 +35,9 @@ for op, groups in ((gmm, [3, 3, 8]), (gmm_v2, [3, 0, 5])):
     torch.testing.assert_close(*results)
 
 def layer(x, w1, w2, experts, probs):
-    rows, places = moe_token_permute(x, experts)
+    rows, row_ids = moe_token_permute(x, experts)
     counts = (experts.reshape(-1, 1) == torch.arange(3)).sum(0)
-    return moe_token_unpermute(ffn(rows, w1, w2, "silu", expert_tokens=counts), places, probs)
+    return moe_token_unpermute(ffn(rows, w1, w2, "silu", expert_tokens=counts), row_ids, probs)
 
 w2 = torch.randn(3, 4, 6, requires_grad=True)
 experts, probs = torch.rand(8, 3).argsort(1)[:, :2], torch.rand(8, 2, requires_grad=True)

@@ -1,4 +1,4 @@
-"""An operator forth and back, with gradients that are the same at every call."""
+"""Forward and backward of an operator, with the same incoming gradients at every call."""
 
 import torch
 

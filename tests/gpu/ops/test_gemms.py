@@ -1,4 +1,4 @@
-"""Weight gradients and grouped products on the GPU against float64, next to what eager does."""
+"""Weight gradients and grouped GEMMs on the GPU against float64, compared with eager torch."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_weight_gradient_needs_no_temporary():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("widths", [(256, 512), (1024, 384), (100, 36)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_grouped_products_are_no_worse_than_eagers(widths, dtype, transposed):
+def test_grouped_gemms_are_no_worse_than_eagers(widths, dtype, transposed):
     torch.manual_seed(1)
     counts, ends = groups()
     wide_in, wide_out = widths
@@ -121,24 +121,24 @@ def test_counts_are_not_waited_for():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("widths", [(256, 512), (1024, 384), (100, 36)], ids=str)
-@pytest.mark.parametrize("place", ["together", "reversed", "apart"])
+@pytest.mark.parametrize("memory", ["together", "reversed", "apart"])
 @pytest.mark.parametrize("long", [1024, 1], ids=["narrow tiles", "wide tiles"])
-def test_grouped_weight_gradients_are_not_rounded(widths, dtype, place, long, monkeypatch):
+def test_grouped_weight_gradients_are_not_rounded(widths, dtype, memory, long, monkeypatch):
     # By name: no kernel may be imported where the tests of others are to run it interpreted.
     monkeypatch.setattr("mindspeed.ops.groupmatmul_add_fp32.triton_impl._LONG", long)
     torch.manual_seed(2)
     _, ends = groups()
-    x, dy = (drawn(sum(COUNTS), wide, dtype=dtype) for wide in widths)
+    x, dy = (drawn(sum(COUNTS), width, dtype=dtype) for width in widths)
     start = drawn(len(COUNTS), *widths, dtype=torch.float32)
     exact = start.double() + LOOP.outer(x.double(), dy.double(), ends)
     results = []
     for _ in range(2):
         total = start.clone()
         out = total
-        if place == "reversed":
+        if memory == "reversed":
             block = total.flip(0).contiguous()
             out = [block[len(COUNTS) - 1 - i] for i in range(len(COUNTS))]
-        elif place == "apart":
+        elif memory == "apart":
             out = [one.clone() for one in total]
         groupmatmul_add_fp32(x, dy, ends, out)
         results.append(torch.stack(list(out)))
