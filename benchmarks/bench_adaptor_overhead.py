@@ -2,14 +2,15 @@
 
     python benchmarks/bench_adaptor_overhead.py
 
-Two processes build the same GPT (local spec), one with the adaptor at level 0, and take turns on
-the one device, so that clocks and neighbours disturb both alike. Prints the ratio of the medians.
+Two processes build the same GPT (local spec), one with the adaptor at level 0, and run alternately
+on the one device, so that clocks and neighbours affect both alike. Prints the ratio of the
+medians.
 """
 
 import argparse
 import statistics
 
-from turns import Worker, serve
+from workers import Worker, serve
 
 ROUNDS, STEPS = 12, 5
 
@@ -24,7 +25,7 @@ def work(is_adapted):
 
 
 def main():
-    """Take turns, then print and record the ratio."""
+    """Run both alternately, then print and record the ratio."""
     from record import record
 
     workers = {mode: Worker(__file__, "--worker", mode) for mode in ("plain", "adapted")}

@@ -3,9 +3,9 @@
     python benchmarks/bench_checkpoint.py [--folder DIR] [--rounds 7] [--gigabytes 1.0] [--cold]
 
 One rank saves with Megatron's writer (the LLM suite) and with torch's (the multimodal suite), with
-digests and without, and loads by the suites' own classes, verified and with --no-verify, by turns
-on the same disk. Saves are durable; loads read from the page cache and, with --cold, from the disk.
-Records medians and the ratio of the means of the fastest halves.
+digests and without, and loads by the suites' own classes, verified and with --no-verify,
+alternately on the same disk. Saves are durable; loads read from the page cache and, with --cold,
+from the disk. Records medians and the ratio of the means of the fastest halves.
 """
 
 import argparse
@@ -128,13 +128,13 @@ def timed(function, *arguments, **named):
 
 
 def measure(root, suite, state, rounds, is_cold):
-    """Take turns; return a row."""
+    """Measure alternately; return a row."""
     kinds = ["load", "cold_load"] if is_cold else ["load"]
     times = {kind: ([], []) for kind in ("save", *kinds)}
-    for turn in range(-1, rounds):  # the first one warms up
-        order = (0, 1) if turn % 2 else (1, 0)
+    for repeat in range(-1, rounds):  # the first one warms up
+        order = (0, 1) if repeat % 2 else (1, 0)
         for has_digests in order:
-            saved = timed(suite.save, root / f"{turn}-{has_digests}", has_digests)
+            saved = timed(suite.save, root / f"{repeat}-{has_digests}", has_digests)
             times["save"][has_digests].append(saved)
         for kind in kinds * LOADS:
             order = order[::-1]
@@ -142,11 +142,11 @@ def measure(root, suite, state, rounds, is_cold):
                 if kind == "cold_load":
                     drop_caches()
                 how = {"with_optimizer": False, "verify": bool(is_verified)}
-                times[kind][is_verified].append(timed(suite.load, root / f"{turn}-1", **how))
-        if turn < 0:
+                times[kind][is_verified].append(timed(suite.load, root / f"{repeat}-1", **how))
+        if repeat < 0:
             times = {kind: ([], []) for kind in times}
             assert all(torch.equal(suite.model.get_parameter(n), v) for n, v in state.items())
-        for name in (f"{turn}-0", f"{turn}-1"):
+        for name in (f"{repeat}-0", f"{repeat}-1"):
             shutil.rmtree(root / name)
     size = sum(values.nbytes for values in state.values())
     row = {"suite": type(suite).__name__.lower(), "gb": f"{size / 1e9:.2f}"}

@@ -1,4 +1,4 @@
-"""How fast are whole training commands, as a user types them?
+"""Benchmark whole training commands, as a user types them.
 
     python benchmarks/bench_commands.py --list
     python benchmarks/bench_commands.py --only pretrain:2,pretrain:4,torchtitan:2
@@ -6,15 +6,16 @@
     python benchmarks/bench_commands.py --shape 8B --only pretrain:1
 
 Every row is a command that runs by itself on generated data: ours, Megatron-LM's script with and
-without the one import, torchtitan's trainer, scripts on transformers and TRL, llamafactory-cli. Its
-speed and its peak of memory are those of its own log, without the first steps. Tokens are real
-ones: padding is not counted. A row that fails says why, and the others go on. The 8B shape has as
-many of its 32 layers as fit the device with AdamW (--layers).
+without the one import, ms-swift on the adaptor, torchtitan's trainer, scripts on transformers and
+TRL, llamafactory-cli. Speed and peak memory are those of its own log, without the warm-up steps.
+Padding does not count as tokens. A row that fails is reported, and the others continue. The 8B
+shape has as many of its 32 layers as fit the device with AdamW (--layers).
 """
 
 import argparse
 import importlib.metadata
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -55,6 +56,7 @@ RATIOS = (
     ("lora-packed:2", "trl-lora:2"),
     ("lora-packed:2", "llamafactory-lora:2"),
     ("megatron-lm-mindspeed:2", "megatron-lm:2"),
+    ("ms-swift:2", "ms-swift-level-0:2"),
 )
 TAIL = 15
 
@@ -64,10 +66,12 @@ class Failed(Exception):
 
 
 def run(command, job, row, limit):
-    """Run a command to its end; return its lines with the seconds at which they came."""
+    """Run a command, to its end or its last step; return its lines with their times."""
     path = job.folder / "logs" / f"{row.replace(':', '_')}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     began, lines = time.perf_counter(), []
+    pattern, count = command.stop_after or ("", 0)
+    is_stopped = False
     with path.open("w") as file:
         process = subprocess.Popen(
             command.argv,
@@ -84,18 +88,22 @@ def run(command, job, row, limit):
             lines.append((time.perf_counter() - began, line.rstrip("\n")))
             file.write(line)
             file.flush()
+            if count and not is_stopped and re.search(pattern, line):
+                count -= 1
+                if is_stopped := count == 0:
+                    process.kill()
         code = process.wait()
         timer.cancel()
     if time.perf_counter() - began > limit:
         raise Failed(f"not done after {limit:g} s; its lines are in {path}")
-    if code:
+    if code and not is_stopped:
         last = "\n".join(f"    {line}" for _, line in deque(lines, TAIL))
         raise Failed(f"exit code {code}; {path} ends with\n{last}")
     return lines
 
 
 def _environment(command, job):
-    """Return the environment of one rank, with the packages that this command needs in front."""
+    """Return the environment of one rank, with the packages of this command first."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -119,10 +127,10 @@ def measure(row, job, options):
     is_start = name.endswith("-start")
     job = replace(job, steps=3) if is_start else job
     command = CASES[name].build(job, int(batch))
-    log = logs.FORMS[command.log](run(command, job, row, options.limit), command.tokens_per_step)
+    log = logs.FORMATS[command.log](run(command, job, row, options.limit), command.tokens_per_step)
     warm_up = 1 if is_start else min(options.warm_up, job.steps - 1)
     if len(log.steps) <= warm_up:
-        raise Failed(f"its log has {len(log.steps)} steps, of which {warm_up} do not count")
+        raise Failed(f"its log has {len(log.steps)} steps, of which {warm_up} are warm-up")
     columns = logs.summarise(log, warm_up)
     flops = float(columns["tokens_per_s"]) * job.shape.flops_per_token
     return {
@@ -142,11 +150,11 @@ def _versions(command, job):
     paths = [*job.sites.get(command.site, "").split(os.pathsep), *sys.path]
     found = {}
     for one in importlib.metadata.distributions(path=[path for path in paths if path]):
-        found.setdefault(one.name.lower(), one.version)
+        found.setdefault(one.name.lower().replace("_", "-"), one.version)
     return " ".join(f"{name}={found[name]}" for name in command.packages if name in found)
 
 
-def race(rows, job, options):
+def measure_all(rows, job, options):
     """Run row after row; return the columns of those that have a result."""
     results = {}
     for number, row in enumerate(rows, 1):
@@ -167,7 +175,7 @@ def race(rows, job, options):
 
 
 def show(results):
-    """Print the table, and how rows compare that belong together."""
+    """Print the table and the ratios."""
     columns = ("row", "micro_batch", "tokens_per_s", "mean_tokens_per_s", "slowest", "fastest")
     columns += ("model_tflops", "peak_gib", "first_step_s", "until_step_1_s", "loss")
     print("  ".join(f"{name:>17}" for name in columns))
@@ -190,12 +198,12 @@ def rows_of(options):
     if not options.only:
         return every
     chosen = []
-    for asked in options.only.split(","):
-        name, _, batch = asked.partition(":")
+    for selected in options.only.split(","):
+        name, _, batch = selected.partition(":")
         if name not in CASES or (batch and not batch.isdecimal()):
-            sys.exit(f"--only {asked}: use NAME or NAME:BATCH, of {', '.join(CASES)}")
+            sys.exit(f"--only {selected}: use NAME or NAME:BATCH, of {', '.join(CASES)}")
         if batch:
-            chosen.append(asked)
+            chosen.append(selected)
         else:
             if not (found := [row for row in every if row.partition(":")[0] == name]):
                 sys.exit(f"--only {name}: no row at --shape {options.shape}; name a micro-batch")
@@ -211,12 +219,12 @@ def _list(options):
 
 def _options():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--list", action="store_true", help="say which rows there are")
+    parser.add_argument("--list", action="store_true", help="list the rows")
     parser.add_argument("--only", default="", metavar="ROW,...", help="NAME or NAME:MICRO-BATCH")
     parser.add_argument("--shape", choices=SHAPE_NAMES, default="1.5B")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--layers", type=int, help="use fewer layers")
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--warm-up", type=int, default=4, help="first steps that do not count")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps that are not measured")
     parser.add_argument("--limit", type=float, default=500, help="seconds that one row may take")
     parser.add_argument(
         "--site",
@@ -224,7 +232,7 @@ def _options():
         default=[],
         metavar="NAME=PATH[:PATH]",
         help="packages of a peer: torchtitan, peers (transformers' and TRL's), llamafactory, "
-        "megatron_lm (a checkout)",
+        "ms_swift, megatron_lm (a checkout)",
     )
     parser.add_argument(
         "--attention", default="auto", help="of transformers' models: sdpa, flash_attention_4, ..."
@@ -255,7 +263,7 @@ def main():
         options.attention,
     )
     data.prepare(job)
-    results = race(rows, job, options)
+    results = measure_all(rows, job, options)
     show(results)
     return None if results else 1
 

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_convert.py [--folder DIR] [--rounds 3] [--gigabytes 3.1]
 
-HF to TP2 PP2, durably, and a dd of as many bytes with fsync, by turns on the same disk. Prints the
-ratio of the medians and the peak of anonymous memory; the source is in the page cache.
+HF to TP2 PP2, durably, and a dd of as many bytes with fsync, alternately on the same disk. Prints
+the ratio of the medians and the peak of anonymous memory; the source is in the page cache.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def dd(path, size):
 
 
 def measure(folder, rounds, gigabytes):
-    """Take turns; print and record the medians."""
+    """Measure alternately; print and record the medians."""
     embedding = 2 * VOCABULARY * HIDDEN
     layer = 2 * (2 * HIDDEN**2 + 2 * HIDDEN * GROUPS * HIDDEN // HEADS + 3 * FFN * HIDDEN)
     # An even number, for two stages.
@@ -124,25 +124,25 @@ def measure(folder, rounds, gigabytes):
     model, target = folder / "model", folder / "mcore"
     write_model(model, layers)
     source = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    times, floors, peaks = [], [], []
+    times, baselines, peaks = [], [], []
     output = 0
     for _ in range(rounds):
         seconds, peak = convert(model, target)
         output = sum(path.stat().st_size for path in target.rglob("*.pt"))
         shutil.rmtree(target)
-        floors.append(dd(folder / "dd", output))
+        baselines.append(dd(folder / "dd", output))
         (folder / "dd").unlink()
         times.append(seconds)
         peaks.append(peak)
-    seconds, floor = statistics.median(times), statistics.median(floors)
+    seconds, baseline = statistics.median(times), statistics.median(baselines)
     print(
         f"{source / 1e9:.2f} GB in, {output / 1e9:.2f} GB out: convert {seconds:.1f} s, "
-        f"dd {floor:.1f} s, ratio {seconds / floor:.2f}, "
+        f"dd {baseline:.1f} s, ratio {seconds / baseline:.2f}, "
         f"anonymous memory {max(peaks) / 2**20:.0f} MiB"
     )
     row = {"in_gb": f"{source / 1e9:.2f}", "out_gb": f"{output / 1e9:.2f}"}
-    row |= {"convert_s": f"{seconds:.2f}", "dd_s": f"{floor:.2f}"}
-    record("convert", [row | {"ratio": f"{seconds / floor:.3f}", "anon_mib": max(peaks) >> 20}])
+    row |= {"convert_s": f"{seconds:.2f}", "dd_s": f"{baseline:.2f}"}
+    record("convert", [row | {"ratio": f"{seconds / baseline:.3f}", "anon_mib": max(peaks) >> 20}])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_generate.py [--threads 1 2] [--tokens 64] [--rounds 5]
 
-SmolLM2-135M in float32 on the cpu, one prompt of 24 tokens, both in this process and in turns. The
+SmolLM2-135M in float32 on the cpu, one prompt of 24 tokens, both in this process, alternately. The
 tokens must be equal, or there is no result. Seconds are those of the best round.
 """
 
@@ -34,8 +34,8 @@ def load(folder):
     ).eval()
 
 
-def race(engine, model, tokens, rounds):
-    """Let both answer in turns; return the least seconds of each."""
+def compare(engine, model, tokens, rounds):
+    """Run both alternately; return the minimum seconds of each."""
     from tests.llm.generation import collect, request, theirs
 
     tools = {
@@ -54,7 +54,7 @@ def race(engine, model, tokens, rounds):
 
 
 def main():
-    """Race once for every number of threads, then print and record."""
+    """Measure with every number of threads, then print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, default=64)
@@ -70,7 +70,7 @@ def main():
         engine, model = load(Path(folder))
         for threads in args.threads:
             torch.set_num_threads(threads)
-            seconds = race(engine, model, args.tokens, args.rounds)
+            seconds = compare(engine, model, args.tokens, args.rounds)
             for tool, time_ in seconds.items():
                 ratio = seconds["transformers.generate"] / time_
                 speed = args.tokens / time_

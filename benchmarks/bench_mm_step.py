@@ -4,10 +4,10 @@
 
 Processes train a model of the shape of Qwen2.5-VL-3B (all of its vision tower, as many text layers
 as let two models share the device) on pictures and text, with FSDP2, bf16 and AdamW on fp32
-weights. `mindspeed-mm train`'s own steps take turns with a loop by hand on transformers and torch's
-fully_shard with the same fused operators, then with the same loop without them. Prints and records
-seconds, peak memory and the ratio to ours in the same turns, race by race; losses must be near, or
-there is no result.
+weights. `mindspeed-mm train`'s own steps alternate with a hand-written loop on transformers and
+torch's fully_shard with the same fused operators, then with the same loop without them. Prints and
+records seconds, peak memory and the ratio to ours in the same rounds, peer by peer; losses must be
+close, or there is no result.
 """
 
 import argparse
@@ -19,12 +19,12 @@ import tempfile
 from pathlib import Path
 
 from record import record
-from turns import Worker, serve
+from workers import Worker, serve
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE, START, VOCABULARY = 151655, 151652, 151936
 OURS, FUSED, PLAIN = "ours", "hand, fused", "hand, plain"
-RACES = {"fused": FUSED, "plain": PLAIN}
+BASELINES = {"fused": FUSED, "plain": PLAIN}
 STEPS, WARM_UP, BATCHES, RATE, EPS, CLIP = 3, 3, 32, 1e-5, 1e-8, 1.0
 
 
@@ -219,12 +219,12 @@ def start(peer, options):
     command = [__file__, "--layers", str(options.layers), *(["--tiny"] if options.tiny else [])]
     worker = Worker(*command, "--work", peer)
     if not worker.warm_up():
-        sys.exit(f"{peer} could not run; its own words are above")
+        sys.exit(f"{peer} could not run; see its output above")
     return worker
 
 
-def race(ours, other, options):
-    """Let ours take turns with a peer; return a row of each."""
+def compare(ours, other, options):
+    """Run ours and a peer alternately; return a row of each."""
     rival = start(other, options)
     found = {OURS: [], other: []}
     for _ in range(options.rounds):
@@ -239,7 +239,7 @@ def race(ours, other, options):
 
 
 def row(peer, results, base):
-    """Return median, spread, memory, and the ratio to ours in the same turns."""
+    """Return median, spread, memory, and the ratio to ours in the same rounds."""
     seconds = [result["seconds"] for result in results]
     return {
         "peer": peer,
@@ -253,20 +253,20 @@ def row(peer, results, base):
 
 
 def main():
-    """Race, print and record."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=18, help="text layers (3B has 36)")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
-    parser.add_argument("--against", choices=RACES, help="one race only")
+    parser.add_argument("--against", choices=BASELINES, help="one baseline only")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options)
         return
     ours = start(OURS, options)
-    for other in [RACES[options.against]] if options.against else RACES.values():
-        found = race(ours, other, options)
+    for other in [BASELINES[options.against]] if options.against else BASELINES.values():
+        found = compare(ours, other, options)
         for each in found:
             print("  ".join(f"{name} {value}" for name, value in each.items()), flush=True)
         losses = [each["last_loss"] for each in found]

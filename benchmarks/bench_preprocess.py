@@ -3,14 +3,14 @@
     python benchmarks/bench_preprocess.py [--corpus text.jsonl] [--tokenizer DIR] [--megatron DIR]
         [--peers DIR]
 
-Every tool runs in a process of its own, on two cores, in turns. Times run from a loaded tokenizer
-to finished files. Without arguments the corpus is the text of the installed packages and the
-tokenizer is trained on it (minutes; kept in --work). `--megatron` is a checkout of Megatron-LM; its
-standard tool is raced too. Its fast tool is raced as what it does: gigatoken on the whole file, one
-array, Megatron's builder. Output must be equal, byte by byte, or there is no result; only that tool
-may differ in a document of ten thousand, where its tokenizer was not compared with the real one.
-What is raced needs `pip install gigatoken awkward datasets`, here or in the folder --peers; a tool
-whose packages are missing is left out.
+Every tool runs in a process of its own, on two cores, alternately. Times run from a loaded
+tokenizer to finished files. Without arguments the corpus is the text of the installed packages and
+the tokenizer is trained on it (minutes; kept in --work). `--megatron` is a checkout of Megatron-LM;
+its standard tool is measured too. Its fast tool is measured as what it does: gigatoken on the whole
+file, one array, Megatron's builder. Output must be equal, byte by byte, or there is no result; only
+that tool may differ in a document of ten thousand, where its tokenizer was not compared with the
+real one. The tools need `pip install gigatoken awkward datasets`, here or in the folder --peers; a
+tool whose packages are missing is left out.
 """
 
 import argparse
@@ -213,7 +213,7 @@ TOOLS = {
 }
 
 
-def race(tool, job):
+def run_tool(tool, job):
     """Run one tool in its own process on two cores; return seconds, tokens, cpu and memory."""
     command = [sys.executable, __file__, "--tool", tool, "--job", json.dumps(job)]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:CORES]))
@@ -240,7 +240,7 @@ def _python_path(peers):
 
 
 def available(tools, peers, skipped):
-    """Return the tools to race whose packages are there; say which are not."""
+    """Return the tools whose packages are installed; print which are not."""
     found = []
     for tool in (tool for tool in tools if tool not in skipped):
         code = "; ".join(f"import {name}" for name in PACKAGES.get(tool, ["sys"]))
@@ -266,7 +266,7 @@ def _watch(process, peak):
 
 
 def compare(question, tools, job, rounds):
-    """Let the tools take turns and print medians and ratios; the outputs must be equal."""
+    """Run the tools alternately and print medians and ratios; the outputs must be equal."""
     runs = {tool: [] for tool in tools}
     for number in range(rounds):
         for tool in tools:
@@ -274,7 +274,7 @@ def compare(question, tools, job, rounds):
                 Path(job["work"]) / f"out-{len(question)}-{len(tool)}-{number % 2}" / "data"
             )
             Path(output).parent.mkdir(exist_ok=True)
-            runs[tool].append(race(tool, {**job, "output": output}))
+            runs[tool].append(run_tool(tool, {**job, "output": output}))
             runs[tool][-1]["output"] = output
     ours, rows = sorted(runs[tools[0]], key=lambda run: run["seconds"])[rounds // 2], []
     for tool in tools:
@@ -320,12 +320,12 @@ def _share_that_differs(ours, theirs):
 
 
 def main():
-    """Prepare the data, race, record."""
+    """Prepare the data, measure, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--megatron", type=Path)
-    parser.add_argument("--peers", default="", help="folder of packages that are raced")
+    parser.add_argument("--peers", default="", help="folder with the packages of other tools")
     parser.add_argument("--work", type=Path, default=Path("/tmp/bench_preprocess"))
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--records", type=int, default=100_000)

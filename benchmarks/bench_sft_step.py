@@ -2,7 +2,7 @@
 
     python benchmarks/bench_sft_step.py [--threads 1 2] [--length 128] [--dtype float32]
 
-Two processes load the same weights and take turns on the same samples: one runs the steps of
+Two processes load the same weights and run alternately on the same samples: one runs the steps of
 `posttrain_gpt.py`, the other model(...).loss.backward(), clipping and AdamW. Prints and records the
 ratio of the medians; losses must be equal, or there is no result.
 """
@@ -36,8 +36,8 @@ def our_steps(folder, length, dtype):
     from mindspeed_llm.training.options import TrainOptions
     from tests.unit.mindspeed_llm.training.tiny_run import write_samples
 
-    place = Path(tempfile.mkdtemp(dir=folder))
-    data = write_samples(place / "data", [(ids, ids) for ids in samples(length)])
+    workspace = Path(tempfile.mkdtemp(dir=folder))
+    data = write_samples(workspace / "data", [(ids, ids) for ids in samples(length)])
     options = TrainOptions(
         load=f"{folder}/model",
         data_path=(data,),
@@ -103,7 +103,7 @@ def work(arguments):
 
 
 def start(name, folder, threads, arguments):
-    """Start one worker that waits for its turn."""
+    """Start one worker, which runs steps on request."""
     command = [sys.executable, __file__, "--worker", name, "--folder", folder]
     command += ["--threads", str(threads), "--length", str(arguments.length)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MINDSPEED_DEVICE": "cpu"}
@@ -123,8 +123,8 @@ def measure(process):
     return json.loads(process.stdout.readline())
 
 
-def race(folder, threads, arguments):
-    """Take turns; return the row of results."""
+def compare(folder, threads, arguments):
+    """Run both alternately; return the row of results."""
     workers = {name: start(name, folder, threads, arguments) for name in ("ours", "theirs")}
     times = {name: [] for name in workers}
     tolerance = 1e-4 if arguments.dtype == "float32" else 5e-2
@@ -149,17 +149,17 @@ def race(folder, threads, arguments):
 
 
 def main(arguments):
-    """Race once for every number of threads, then print and record."""
+    """Measure with every number of threads, then print and record."""
     sys.path.insert(0, str(ROOT))
     from record import record
 
     from tests.llm.smollm2 import save_smollm2
 
     rows = []
-    with tempfile.TemporaryDirectory() as place:
-        save_smollm2(Path(place) / "model")
+    with tempfile.TemporaryDirectory() as folder:
+        save_smollm2(Path(folder) / "model")
         for threads in arguments.threads:
-            rows.append(race(place, threads, arguments))
+            rows.append(compare(folder, threads, arguments))
             print(rows[-1], flush=True)
     record("sft_step", rows)
 

@@ -1,10 +1,10 @@
-"""How fast is a training step beside the stacks a user would pick?
+"""Benchmark a training step against other training stacks.
 
     python benchmarks/bench_train_step.py
     python benchmarks/bench_train_step.py --only ours:2,torchtitan-compiled:2 --profile ours:2
     python benchmarks/bench_train_step.py --shape llama3-8b
 
-Every row is a process of its own; they take turns on the one device. All hold bf16 weights and
+Every row is a process of its own; they run alternately on the one device. All hold bf16 weights and
 gradients, see the same tokens, and recompute nothing unless their name says so. A step is forward
 and backward; with "optimizer" in the name it is Megatron's whole step: gradients summed in float32,
 clipped, and AdamW on float32 weights. Peers whose package is missing are left out and named.
@@ -17,7 +17,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from turns import Worker, serve
+from workers import Worker, serve
 
 sys.path.insert(0, str(Path(__file__).parent / "train_step"))
 from shapes import SHAPES  # noqa: E402
@@ -49,7 +49,7 @@ STEPS, WARM_UP = 4, 3
 
 
 def build(peer, shape, batch):
-    """Return the step of one peer: gradients from nothing, the loss as its value."""
+    """Return the train step of one peer, which returns its loss."""
     import torch
 
     module, _, name = PEERS[peer].partition(":")
@@ -73,22 +73,22 @@ def build(peer, shape, batch):
 
 
 def work(row, options):
-    """Be the process of one row."""
+    """Run the worker process of one row."""
     peer, _, batch = row.partition(":")
     step = build(peer, SHAPES[options.shape], int(batch))
-    look = None
+    on_warm = None
     if options.profile == row:
         from timeline import write_profile
 
-        look = functools.partial(write_profile, f"profile_{row.replace(':', '_')}.txt")
-    serve(step, STEPS, WARM_UP, look)
+        on_warm = functools.partial(write_profile, f"profile_{row.replace(':', '_')}.txt")
+    serve(step, STEPS, WARM_UP, on_warm)
 
 
-def race(options):
-    """Start all rows, let each take its first steps, then let them take turns."""
+def measure(options):
+    """Start all rows, warm each up, then run them alternately."""
     own = [__file__, "--shape", options.shape, "--profile", options.profile or ""]
     rows = {row: Worker(*own, "--worker", row) for row in _names(options)}
-    # Compilers need minutes and little of the device: they run beside each other.
+    # Compilation takes minutes and little of the device: these warm up together.
     compiled = [row for row in rows if "compiled" in row]
     for batch in (compiled, *([row] for row in rows if row not in compiled)):
         for row in batch:
@@ -99,15 +99,15 @@ def race(options):
     answers = {row: [] for row in rows}
     try:
         for _ in range(options.rounds):
-            _take_turns(rows, answers)
+            _measure_round(rows, answers)
     except KeyboardInterrupt:
-        print("interrupted: the table is that of the turns so far", flush=True)
+        print("interrupted: the table shows the rounds so far", flush=True)
     for worker in rows.values():
         worker.end()
-    return {row: turns for row, turns in answers.items() if turns}
+    return {row: rounds for row, rounds in answers.items() if rounds}
 
 
-def _take_turns(rows, answers):
+def _measure_round(rows, answers):
     for row in list(rows):
         answer = rows[row].measure()
         if answer is None:
@@ -128,19 +128,19 @@ def report(answers, options):
     from record import record
 
     shape = SHAPES[options.shape]
-    floors = {}
+    rooflines = {}
     lines = []
-    for row, turns in answers.items():
+    for row, rounds in answers.items():
         peer, _, batch = row.partition(":")
-        seconds = sorted(turn["seconds"] for turn in turns)
+        seconds = sorted(each["seconds"] for each in rounds)
         median = statistics.median(seconds)
         tokens = int(batch) * shape.sequence
-        if batch not in floors:
+        if batch not in rooflines:
             clocks = (roofline.short, roofline.sustained)
             parts = [roofline.roofline(shape, int(batch), clock) for clock in clocks]
-            print(f"least time at micro-batch {batch}: {_milliseconds(parts[0])}")
-            print(f"  in a long row: {_milliseconds(parts[1])}", flush=True)
-            floors[batch] = [sum(part.values()) for part in parts]
+            print(f"roofline at micro-batch {batch}: {_milliseconds(parts[0])}")
+            print(f"  sustained: {_milliseconds(parts[1])}", flush=True)
+            rooflines[batch] = [sum(part.values()) for part in parts]
         lines.append(
             {
                 "shape": options.shape,
@@ -150,10 +150,10 @@ def report(answers, options):
                 "slowest": f"{tokens / seconds[-1]:.0f}",
                 "fastest": f"{tokens / seconds[0]:.0f}",
                 "model_tflops": f"{tokens / median * shape.flops_per_token / 1e12:.0f}",
-                "peak_gib": f"{max(turn['peak_gib'] for turn in turns):.1f}",
-                "roofline_ratio": f"{floors[batch][0] / median:.3f}",
-                "sustained_ratio": f"{floors[batch][1] / median:.3f}",
-                "loss": f"{turns[-1]['last']:.3f}",
+                "peak_gib": f"{max(each['peak_gib'] for each in rounds):.1f}",
+                "roofline_ratio": f"{rooflines[batch][0] / median:.3f}",
+                "sustained_ratio": f"{rooflines[batch][1] / median:.3f}",
+                "loss": f"{rounds[-1]['last']:.3f}",
             }
         )
     for line in lines:
@@ -176,7 +176,7 @@ def _has_cuda():
 
 
 def main():
-    """Read the options; be the driver or one worker."""
+    """Parse the options; run the driver or one worker."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-1.5b")
     parser.add_argument(
@@ -193,7 +193,7 @@ def main():
     unknown = {row.partition(":")[0] for row in _names(options)} - set(PEERS)
     if unknown:
         sys.exit(f"--only names {', '.join(unknown)}: use {', '.join(PEERS)}, each with :BATCH")
-    report(race(options), options)
+    report(measure(options), options)
 
 
 if __name__ == "__main__":

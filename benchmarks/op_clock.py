@@ -1,4 +1,4 @@
-"""Clocks for short pieces of GPU work: graphs, events, launches, memory and the two ceilings."""
+"""Timing of short GPU work: CUDA graphs, events, launches, memory and the two hardware peaks."""
 
 import gc
 import statistics
@@ -13,7 +13,7 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemset
 
 
 class CudaClock:
-    """Times on one CUDA stream, the L2 cache overwritten before every sample."""
+    """Times on one CUDA stream, the L2 cache flushed before every sample."""
 
     def __init__(self):
         self.device = torch.device("cuda")
@@ -21,8 +21,8 @@ class CudaClock:
         self._cache = torch.empty(L2_BYTES, dtype=torch.uint8, device=self.device)
 
     def capture(self, function):
-        """Return (what replays `function` as a graph, "graph"), or (itself, "events")."""
-        if self._waits(function):
+        """Return (a replay of `function` as a CUDA graph, "graph"), or (itself, "events")."""
+        if self._synchronises(function):
             return function, "events"
         graph = torch.cuda.CUDAGraph()
         try:
@@ -31,14 +31,14 @@ class CudaClock:
                 function()
         except RuntimeError:
             torch.cuda.synchronize()
-            # The generator believes that it is being captured still, and would refuse to draw.
+            # The generator is still in capture mode, and would refuse to draw.
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
             return function, "events"
         return graph.replay, "graph"
 
-    def _waits(self, function):
-        """Say whether a call reads a number back; a capture that fails leaves torch in disorder."""
+    def _synchronises(self, function):
+        """Return whether a call synchronises; a failed capture leaves torch in a broken state."""
         torch.cuda.set_sync_debug_mode("error")
         try:
             function()
@@ -59,7 +59,7 @@ class CudaClock:
         return start.elapsed_time(end) / 1e3
 
     def wall_seconds(self, function):
-        """Time as the caller sees it, launches included."""
+        """Wall time of a call, launches included."""
         self._cache.zero_()
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -76,7 +76,7 @@ class CudaClock:
         return sum(event.name.startswith(LAUNCHES) for event in profile.events())
 
     def peak_bytes(self, function):
-        """Return the most memory that one call holds beyond what was there, results included."""
+        """Return the peak memory of one call beyond what was allocated, results included."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -85,17 +85,17 @@ class CudaClock:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def ceilings(self):
-        """Measure the copy bandwidth (read + written) and the rate of a bf16 product right now."""
+    def peaks(self):
+        """Measure the copy bandwidth (read + written) and the throughput of a bf16 GEMM."""
         source = torch.randn(2**28, device=self.device)
         target = torch.empty_like(source)
         copy = self._median(lambda: target.copy_(source))
         a, b = (torch.randn(8192, 8192, device=self.device, dtype=torch.bfloat16) for _ in "ab")
-        product = self._median(lambda: a @ b)
-        return 2 * source.nbytes / copy, 2 * 8192**3 / product
+        gemm = self._median(lambda: a @ b)
+        return 2 * source.nbytes / copy, 2 * 8192**3 / gemm
 
     def release(self):
-        """Give the memory of dropped graphs back."""
+        """Free the memory of dropped graphs."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -107,13 +107,13 @@ class CudaClock:
 
 
 class CpuClock:
-    """Wall time only: for trying the entries where there is no accelerator."""
+    """Wall time only: for testing the cases without an accelerator."""
 
     stream = None
     device = torch.device("cpu")
 
     def capture(self, function):
-        """Nothing is captured."""
+        """Return the function itself."""
         return function, "wall"
 
     def gpu_seconds(self, function):
@@ -134,17 +134,17 @@ class CpuClock:
         """Not known on a cpu."""
         return ""
 
-    def ceilings(self):
-        """Measure a copy and a product that do not fit the cache."""
+    def peaks(self):
+        """Measure a copy and a GEMM that do not fit the cache."""
         source = torch.randn(2**22)
         target = torch.empty_like(source)
         copy = min(self.wall_seconds(lambda: target.copy_(source)) for _ in range(5))
         a = torch.randn(256, 256)
-        product = min(self.wall_seconds(lambda: a @ a) for _ in range(5))
-        return 2 * source.nbytes / copy, 2 * 256**3 / product
+        gemm = min(self.wall_seconds(lambda: a @ a) for _ in range(5))
+        return 2 * source.nbytes / copy, 2 * 256**3 / gemm
 
     def release(self):
-        """Nothing is held."""
+        """Do nothing: no memory is held."""
 
 
 def make_clock():

@@ -1,6 +1,6 @@
-"""Generated inputs, the same for all rows: a model without weights, a tokenizer, text, pictures.
+"""Generated inputs, the same for all rows: a model config, a tokenizer, text, images.
 
-Words are tokens: a text of n words has n tokens, whatever package encodes it.
+Every word is one token: a text of n words has n tokens, whichever package encodes it.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from commands.job import GLOBAL_BATCH, ROOT
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTES = [chr(number) for number in (*range(33, 127), *range(161, 173), *range(174, 324))]
-"""How byte-level tokenizers write bytes."""
+"""The characters by which byte-level tokenizers represent bytes."""
 SPACE, LETTERS = "\u0120", string.ascii_letters
 PICTURE = {
     "vision_start_token": "<|vision_start|>",
@@ -32,17 +32,17 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MEAN_LENGTH, SPREAD = 0.18, 0.9
-"""Conversations: their mean length in parts of the longest, the sigma of its logarithm."""
+"""Conversations: mean length relative to the longest, sigma of its logarithm."""
 DOCUMENT = 3000
 TEMPLATE = 24
-"""At most so many tokens are added to a conversation by the chat template."""
+"""The most tokens that the chat template adds to a conversation."""
 
 
 def prepare(job):
-    """Write what is missing; a folder that was prepared for as many steps is used again."""
+    """Write the inputs; a folder prepared for the same number of steps is reused."""
     done = job.folder / "prepared.json"
-    facts = {"steps": job.steps, "layers": job.shape.layers}
-    if done.is_file() and json.loads(done.read_text()) == facts:
+    settings = {"steps": job.steps, "layers": job.shape.layers}
+    if done.is_file() and json.loads(done.read_text()) == settings:
         return
     job.folder.mkdir(parents=True, exist_ok=True)
     print(f"preparing {job.folder}", flush=True)
@@ -51,7 +51,7 @@ def prepare(job):
     _write_documents(job, text)
     _write_conversations(job, text)
     _preprocess(job)
-    done.write_text(json.dumps(facts))
+    done.write_text(json.dumps(settings))
 
 
 def write_model(shape, folder):
@@ -78,7 +78,7 @@ def write_model(shape, folder):
     config.save_pretrained(folder)
     words = tokenizer(shape.vocabulary)
     words.save_pretrained(folder)
-    # Beside a config.json transformers takes the tokenizer of that family, whatever is in the file.
+    # Next to a config.json transformers loads the tokenizer of that family, whatever the file says.
     words.save_pretrained(folder.with_name("tokenizer"))
 
 
@@ -90,23 +90,23 @@ class Text:
         self._words = [" " + "".join(word) for word in itertools.product(*letters(vocabulary))]
 
     def draw(self, length):
-        """Return a text of so many tokens; it begins with a space."""
+        """Return a text of `length` tokens; it begins with a space."""
         drawn = self.generator.integers(0, len(self._words), length)
         return "".join(self._words[number] for number in drawn)
 
 
 def letters(vocabulary):
-    """Return the letters of each place of a word: as many as the vocabulary has words for."""
+    """Return the letters of each position of a word: as many as the vocabulary has words for."""
     size = 13
     while size**4 + 2 * size**2 + size + len(BYTES) + len(SPECIAL) + len(PICTURE) > vocabulary:
         size -= 1
-    return [LETTERS[13 * place : 13 * place + size] for place in range(4)]
+    return [LETTERS[13 * index : 13 * index + size] for index in range(4)]
 
 
 def tokenizer(vocabulary):
-    """Return a tokenizer of Qwen2's kind for which a space and a word of four letters are a token.
+    """Return a Qwen2 tokenizer for which a space and a word of four letters are one token.
 
-    No two places of a word share a letter, so pairs are merged in one way only.
+    No two positions of a word share a letter, so pairs are merged in one way only.
     """
     from transformers import Qwen2Tokenizer
 
@@ -130,7 +130,7 @@ def tokenizer(vocabulary):
 
 
 def conversation_lengths(generator, count, longest):
-    """Draw lengths as those of instruction data: many short ones, few long ones."""
+    """Draw lengths distributed as in instruction data: many short ones, few long ones."""
     mean = MEAN_LENGTH * longest
     drawn = generator.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, count)
     return np.clip(drawn, 12, longest - TEMPLATE).astype(int)
@@ -161,7 +161,7 @@ def _write_conversations(job, text):
 
 
 def _preprocess(job):
-    """Make token files of the text, as a user of ours would."""
+    """Preprocess the text into token files by our own command."""
     sequence = ["--seq-length", str(job.shape.sequence)]
     chat = ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "tokenizer"]
     runs = {
@@ -180,7 +180,7 @@ def _preprocess(job):
 
 
 def write_pictures(folder: Path, count: int, side: int) -> list[str]:
-    """Write smooth pictures, which decode as photographs do; return their names."""
+    """Write smooth images, which decode like photographs; return their names."""
     from PIL import Image
 
     generator = np.random.default_rng(2)
@@ -193,14 +193,23 @@ def write_pictures(folder: Path, count: int, side: int) -> list[str]:
     return names
 
 
+def write_swift_rows(job, path: Path) -> None:
+    """Write full rows for ms-swift, which appends an end token to each."""
+    text = Text(job.shape.vocabulary, seed=1)
+    with path.open("w") as file:
+        for _ in range((job.steps + 2) * GLOBAL_BATCH):
+            message = {"role": "assistant", "content": text.draw(job.shape.sequence - 1)}
+            file.write(json.dumps({"messages": [message]}) + "\n")
+
+
 def write_picture_records(job, folder: Path, side: int, tokens: int) -> int:
-    """Write conversations about one picture each; return the length that all of them have."""
+    """Write conversations about one image each; return their common length."""
     text = Text(job.shape.vocabulary, seed=3)
     names = write_pictures(folder, 4 * GLOBAL_BATCH, side)
     turns = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": ""}]
     words = tokenizer(job.shape.vocabulary)
     empty = words(words.apply_chat_template(turns, tokenize=False))["input_ids"]
-    length = job.shape.sequence - tokens - len(empty) + 1  # one of them is the picture
+    length = job.shape.sequence - tokens - len(empty) + 1  # one of them is the image
     asked = max(length // 10, 1)
     records = []
     for number in range((job.steps + 2) * GLOBAL_BATCH):

@@ -1,4 +1,4 @@
-"""A script with transformers' Trainer and Liger: rows are packed, their samples kept apart."""
+"""A script with transformers' Trainer and Liger on packed rows; samples do not attend to others."""
 
 import steps
 import torch
@@ -24,23 +24,23 @@ def pack(samples, length):
     rows, space = [], []
     for sample in sorted(samples, key=lambda sample: -len(sample["input_ids"])):
         size = len(sample["input_ids"])
-        fitting = [place for place, left in enumerate(space) if left >= size]
+        fitting = [index for index, left in enumerate(space) if left >= size]
         if fitting:
-            place = min(fitting, key=space.__getitem__)
-            rows[place].append(sample)
-            space[place] -= size
+            index = min(fitting, key=space.__getitem__)
+            rows[index].append(sample)
+            space[index] -= size
         else:
             rows.append([sample])
             space.append(length - size)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
-    return [rows[place] for place in order.tolist()]
+    return [rows[index] for index in order.tolist()]
 
 
 class Flattening(DataCollatorWithFlattening):
-    """Joins the rows of a micro-batch, and tells flash attention the borders."""
+    """Concatenates the rows of a micro-batch, and passes their bounds to flash attention."""
 
     def __call__(self, features, return_tensors=None, separator_id=None):
-        """Join all samples of all rows."""
+        """Concatenate all samples of all rows."""
         return super().__call__([sample for row in features for sample in row])
 
 

@@ -1,4 +1,4 @@
-"""What all rows of a race share, and what a row is: a command whose log can be read."""
+"""What all rows of bench_commands.py share, and what a row is: a command with a parsable log."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ GLOBAL_BATCH = 16
 
 @dataclass(frozen=True)
 class Job:
-    """A race: the model, how long it is trained, and where its inputs are."""
+    """A benchmark run: the model, the number of steps, and the folder of its inputs."""
 
     shape: Shape
     shape_name: str
@@ -21,18 +21,18 @@ class Job:
     folder: Path
     """Generated models, tokenizers and data."""
     sites: dict[str, str] = field(default_factory=dict)
-    """What to put in front of PYTHONPATH, by the name of a peer."""
+    """Paths to put in front of PYTHONPATH, by the name of a peer."""
     attention: str = "auto"
     """The attention of transformers' models."""
 
     @property
     def tokens_per_step(self):
-        """Count the tokens of a step of full rows."""
+        """Return the tokens of a step of full rows."""
         return GLOBAL_BATCH * self.shape.sequence
 
     @property
     def samples_per_step(self):
-        """Count the conversations that hold about as many tokens as a step of full rows."""
+        """Return the conversations with about as many tokens as a step of full rows."""
         return 2 * GLOBAL_BATCH if self.shape_name == "tiny" else 88
 
     def site(self, name):
@@ -44,14 +44,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """How to start one training and how to read what it prints."""
+    """How to start one training run and how to parse its log."""
 
     argv: list[str]
     log: str
-    """The form of its lines, one of logs.FORMS."""
+    """The format of its lines, one of logs.FORMATS."""
     env: dict[str, str] = field(default_factory=dict)
     tokens_per_step: int | None = None
     """For logs that do not count tokens."""
+    stop_after: tuple[str, int] | None = None
+    """A regex and how many matching lines end the run: for commands that save at their end."""
     global_batch: int = GLOBAL_BATCH
     site: str = ""
     """The name under which --site gives its packages."""

@@ -1,4 +1,4 @@
-"""Steps out of the logs of training commands: seconds, tokens, loss, and the peak of memory."""
+"""Parse the logs of training commands: seconds, tokens and loss of each step, peak memory."""
 
 import ast
 import json
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 Stamped = tuple[float, str]
-"""When a line came, in seconds, and the line."""
+"""When a line was printed, in seconds, and the line."""
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
 _FIELD = re.compile(r"\| *([^|:]+): *([^| ]+) *(?=\|)")
@@ -31,7 +31,7 @@ class Step:
 
 @dataclass
 class Log:
-    """What one run printed."""
+    """The steps of one run."""
 
     steps: list[Step] = field(default_factory=list)
     peak_gib: float | None = None
@@ -43,23 +43,23 @@ class Log:
             self.until_first_step = stamp
         self.steps.append(step)
 
-    def _see_peak(self, gib: float) -> None:
+    def _update_peak(self, gib: float) -> None:
         self.peak_gib = max(gib, self.peak_gib or 0.0)
 
 
 def read_megatron(lines: Iterable[Stamped], tokens_per_step: int | None) -> Log:
-    """Read Megatron's lines, which are ours too; ours count tokens themselves."""
+    """Parse Megatron's lines, also ours, which print tokens/s."""
     log = Log()
     for stamp, line in lines:
         if found := _MEGATRON_PEAK.search(line):
-            log._see_peak(float(found[1]) / 1024)
+            log._update_peak(float(found[1]) / 1024)
         if found := _OUR_PEAK.search(line):
-            log._see_peak(float(found[1]))
+            log._update_peak(float(found[1]))
         if not (found := _ITERATION.search(line)):
             continue
         fields = {name.strip(): value for name, value in _FIELD.findall(line)}
         if "elapsed time per iteration (ms)" not in fields:
-            continue  # the line of an evaluation
+            continue  # an evaluation
         seconds = float(fields["elapsed time per iteration (ms)"]) / 1000
         tokens = tokens_per_step or float(fields["tokens/s"]) * seconds
         loss = float(fields.get("lm loss", fields.get("loss", "nan")))
@@ -68,33 +68,33 @@ def read_megatron(lines: Iterable[Stamped], tokens_per_step: int | None) -> Log:
 
 
 def read_titan(lines: Iterable[Stamped], tokens_per_step: int | None) -> Log:
-    """Read torchtitan's lines; its memory is what was reserved."""
-    assert tokens_per_step is not None, "torchtitan prints a speed, not how many tokens"
+    """Parse torchtitan's lines; its memory is the reserved one."""
+    assert tokens_per_step is not None, "torchtitan prints tokens/s, not the number of tokens"
     log = Log()
     for stamp, line in lines:
         if found := _TITAN.search(_COLOUR.sub("", line)):
             speed = float(found[4].replace(",", ""))
             seconds = tokens_per_step / speed if speed else float("inf")
-            log._see_peak(float(found[3]))
+            log._update_peak(float(found[3]))
             log._add(Step(int(found[1]), seconds, tokens_per_step, float(found[2])), stamp)
     return log
 
 
 def read_json(lines: Iterable[Stamped], tokens_per_step: int | None) -> Log:
-    """Read the lines of steps.py, which is in the peers' scripts."""
+    """Parse the JSON lines of steps.py, which the peers' scripts use."""
     log = Log()
     for stamp, line in lines:
         if not line.startswith('{"step": '):
             continue
         numbers = json.loads(line)
-        log._see_peak(numbers["peak_gib"])
+        log._update_peak(numbers["peak_gib"])
         seconds, tokens = numbers["seconds"], numbers["tokens"]
         log._add(Step(numbers["step"], seconds, tokens, numbers["loss"]), stamp)
     return log
 
 
 def read_arrivals(lines: Iterable[Stamped], tokens_per_step: int | None) -> Log:
-    """Read transformers' own lines, which count tokens but no seconds: when they came says it."""
+    """Parse transformers' own lines, which have no times: take when they were printed."""
     log, before, seen = Log(), 0.0, 0
     for stamp, line in lines:
         if not (found := _DICTIONARY.search(line)):
@@ -108,16 +108,32 @@ def read_arrivals(lines: Iterable[Stamped], tokens_per_step: int | None) -> Log:
     return log
 
 
-FORMS: dict[str, Callable[[Iterable[Stamped], int | None], Log]] = {
+def read_swift(lines: Iterable[Stamped], tokens_per_step: int | None) -> Log:
+    """Parse ms-swift's lines, which print the mean seconds of all steps so far."""
+    assert tokens_per_step is not None, "ms-swift does not print the number of tokens"
+    log, before = Log(), 0.0
+    for stamp, line in lines:
+        if not (found := _DICTIONARY.search(line)):
+            continue
+        numbers, count = ast.literal_eval(found[0]), len(log.steps) + 1
+        total = numbers["train_speed(s/it)"] * count
+        log._update_peak(numbers["memory(GiB)"])
+        log._add(Step(count, total - before, tokens_per_step, numbers["loss"]), stamp)
+        before = total
+    return log
+
+
+FORMATS: dict[str, Callable[[Iterable[Stamped], int | None], Log]] = {
     "megatron": read_megatron,
     "titan": read_titan,
     "json": read_json,
     "arrivals": read_arrivals,
+    "swift": read_swift,
 }
 
 
 def summarise(log: Log, warm_up: int) -> dict[str, str]:
-    """Return the columns of a row: without the first steps, the median and all the others."""
+    """Return the columns of a row, without the warm-up steps."""
     first, kept = log.steps[0], log.steps[warm_up:]
     speeds = sorted(step.tokens / step.seconds for step in kept)
     numbers = {

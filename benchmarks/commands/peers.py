@@ -1,16 +1,47 @@
-"""Commands of others: Megatron-LM's own script, torchtitan's trainer, scripts on transformers."""
+"""Commands of other projects: Megatron-LM's script, torchtitan, ms-swift, scripts on transformers.
+
+ms-swift and mcore-bridge import transformer_engine in any case, so without it they do not run on
+plain megatron-core. The nearest baseline is level 0 of the adaptor: Megatron's own code, with
+torch's GEMMs, norms and attention where it uses transformer_engine.
+"""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import yaml
 
+from commands import data
 from commands.job import GLOBAL_BATCH, Case, Command
 from commands.ours import ALL
 
 HERE = Path(__file__).resolve().parent
 LINE = "import mindspeed.megatron_adaptor"
+SWIFT_TRAIN = """
+import mindspeed.megatron_adaptor
+import mindspeed
+mindspeed.enable(optimization_level={level})
+from importlib.util import find_spec
+from swift.megatron import megatron_pretrain_main
+from swift.megatron.callbacks.base import MegatronCallback
+from swift.megatron.callbacks.mapping import megatron_callbacks_map
+
+if find_spec("tensorboard") is None:  # ms-swift has no switch for a run without it
+    megatron_callbacks_map["tensorboard"] = MegatronCallback
+if __name__ == "__main__":
+    megatron_pretrain_main()
+"""
+RANDOM_WEIGHTS = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+torch.manual_seed(1)
+with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
+model.bfloat16().cpu().save_pretrained(sys.argv[1])
+"""
 
 
 def megatron(job, batch, *flags):
@@ -24,9 +55,9 @@ def megatron(job, batch, *flags):
 def megatron_with_us(job, batch, *flags):
     """Build the same script with the one import and nothing else."""
     lines = (job.site("megatron_lm") / "pretrain_gpt.py").read_text().splitlines(keepends=True)
-    place = lines.index("import torch\n") + 1
+    index = lines.index("import torch\n") + 1
     script = job.folder / "pretrain_gpt_mindspeed.py"
-    script.write_text("".join([*lines[:place], f"{LINE}\n", *lines[place:]]))
+    script.write_text("".join([*lines[:index], f"{LINE}\n", *lines[index:]]))
     return _megatron(job, batch, script, list(flags))
 
 
@@ -72,7 +103,7 @@ def titan(job, batch, *flags):
     """Build torchtitan's trainer, compiled: float32 weights, bf16 by autocast, fused AdamW."""
     options = {
         "model.name": "llama3",
-        "model.flavor": "raced",
+        "model.flavor": "benchmark",
         "model.hf_assets_path": job.folder / "tokenizer",
         "experimental.custom_import": "commands.titan_shape",
         "training.dataset": "c4_test",
@@ -91,7 +122,7 @@ def titan(job, batch, *flags):
     argv = [sys.executable, "-m", "torchtitan.train", "--compile.enable", *flags]
     for name, value in options.items():
         argv += [f"--{name}", str(value)]
-    env = {"RACED_SHAPE": json.dumps(vars(job.shape))}
+    env = {"BENCHMARK_SHAPE": json.dumps(vars(job.shape))}
     return Command(
         argv,
         "titan",
@@ -100,6 +131,64 @@ def titan(job, batch, *flags):
         site="torchtitan",
         packages=("torchtitan",),
     )
+
+
+def swift(job, batch, level=2):
+    """Build ms-swift's `megatron pt` under the adaptor; what is not named is ms-swift's default."""
+    folder = job.folder / "swift"
+    _prepare_swift(job, folder)
+    script = folder / f"pt_level_{level}.py"
+    script.write_text(SWIFT_TRAIN.format(level=level))
+    options = {
+        "model": folder / "model",
+        "model_type": "qwen2",
+        "template": "chatml",
+        "dataset": folder / "rows.jsonl",
+        "output_dir": folder / f"output_{level}",
+        "add_version": "false",
+        "torch_dtype": "bfloat16",
+        "micro_batch_size": batch,
+        "global_batch_size": GLOBAL_BATCH,
+        "max_length": job.shape.sequence,
+        "train_iters": job.steps + 100,  # ended by stop_after, before it saves
+        "lr": 1e-5,
+        "lr_decay_style": "constant",
+        "split_dataset_ratio": 0,
+        "dataset_shuffle": "false",
+        "train_dataloader_shuffle": "false",
+        "dataset_num_proc": 1,
+        "logging_steps": 1,
+        "save_steps": 10**6,
+        "check_model": "false",
+        "perform_initialization": "true",
+    }
+    argv = [sys.executable, str(script)]
+    for name, value in options.items():
+        argv += [f"--{name}", str(value)]
+    return Command(
+        argv,
+        "swift",
+        {"LOCAL_WORLD_SIZE": "1"},
+        tokens_per_step=job.tokens_per_step,
+        stop_after=(r"\{'loss': .*\}", job.steps),
+        site="ms_swift",
+        packages=("ms-swift",),
+    )
+
+
+def swift_level_0(job, batch):
+    """Build it at level 0 of the adaptor, the nearest to plain Megatron."""
+    return swift(job, batch, level=0)
+
+
+def _prepare_swift(job, folder):
+    """Write the model with random weights, its tokenizer and full rows of text, once."""
+    if (folder / "rows.jsonl").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    data.write_model(job.shape, folder / "model")
+    subprocess.run([sys.executable, "-c", RANDOM_WEIGHTS, str(folder / "model")], check=True)
+    data.write_swift_rows(job, folder / "rows.jsonl")
 
 
 def hf_packed(job, batch, *flags):
@@ -145,8 +234,8 @@ def llamafactory(job, batch, **more):
     """Build `llamafactory-cli train` on packed rows with Liger."""
     folder = job.folder / "llamafactory"
     folder.mkdir(exist_ok=True)
-    data = {"conversations": {"file_name": str(job.folder / "conversations.jsonl")}}
-    (folder / "dataset_info.json").write_text(json.dumps(data))
+    datasets = {"conversations": {"file_name": str(job.folder / "conversations.jsonl")}}
+    (folder / "dataset_info.json").write_text(json.dumps(datasets))
     options = {
         "stage": "sft",
         "do_train": True,
@@ -202,6 +291,8 @@ CASES = {
     "megatron-lm-mindspeed-local": Case(
         megatron_local_with_us, "the same with --transformer-impl local", (2,)
     ),
+    "ms-swift": Case(swift, "ms-swift's `megatron pt` at level 2 of the adaptor", (2,)),
+    "ms-swift-level-0": Case(swift_level_0, "the same at level 0", (2,)),
     "torchtitan": Case(titan, "python -m torchtitan.train --compile.enable", (2, 4), ALL),
     "hf-packed": Case(hf_packed, "transformers Trainer + Liger, rows packed", (2, 4)),
     "hf-lora": Case(hf_lora, "transformers Trainer + Liger + peft, rows packed", (2, 4)),

@@ -1,4 +1,4 @@
-"""What the scripts on transformers share: the model, the text, and a line of JSON for each step."""
+"""Shared by the scripts on transformers: the model, the text, and a JSON line for each step."""
 
 import argparse
 import json
@@ -17,10 +17,10 @@ def parse():
     return parser.parse_args()
 
 
-def attention(asked):
-    """Choose the fastest attention that is here: rows of several samples need its borders."""
-    if asked != "auto":
-        return asked
+def attention(requested):
+    """Return the fastest installed attention that supports packed rows."""
+    if requested != "auto":
+        return requested
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError:
@@ -43,14 +43,14 @@ def build(options):
 
 
 def adapters():
-    """Return peft's description of the adapters that ours has, too."""
+    """Return the peft config of the same adapters as ours."""
     from peft import LoraConfig
 
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def arguments(options):
-    """Return what both trainers are given."""
+    """Return the arguments of both trainers."""
     import torch
 
     return {
@@ -98,7 +98,7 @@ def count_steps(trainer):
         return inner(model, inputs, *args, **kwargs)
 
     class Clock(TrainerCallback):
-        """Takes the time between two lines."""
+        """Measures the time between two log lines."""
 
         def on_train_begin(self, *args, **kwargs):
             self.began = time.perf_counter()

@@ -1,13 +1,13 @@
-"""Adds the raced shape to torchtitan's Llama; its trainer is asked to import this."""
+"""Adds the benchmarked shape to torchtitan's Llama, whose trainer imports this."""
 
 import json
 import os
 
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
-_shape = json.loads(os.environ["RACED_SHAPE"])
+_shape = json.loads(os.environ["BENCHMARK_SHAPE"])
 
-llama3_args["raced"] = TransformerModelArgs(
+llama3_args["benchmark"] = TransformerModelArgs(
     dim=_shape["hidden"],
     n_layers=_shape["layers"],
     n_heads=_shape["heads"],

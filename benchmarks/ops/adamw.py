@@ -57,7 +57,7 @@ def formula(params, grads, exp_avgs, exp_avg_sqs, averages, copies):
 
 
 def case(name, tensors, elements, averaged=False, copied=False):
-    """Race tensors of equal size."""
+    """Measure tensors of equal size."""
 
     def inputs_of(elements):
         def make_inputs(device):

@@ -1,6 +1,6 @@
-"""Cross entropy from logits: one reading forward; a reading and a writing backward.
+"""Cross entropy from logits: one read forward; a read and a write backward.
 
-The gradient takes the place of the logits, so backward cannot run again on a kept graph.
+The gradient overwrites the logits, so backward cannot run again on a retained graph.
 """
 
 import functools
@@ -13,12 +13,12 @@ from mindspeed.ops.cross_entropy import cross_entropy
 
 
 def eager(logits, target):
-    """Compute as torch does, in float32, a loss a token."""
+    """Return the loss of every token by eager torch, in float32."""
     return torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
 
 
 def of_three(function, *more):
-    """Make a peer of a function for logits (s, b, V) and labels (s, b), as Megatron has them."""
+    """Return a peer of a function for logits (s, b, V) and labels (s, b), as Megatron has them."""
 
     def peer(logits, target):
         return function(logits[:, None], target[:, None], *(x() for x in more))[:, 0]
@@ -28,14 +28,14 @@ def of_three(function, *more):
 
 @functools.cache
 def one_rank():
-    """Return the group of this process alone, which Megatron asks for."""
+    """Return a process group of this rank alone, which Megatron needs."""
     backend, store = device.current().backend, torch.distributed.HashStore()
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     return torch.distributed.group.WORLD
 
 
 def case(tokens, vocabulary, dtype=torch.bfloat16):
-    """Race one shape."""
+    """Measure one shape."""
     liger = optional("liger_kernel.transformers.functional:liger_cross_entropy")
     liger_split = optional("liger_kernel.megatron.cross_entropy:LigerMegatronCrossEntropy")
     megatron = optional(

@@ -14,30 +14,30 @@ def angles(length, dim, device):
 
 
 def eager(q, k, freqs):
-    """Turn by torch's operations, as transformers does."""
+    """Rotate in eager torch, as transformers does."""
     cos, sin = freqs.cos().to(q.dtype), freqs.sin().to(q.dtype)
 
-    def turn(x):
+    def rotate(x):
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
-    return turn(q), turn(k)
+    return rotate(q), rotate(k)
 
 
 def liger_peer():
-    """Turn by Liger, whose tensors are (B, N, S, D) and whose tables (1, S, D)."""
+    """Return Liger's peer, whose tensors are (B, N, S, D) and whose tables (1, S, D)."""
     rope = optional("liger_kernel.transformers.functional:liger_rope")
 
-    def turn(q, k, freqs):
+    def rotate(q, k, freqs):
         cos, sin = (t[:, 0, 0][None].to(q.dtype) for t in (freqs.cos(), freqs.sin()))
         q, k = rope(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos, sin)
         return q.permute(2, 0, 1, 3), k.permute(2, 0, 1, 3)
 
-    return rope and turn
+    return rope and rotate
 
 
 def case(tokens, batch, heads, groups, dim, dtype=torch.bfloat16):
-    """Race one shape."""
+    """Measure one shape."""
 
     def make_inputs(device):
         q, k = (

@@ -30,7 +30,7 @@ def megatron_peer():
 
 
 def case(rows, ffn, dtype=torch.bfloat16, variant=""):
-    """Race one shape, with a "bias" or "weighted" as in a mixture of experts."""
+    """Measure one shape, with a "bias" or "weighted" as in a mixture of experts."""
     liger = None if variant else optional("liger_kernel.ops.swiglu:LigerSiLUMulFunction")
 
     def make_inputs(device):

@@ -1,8 +1,7 @@
 """A SwiGLU MLP without biases: SwiGLU between two GEMMs, or inside them."""
 
 import torch
-from op_case import PRODUCTS, Case, Work, compiled
-from op_gate import run_pass
+from op_case import GEMMS, Case, Work, compiled, run_pass
 from torch.nn.functional import linear as product
 
 from mindspeed.device.hopper import QUACK
@@ -40,7 +39,7 @@ def products(x, first, second):
 
 
 def case(tokens, hidden, ffn, dtype=torch.bfloat16):
-    """Race one MLP."""
+    """Measure one MLP."""
 
     def of_size(count):
         def make_inputs(device):
@@ -66,7 +65,7 @@ def case(tokens, hidden, ffn, dtype=torch.bfloat16):
             "compile": compiled(eager),
         },
         reference=eager,
-        yardsticks={PRODUCTS: products},
+        lower_bounds={GEMMS: products},
         work={"fwd": forward, "bwd": backward, "full": forward + backward},
     )
 

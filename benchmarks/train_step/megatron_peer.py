@@ -55,7 +55,7 @@ def swiglu_apart(shape):
 
 
 def ours_with_optimizer(shape):
-    """Build ours with Megatron's optimizer, weight gradients added to float32 by the products."""
+    """Build ours with Megatron's optimizer, weight gradients accumulated in float32."""
     return ours(shape, has_optimizer=True, gradient_accumulation_fusion=True)
 
 

@@ -1,4 +1,4 @@
-"""The least time a step can take: its products and attention timed alone, the rest by its bytes."""
+"""Roofline of a train step: its GEMMs and attention timed alone, the rest by memory traffic."""
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,9 @@ from mindspeed.ops.fusion_attention import flash4
 def roofline(shape, batch, clock):
     """Return the seconds of each part of a step of `batch` sequences, timed by `clock`."""
     tokens = batch * shape.sequence
-    products = (count * _product(tokens, *sizes, clock) for *sizes, count in _products(shape))
+    gemms = (count * _gemm(tokens, *sizes, clock) for *sizes, count in _gemms(shape))
     return {
-        "products": sum(products),
+        "GEMMs": sum(gemms),
         "attention": shape.layers * _attention(shape, batch, clock),
         "bytes": _bytes(shape, tokens) / _copy_bandwidth(clock),
     }
@@ -24,13 +24,13 @@ def short(work):
 
 
 def sustained(work):
-    """Return the seconds of one `work` in a row that has lasted long: clocks may have fallen."""
+    """Return the seconds of one `work` in a long run, where clocks may have dropped."""
     count = max(10, round(0.3 / short(work)))
     return _seconds(work, warm_up=count, repeats=count)
 
 
-def _products(shape):
-    """List (in, out, how many) of the layers that multiply by a weight."""
+def _gemms(shape):
+    """List (in, out, count) of the linear layers."""
     kv = shape.kv_heads * shape.head_size
     return [
         (shape.hidden, shape.hidden + 2 * kv, shape.layers),
@@ -42,7 +42,7 @@ def _products(shape):
 
 
 def _bytes(shape, tokens):
-    """Count what must be read and written beside the products, each number once, two bytes each."""
+    """Return the bytes read and written outside of GEMMs, each element once, two bytes each."""
     stream = tokens * shape.hidden
     add_and_norm = 2 * shape.layers * (4 + 4) * stream
     rotary = 2 * 2 * shape.layers * tokens * (shape.heads + shape.kv_heads) * shape.head_size
@@ -52,7 +52,7 @@ def _bytes(shape, tokens):
     return 2 * (add_and_norm + rotary + swiglu + cross_entropy + embedding)
 
 
-def _product(tokens, width_in, width_out, clock):
+def _gemm(tokens, width_in, width_out, clock):
     x, weight, grad = _draw(tokens, width_in), _draw(width_out, width_in), _draw(tokens, width_out)
     return clock(lambda: (x @ weight.t(), grad @ weight, grad.t() @ x))
 
@@ -68,7 +68,7 @@ def _attention(shape, batch, clock):
         torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
 
     ways = [_by(SDPBackend.CUDNN_ATTENTION), _by(SDPBackend.FLASH_ATTENTION)]
-    if flash4.serves(q, k, v, True, 0.0):
+    if flash4.supports(q, k, v, True, 0.0):
         ways.append(lambda *x: flash4.attention(*x, shape.head_size**-0.5, True))
     return min(clock(lambda attend=attend: both(attend)) for attend in ways)
 

@@ -1,4 +1,4 @@
-"""The models that are raced, by their sizes."""
+"""The benchmarked model shapes."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: what the device did, and how long it had nothing to do."""
+"""Profile of a step: the kernels of the device, and its idle time."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ LONG_GAP = 5  # microseconds; the next of two queued kernels starts sooner
 
 
 def write_profile(path, step):
-    """Write the kernels of some steps in a row, from the one that takes most of the time on."""
-    for _ in range(WARM_UP):  # clocks fall while the device gets warm
+    """Write the kernels of some consecutive steps, sorted by total time."""
+    for _ in range(WARM_UP):  # clocks drop while the device warms up
         step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as run:
@@ -29,7 +29,7 @@ def write_profile(path, step):
 
 
 def _summary(spans):
-    """Say how much of the time some kernel ran."""
+    """Yield the busy and idle time."""
     busy, gaps, end = 0.0, [], spans[0][0]
     for start, stop, name in spans:
         if start > end:

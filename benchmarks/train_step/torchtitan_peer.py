@@ -49,7 +49,7 @@ def compiled(shape):
 
 
 def _allow_missing_datasets():
-    """Let it be imported without the package of its data loaders, which nobody uses here."""
+    """Allow its import without the package of its data loaders, which are unused here."""
     if "datasets" in sys.modules or importlib.util.find_spec("datasets") is not None:
         return
     for name, exported in _DATASETS.items():

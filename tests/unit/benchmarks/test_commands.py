@@ -1,4 +1,4 @@
-"""Logs of training commands become rows, whoever wrote them; a row that fails says why."""
+"""Logs of training commands become rows; a row that fails is reported."""
 
 import argparse
 import sys
@@ -46,6 +46,13 @@ ARRIVALS = """
 """  # noqa: E501
 
 
+SWIFT = """
+{'loss': 6.25, 'grad_norm': 1.0, 'memory(GiB)': 1.5, 'train_speed(s/it)': 4.0}
+{'loss': 6.20, 'grad_norm': 1.0, 'memory(GiB)': 2.5, 'train_speed(s/it)': 2.5}
+{'loss': 6.10, 'grad_norm': 1.0, 'memory(GiB)': 2.5, 'train_speed(s/it)': 2.0}
+"""
+
+
 def stamped(text):
     return [(2.0 * number, line) for number, line in enumerate(text.splitlines())]
 
@@ -84,8 +91,16 @@ def test_lines_without_seconds_are_timed_by_their_arrival():
     assert (row["tokens_per_s"], row["loss"], row["peak_gib"]) == ("32768", "12.000", "")
 
 
+def test_lines_of_ms_swift_are_means_over_all_steps():
+    log = logs.read_swift(stamped(SWIFT), 1024)
+    assert [step.seconds for step in log.steps] == pytest.approx([4.0, 1.0, 1.0])
+    row = logs.summarise(log, warm_up=1)
+    assert (row["tokens_per_s"], row["peak_gib"], row["loss"]) == ("1024", "2.5", "6.100")
+    assert row["first_step_s"] == "4.00"
+
+
 def test_a_log_without_steps_has_no_row():
-    for read in logs.FORMS.values():
+    for read in logs.FORMATS.values():
         assert read(stamped("Traceback (most recent call last):"), 1).steps == []
 
 
@@ -129,6 +144,13 @@ def test_a_command_that_hangs_is_ended(job):
     command = Command([sys.executable, "-c", "import time; time.sleep(60)"], "json")
     with pytest.raises(bench_commands.Failed, match="not done after 0.5 s"):
         bench_commands.run(command, job, "row:2", 0.5)
+
+
+def test_a_command_is_stopped_after_its_last_step(job):
+    program = "import time\nfor n in range(9): print('step', n, flush=True)\ntime.sleep(60)"
+    command = Command([sys.executable, "-c", program], "json", stop_after=("step", 3))
+    lines = bench_commands.run(command, job, "row:2", 30)
+    assert [line for _, line in lines][:3] == ["step 0", "step 1", "step 2"]
 
 
 def test_rows_are_named_by_command_and_micro_batch():

@@ -1,4 +1,4 @@
-"""Processes that take turns on the one device, so that clocks and neighbours disturb all alike."""
+"""Worker processes that run alternately on one device, so that other load affects all alike."""
 
 import contextlib
 import gc
@@ -10,24 +10,24 @@ import sys
 import time
 
 
-def serve(step, steps, warm_up, look=None):
-    """In a worker: warm up for the first line on standard input, run `steps` for each other one.
+def serve(step, steps, warm_up, on_warm=None):
+    """In a worker: warm up at the first line on standard input, run `steps` at each further one.
 
-    `look` is called with the step when that is warm and the device is this worker's alone.
+    `on_warm` is called with the step after the warm-up, while the device is otherwise idle.
     """
     import torch
 
     sys.stdin.readline()
     for _ in range(warm_up):
         step()
-    if look is not None:
-        look(step)
+    if on_warm is not None:
+        on_warm(step)
     torch.cuda.empty_cache()
     gc.collect()
-    gc.freeze()  # a collection that looks through all imports takes as long as a step
-    _answer({})
+    gc.freeze()  # a collection over all imports takes as long as a step
+    _reply({})
     for _ in sys.stdin:
-        step()  # takes back the memory that was lent to the others
+        step()  # allocates the memory again
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -36,18 +36,18 @@ def serve(step, steps, warm_up, look=None):
         torch.cuda.synchronize()
         seconds = (time.perf_counter() - start) / steps
         peak = torch.cuda.max_memory_allocated() / 2**30
-        _answer(
+        _reply(
             {"seconds": seconds, "peak_gib": peak, "last": None if last is None else float(last)}
         )
-        torch.cuda.empty_cache()  # the others need the memory in between
+        torch.cuda.empty_cache()  # the other workers need the memory in between
 
 
-def _answer(values):
+def _reply(values):
     print("#", json.dumps(values), file=sys.__stdout__, flush=True)
 
 
 class Worker:
-    """One process of the race: it starts at once and works only when asked."""
+    """One worker process: it starts at once and runs steps on request."""
 
     def __init__(self, *command):
         with socket.socket() as free:
@@ -58,35 +58,35 @@ class Worker:
         self._process = subprocess.Popen([sys.executable, *command], env=environment, **pipes)
 
     def begin(self):
-        """Let the worker take its first steps, without waiting for them."""
-        self._tell()
+        """Start the warm-up, without waiting for it."""
+        self._request()
 
     def has_begun(self):
-        """Wait for the first steps; say whether the worker could take them."""
-        return self._answer() is not None
+        """Wait for the warm-up; return whether it succeeded."""
+        return self._reply() is not None
 
     def warm_up(self):
-        """Let the worker take its first steps; say whether it could."""
+        """Run the warm-up; return whether it succeeded."""
         self.begin()
         return self.has_begun()
 
     def measure(self):
-        """Let the worker run its steps; return seconds a step, peak memory and the last value."""
-        self._tell()
-        return self._answer()
+        """Run the steps; return seconds per step, peak memory and the last value."""
+        self._request()
+        return self._reply()
 
     def end(self):
-        """Let the process end."""
+        """End the process."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
 
-    def _tell(self):
+    def _request(self):
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
 
-    def _answer(self):
+    def _reply(self):
         for line in self._process.stdout:
             if line.startswith("# "):
                 return json.loads(line[2:])
