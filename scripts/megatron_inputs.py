@@ -1,4 +1,4 @@
-"""What the Megatron scripts are given on the command line, checked before any work."""
+"""Types of the command-line arguments of the Megatron scripts, checked before any work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def checkout(text: str) -> Path:
-    """Take the folder of a Megatron-LM checkout."""
+    """Parse the folder of a Megatron-LM checkout."""
     folder = Path(text).resolve()
     if not (folder / "megatron/core").is_dir():
         message = f"{text} is no checkout of Megatron-LM: it has no megatron/core"
@@ -18,14 +18,14 @@ def checkout(text: str) -> Path:
 
 
 def page(text: str) -> Path:
-    """Take a file that is there."""
+    """Parse an existing file."""
     if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"{text} does not exist: give the page to renew")
+        raise argparse.ArgumentTypeError(f"{text} does not exist: give the page to update")
     return Path(text)
 
 
 def results(file: Path) -> dict[str, Any]:
-    """Read what megatron_suite.py wrote."""
+    """Read the output of megatron_suite.py."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -37,7 +37,7 @@ def results(file: Path) -> dict[str, Any]:
 
 
 def tagged(text: str) -> tuple[str, dict[str, Any]]:
-    """Take TAG=FILE, and read the file."""
+    """Parse TAG=FILE, and read the file."""
     tag, sign, file = text.partition("=")
     if not (tag and sign and file):
         raise argparse.ArgumentTypeError(f"{text}: give TAG=FILE, e.g. core_v0.16.1=results.json")
@@ -45,7 +45,7 @@ def tagged(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def earlier(text: str) -> tuple[Path, dict[str, Any]]:
-    """Take the file for results, and read those of an earlier run if there are any."""
+    """Parse the output file, and read the results of an earlier run if it exists."""
     file = Path(text).resolve()
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {file.parent}")

@@ -36,7 +36,7 @@ PRELOADED = (
 
 @dataclass(eq=False)  # pytest keeps its plugins in sets
 class Recorder:
-    """A pytest plugin: which tests to run, and one line of JSON for each event of them."""
+    """A pytest plugin: selects tests, and writes one line of JSON for each of their events."""
 
     log: Path
     chosen: Sequence[str]
@@ -46,7 +46,7 @@ class Recorder:
     _phases: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Keep the chosen tests; note the ones left out."""
+        """Select the chosen tests; record the ones left out."""
         chosen = set(self.chosen)
         kept = []
         for item in items:
@@ -62,7 +62,7 @@ class Recorder:
         items[:] = kept
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Note a file that cannot be imported, or skips itself as a whole."""
+        """Record a file that cannot be imported, or skips itself as a whole."""
         if report.failed:
             self._write(file=report.nodeid, outcome="failed", cause=_cause(report.longrepr))
         elif report.skipped:
@@ -70,12 +70,12 @@ class Recorder:
             self._write(file=report.nodeid, outcome="skipped", cause=cause)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note the test that runs now: it is to blame if nothing follows."""
+        """Record the running test: it has failed if no event follows."""
         self._phases[nodeid] = {"outcome": "passed", "cause": "", "start": time.time()}
         self._write(test=nodeid, outcome="running")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Join set-up, call and tear-down of a test: the worst counts."""
+        """Combine set-up, call and tear-down of a test: the worst counts."""
         state = self._phases[report.nodeid]
         if report.failed and state["outcome"] != "failed":
             state.update(outcome="failed", cause=_cause(report.longrepr))
@@ -124,8 +124,8 @@ def preload() -> None:
         importlib.import_module(name)
 
 
-def become(environment: Mapping[str, str], log: Path, parent: int) -> None:
-    """Turn a fresh fork into a rank of its own: environment, output, stacks on SIGABRT."""
+def init_rank(environment: Mapping[str, str], log: Path, parent: int) -> None:
+    """Set up a forked process as a rank: environment, output, stacks on SIGABRT."""
     die_with_parent(parent)()
     os.environ.update(environment, TMPDIR=str(log.parent))
     tempfile.tempdir = None
@@ -140,10 +140,10 @@ def become(environment: Mapping[str, str], log: Path, parent: int) -> None:
 
 
 class GroupPool:
-    """Process groups that are made once and used again by the next test.
+    """Process groups that are created once and reused by the next test.
 
-    Megatron makes dozens for every test and forgets them. On gloo each costs all ranks a meeting
-    and holds threads: after some tests, thousands.
+    Megatron creates dozens for every test and does not destroy them. On gloo each costs all ranks a
+    rendezvous and holds threads: after some tests, thousands.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class GroupPool:
         self._dist = dist
         self._make = dist.new_group
         self._destroy = dist.destroy_process_group
-        self._forget = parallel_state.destroy_model_parallel
+        self._destroy_model_parallel = parallel_state.destroy_model_parallel
         self._pool: dict[tuple[object, ...], Any] = {}
         self._world: Any = None
         self._uses: Counter[tuple[object, ...]] = Counter()
@@ -162,7 +162,7 @@ class GroupPool:
         parallel_state.destroy_model_parallel = self.destroy_model_parallel
 
     def new_group(self, ranks: Any = None, timeout: Any = None, **options: Any) -> Any:
-        """Return a group of these ranks that nothing has used since Megatron forgot its own."""
+        """Return a group of these ranks that is unused since Megatron last released its groups."""
         if self._world is not self._dist.group.WORLD:
             self._world = self._dist.group.WORLD
             self._pool.clear()
@@ -171,28 +171,28 @@ class GroupPool:
         key = (members, str(timeout), backend, options.get("use_local_synchronization"))
         is_first = not self._uses
         self._uses[key] += 1
-        place = (*key, self._uses[key])
-        if place not in self._pool:
-            self._pool[place] = self._make(ranks, timeout, **options)
+        slot = (*key, self._uses[key])
+        if slot not in self._pool:
+            self._pool[slot] = self._make(ranks, timeout, **options)
         elif is_first:
-            # Making a group lets the ranks meet, and tests count on it: one that is behind
-            # still removes the folder of the last test while another one makes it anew.
+            # Creating a group synchronises the ranks, and tests rely on it: a slow rank still
+            # removes the folder of the last test while another one creates it again.
             self._dist.barrier()
-        return self._pool[place]
+        return self._pool[slot]
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Keep a pooled group: if its members made a new one, the other ranks would not know."""
+        """Keep a pooled group: if only its members created a new one, other ranks would hang."""
         if not any(group is pooled for pooled in self._pool.values()):
             self._destroy(group)
 
     def destroy_model_parallel(self) -> None:
-        """Let Megatron forget, and give out the same groups from now on."""
-        self._forget()
+        """Release Megatron's groups, and reuse them from now on."""
+        self._destroy_model_parallel()
         self._uses.clear()
 
 
 def run_file(file: str, recorder: Recorder) -> int:
-    """Run one file in this process, in the manner of Megatron's own test job."""
+    """Run one file in this process, as Megatron's own test job does."""
     import pytest
 
     GroupPool()
@@ -201,7 +201,7 @@ def run_file(file: str, recorder: Recorder) -> int:
     # Other plugins that happen to be installed would cost every rank seconds.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plugins = ("mindspeed.megatron_adaptor", "pytest_asyncio.plugin", "pytest_mock")
-    options = [word for plugin in (*plugins, "no:cacheprovider") for word in ("-p", plugin)]
+    options = [flag for plugin in (*plugins, "no:cacheprovider") for flag in ("-p", plugin)]
     options += ["-o", "addopts=", "-q", "-s", "-W", "ignore", "--tb=short"]
     # Ranks of one run share the folder above this one, other runs have their own.
     options += ["--basetemp", str(recorder.log.with_suffix(".tmp"))]
@@ -209,11 +209,11 @@ def run_file(file: str, recorder: Recorder) -> int:
 
 
 def _cause(representation: Any) -> str:
-    """Say in one line what went wrong, and in which line of code."""
+    """Return the error in one line, with its file and line number."""
     crash = getattr(representation, "reprcrash", None)
     if crash is not None:
-        place = "/".join(Path(crash.path).parts[-2:])
+        location = "/".join(Path(crash.path).parts[-2:])
         message = next(iter(crash.message.strip().splitlines()), "")
-        return f"{message[:240]} ({place}:{crash.lineno})"
+        return f"{message[:240]} ({location}:{crash.lineno})"
     lines = [line for line in str(representation).splitlines() if line.startswith("E  ")]
     return (lines or str(representation).splitlines() or [""])[-1].removeprefix("E").strip()[:240]

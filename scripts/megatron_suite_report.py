@@ -1,8 +1,8 @@
-"""Write what megatron_suite.py found into the page that explains it.
+"""Write the results of megatron_suite.py into docs/megatron_suite.md.
 
     python scripts/megatron_suite_report.py docs/megatron_suite.md core_v0.12.1=FILE ...
 
-Everything from the heading "Result" on is written anew.
+Everything from the heading "Result" on is replaced.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron_suite_rank import matches, read_reasons
 KINDS = ("passed", "failed", "skipped", "left out")
 HEADING = "## Result"
 CAUSES = Path(__file__).with_name("megatron_suite_causes.txt")
-"""What is known about failures, where their own words do not tell."""
+"""Known causes of failures, where the error message does not explain them."""
 Test = dict[str, Any]
 
 
 def main() -> int:
-    """Renew the page named first with the results of the TAG=FILE arguments."""
+    """Update the page with the results of the TAG=FILE arguments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("page", type=page, help="the page to renew")
+    parser.add_argument("page", type=page, help="the page to update")
     parser.add_argument("results", type=tagged, nargs="+", metavar="TAG=FILE")
     options = parser.parse_args()
     tags = {tag: by_name(files) for tag, files in options.results}
@@ -61,7 +61,7 @@ def by_name(files: dict[str, dict[str, Test]]) -> dict[str, Test]:
 
 
 def summary(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
-    """Say how many tests there are and which part of those that ran passed."""
+    """Count the tests and the share of those run that passed."""
     yield "| tag | tests | passed | failed | skipped by itself | left out | share that passed |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for tag, tests in tags.items():
@@ -100,7 +100,7 @@ def by_cause(tags: dict[str, dict[str, Test]], kind: str) -> Iterator[str]:
 
 
 def failures(tags: dict[str, dict[str, Test]]) -> Iterator[str]:
-    """Name every test that failed, those of one function and cause together."""
+    """List every test that failed, grouped by function and cause."""
     known = dict(read_reasons(CAUSES))
     for tag, tests in tags.items():
         yield f"### {tag}\n"

@@ -2,8 +2,8 @@
 
     python scripts/performance_page.py
 
-What stands between `<!-- table: NAME -->` and `<!-- end -->` is made from NAME.csv, that of a name
-that begins with op_ from ops.csv; the text around it is written by hand.
+The text between `<!-- table: NAME -->` and `<!-- end -->` is generated from NAME.csv, or from
+ops.csv for names that begin with op_; the text around it is written by hand.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ TARGETS = ROOT / "benchmarks" / "op_targets.csv"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTEXT = ("device", "torch", "triton", "liger", "megatron_core", "commit")
 PEER_ORDER = ("ours", "eager", "compile", "liger")
-PRODUCTS = "products alone"
-GONE = ("ours-tuned",)  # stacks that were tried and are not in the product
+GEMMS = "products alone"
+REMOVED = ("ours-tuned",)  # stacks that were tried and are not maintained
 
 Row = dict[str, str]
-Races = dict[tuple[str, ...], list[Row]]
+Measurements = dict[tuple[str, ...], list[Row]]
 
 
 def render(page: str, results: Path = RESULTS) -> str:
-    """Return the page with every table made anew."""
+    """Return the page with every table generated again."""
     return TABLE.sub(lambda match: match[1] + _table(results, match[2]) + match[3], page)
 
 
@@ -46,7 +46,7 @@ def _read(path: Path) -> list[Row]:
 
 
 def plain(rows: list[Row]) -> Iterator[str]:
-    """Show the last run of any other question, column by column."""
+    """Show the last run of any other file, column by column."""
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
     columns = [column for column in rows[0] if column not in CONTEXT]
     yield from markdown(columns, [[row[column] for column in columns] for row in rows])
@@ -54,60 +54,62 @@ def plain(rows: list[Row]) -> Iterator[str]:
 
 
 def ops(rows: list[Row]) -> Iterator[str]:
-    """Show one table an operator, the last race of each shape and pass."""
-    races = _last_races(rows)
-    yield _measured_on([row for race in races.values() for row in race])
-    for name in dict.fromkeys(key[0] for key in races):
+    """Show one table per operator, the last measurement of each shape and pass."""
+    groups = _last_measurements(rows)
+    yield _measured_on([row for group in groups.values() for row in group])
+    for name in dict.fromkeys(key[0] for key in groups):
         yield from ["", f"### {name}", ""]
-        yield from _operator([race for key, race in races.items() if key[0] == name])
+        yield from _operator([group for key, group in groups.items() if key[0] == name])
 
 
-def _last_races(rows: list[Row]) -> Races:
-    races: Races = {}
+def _last_measurements(rows: list[Row]) -> Measurements:
+    groups: Measurements = {}
     for row in rows:
         if row["device"] == "cpu":
             continue
-        race = races.setdefault((row["op"], row["shape"], row["dtype"], row["pass"]), [])
-        if race and race[0]["run"] != row["run"]:  # a later run replaces an earlier one
-            race.clear()
-        race.append(row)
-    return races
+        group = groups.setdefault((row["op"], row["shape"], row["dtype"], row["pass"]), [])
+        if group and group[0]["run"] != row["run"]:  # a later run replaces an earlier one
+            group.clear()
+        group.append(row)
+    return groups
 
 
 def op_targets(rows: list[Row]) -> Iterator[str]:
-    """Show what each operator was to reach, the worst of the shapes it was meant for, and why."""
-    races = list(_last_races(rows).values())
+    """Show the target of each operator and the worst of its shapes."""
+    groups = list(_last_measurements(rows).values())
     head = ["", "operator", "pass", "held against", "target", "reached", "worst shape", ""]
-    yield from markdown(head, [_target(target, races) for target in _read(TARGETS)])
+    yield from markdown(head, [_target(target, groups) for target in _read(TARGETS)])
 
 
 def op_choices(rows: list[Row]) -> Iterator[str]:
-    """Show the largest race of each operator: ours, the best other, and what the chip allows."""
+    """Show the largest shape of each operator: ours, the best other, and the roofline."""
     largest: dict[str, list[Row]] = {}
-    for race in _last_races(rows).values():
-        longest = largest.setdefault(race[0]["op"], race)
-        if float(race[0]["floor_us"]) > float(longest[0]["floor_us"]):
-            largest[race[0]["op"]] = race
+    for group in _last_measurements(rows).values():
+        longest = largest.setdefault(group[0]["op"], group)
+        if float(group[0]["floor_us"]) > float(longest[0]["floor_us"]):
+            largest[group[0]["op"]] = group
     lines = []
-    for race in largest.values():
-        ours = next((row for row in race if row["peer"] == "ours"), None)
-        others = [row for row in race if row["error"] and row["peer"] != "ours"]
+    for group in largest.values():
+        ours = next((row for row in group if row["peer"] == "ours"), None)
+        others = [row for row in group if row["error"] and row["peer"] != "ours"]
         if ours is not None:
             best = min(others, key=lambda row: float(row["gpu_us"]), default=None)
             second = "-" if best is None else f"{best['peer']} {_micro(best['gpu_us'])}"
             cells = ours["op"], f"{ours['shape']}, {ours['pass']}", _micro(ours["gpu_us"]), second
             lines.append([*cells, ours["floor_over_time"]])
-    yield from markdown(["operator", "race", "ours, us", "best other, us", "floor / ours"], lines)
+    yield from markdown(
+        ["operator", "shape, pass", "ours, us", "best other, us", "floor / ours"], lines
+    )
 
 
-def _target(target: Row, races: list[list[Row]]) -> list[str]:
-    """Compare one target with the races of its operator, pass and shapes (all, if it has none)."""
+def _target(target: Row, groups: list[list[Row]]) -> list[str]:
+    """Compare one target with the measurements of its operator, pass and shapes (all if none)."""
     shares = []
-    for race in races:
-        ours = next((row for row in race if row["peer"] == "ours"), race[0])
+    for group in groups:
+        ours = next((row for row in group if row["peer"] == "ours"), group[0])
         named = target["shape"].split("|") if target["shape"] else [ours["shape"]]
         if (ours["op"], ours["pass"]) == (target["op"], target["pass"]) and ours["shape"] in named:
-            share = _share(target["against"], ours, race)
+            share = _share(target["against"], ours, group)
             if ours["peer"] == "ours" and share is not None:
                 shares.append((share, ours["shape"]))
     cells = [target[column] for column in ("row", "op", "pass", "against", "at_least")]
@@ -118,8 +120,8 @@ def _target(target: Row, races: list[list[Row]]) -> list[str]:
     return [*cells, f"{share:.3f}", shape, "reached" if is_met else f"missed: {target['why']}"]
 
 
-def _share(against: str, ours: Row, race: list[Row]) -> float | None:
-    """Return how often ours fits into what it is held against: a time, a memory, a peer."""
+def _share(against: str, ours: Row, group: list[Row]) -> float | None:
+    """Return the ratio of a target (a time, a memory size, a peer) to ours."""
     if against.endswith(" us"):
         return float(against.removesuffix(" us")) / float(ours["gpu_us"])
     if against.endswith(" MiB"):
@@ -127,28 +129,28 @@ def _share(against: str, ours: Row, race: list[Row]) -> float | None:
     if against in ("floor", "best other"):
         text = ours["floor_over_time" if against == "floor" else "best_other_over_time"]
         return float(text) if text else None
-    others = [row for row in race if row["peer"] == against]
+    others = [row for row in group if row["peer"] == against]
     return float(others[0]["gpu_us"]) / float(ours["gpu_us"]) if others else None
 
 
-def _operator(races: list[list[Row]]) -> Iterator[str]:
-    peers = dict.fromkeys(row["peer"] for race in races for row in race)
+def _operator(groups: list[list[Row]]) -> Iterator[str]:
+    peers = dict.fromkeys(row["peer"] for group in groups for row in group)
     ordered = sorted(peers, key=lambda peer: (PEER_ORDER + tuple(peers)).index(peer))
     head = ["shape", "pass", *ordered, "floor", "floor / ours", "best other / ours"]
-    has_products = PRODUCTS in peers
-    head += [f"{PRODUCTS} / ours"] if has_products else []
+    has_gemms = GEMMS in peers
+    head += [f"{GEMMS} / ours"] if has_gemms else []
     lines = []
-    for race in races:
-        by_peer = {row["peer"]: row for row in race}
-        ours, first = by_peer.get("ours"), race[0]
+    for group in groups:
+        by_peer = {row["peer"]: row for row in group}
+        ours, first = by_peer.get("ours"), group[0]
         cells = [_time(by_peer.get(peer)) for peer in ordered]
         shares = [ours["floor_over_time"], ours["best_other_over_time"]] if ours else ["", ""]
-        if has_products:
-            share = _share(PRODUCTS, ours, race) if ours else None
+        if has_gemms:
+            share = _share(GEMMS, ours, group) if ours else None
             shares.append("" if share is None else f"{share:.3f}")
         lines.append([first["shape"], first["pass"], *cells, _micro(first["floor_us"]), *shares])
     yield from markdown(head, lines)
-    memory = _memory(races)
+    memory = _memory(groups)
     if memory:
         yield from ["", memory]
 
@@ -159,17 +161,19 @@ def _time(row: Row | None) -> str:
     return f"{_micro(row['gpu_us'])} ({row['launches']})"
 
 
-def _memory(races: list[list[Row]]) -> str:
-    """Tell the peak memory of the largest shape."""
-    whole = [race for race in races if race[0]["pass"] == "full"] or races
-    race = max(whole, key=lambda race: float(race[0]["floor_us"]))
-    peaks = ", ".join(f"{row['peer']} {row['peak_mib']}" for row in race if row["peak_mib"])
-    return f"Peak MiB at {race[0]['shape']}, {race[0]['pass']}: {peaks}." if peaks else ""
+def _memory(groups: list[list[Row]]) -> str:
+    """Return the peak memory of the largest shape."""
+    whole = [group for group in groups if group[0]["pass"] == "full"] or groups
+    group = max(whole, key=lambda group: float(group[0]["floor_us"]))
+    peaks = ", ".join(f"{row['peer']} {row['peak_mib']}" for row in group if row["peak_mib"])
+    return f"Peak MiB at {group[0]['shape']}, {group[0]['pass']}: {peaks}." if peaks else ""
 
 
 def train_step(rows: list[Row]) -> Iterator[str]:
-    """Show the last row of each stack, the fastest first; those of one commit raced each other."""
-    rows = [row for row in _last(rows, "shape", "peer", "micro_batch") if row["peer"] not in GONE]
+    """Show the last row of each stack, the fastest first."""
+    rows = [
+        row for row in _last(rows, "shape", "peer", "micro_batch") if row["peer"] not in REMOVED
+    ]
     head = ["stack", "micro-batch", "tokens/s", "slowest - fastest", "model TFLOP/s", "peak GiB"]
     head += ["least time / time", "in a long row", "loss", "commit"]
     for shape in dict.fromkeys(row["shape"] for row in rows):
@@ -196,7 +200,7 @@ def train_step(rows: list[Row]) -> Iterator[str]:
 
 
 def mm_step(rows: list[Row]) -> Iterator[str]:
-    """Show the last race against each peer."""
+    """Show the last measurement against each peer."""
     rows = _last(rows, "peer", "against")
     columns = [column for column in rows[0] if column not in CONTEXT or column == "commit"]
     yield from markdown(columns, [[row[column] for column in columns] for row in rows])
@@ -226,7 +230,7 @@ def _measured_on(rows: list[Row]) -> str:
 
 
 def _micro(text: str) -> str:
-    """Shorten microseconds to three digits that count."""
+    """Round microseconds to three significant digits."""
     value = float(text)
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
