@@ -2,7 +2,7 @@
 
 import torch
 from op_case import GEMMS, Case, Work, compiled, run_pass
-from torch.nn.functional import linear as product
+from torch.nn.functional import linear as matmul
 
 from mindspeed.device.hopper import QUACK
 from mindspeed.ops.swiglu import gemm_swiglu, swiglu
@@ -10,29 +10,29 @@ from mindspeed.parallel.tensor import linear, linear_swiglu, swiglu_linear
 
 
 def eager(x, first, second):
-    """Multiply, split, multiply as torch does."""
-    gate, up = product(x, first).chunk(2, dim=-1)
-    return product(torch.nn.functional.silu(gate) * up, second)
+    """Run the MLP in eager torch."""
+    gate, up = matmul(x, first).chunk(2, dim=-1)
+    return matmul(torch.nn.functional.silu(gate) * up, second)
 
 
 def apart(x, first, second):
-    """Do it as the layers of the TE spec do without quack-kernels."""
+    """Run the layers of the TE spec without quack-kernels."""
     preact = linear(x, first)
     return swiglu_linear(preact, swiglu(preact), second)
 
 
 def in_epilogue(x, first, second):
-    """Do it as they do with it."""
+    """Run them with quack-kernels: SwiGLU in the epilogue of the GEMMs."""
     preact, y = linear_swiglu(x, first)
     return swiglu_linear(preact, gemm_swiglu.with_gradient(y, preact), second)
 
 
-def products(x, first, second):
-    """Multiply both ways, and nothing else."""
+def gemms_alone(x, first, second):
+    """Run the GEMMs forward and backward, and nothing else."""
     middle = torch.randn_like(x[:, :1]).expand(-1, second.shape[1]).clone().requires_grad_()
 
     def both(x, first, middle, second):
-        return product(x, first), product(middle, second)
+        return matmul(x, first), matmul(middle, second)
 
     inputs = x, first, middle, second
     return {which: run_pass(both, inputs, which) for which in ("fwd", "bwd", "full")}
@@ -65,7 +65,7 @@ def case(tokens, hidden, ffn, dtype=torch.bfloat16):
             "compile": compiled(eager),
         },
         reference=eager,
-        lower_bounds={GEMMS: products},
+        lower_bounds={GEMMS: gemms_alone},
         work={"fwd": forward, "bwd": backward, "full": forward + backward},
     )
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed import device
 from mindspeed.device.hopper import QUACK
-from mindspeed.ops.dispatch import is_watched
+from mindspeed.ops.dispatch import is_tracing
 from mindspeed.ops.swiglu import swiglu_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ def is_supported(x: Tensor, weight: Tensor, extra_columns: int = 0) -> bool:
     """
     columns, hidden = weight.shape
     return (
-        not is_watched()
+        not is_tracing()
         and x.dtype in DTYPES
         and x.numel() >= MIN_TOKENS * hidden
         and _is_aligned(hidden + extra_columns, columns // 2)
@@ -94,7 +94,7 @@ def gemm_swiglu_gradient(grad: Tensor, weight: Tensor, preact: Tensor) -> tuple[
     """
     from quack.gemm_interface import gemm_dgated
 
-    if is_watched() or not _is_aligned(*weight.shape):
+    if is_tracing() or not _is_aligned(*weight.shape):
         return _plain_gradient(grad @ weight, preact)
     rows = _rows(grad), _rows(weight), _flat(preact)
     options = {"activation": "swiglu", "tuned": False, "config": _kernels().gradient}
@@ -104,7 +104,7 @@ def gemm_swiglu_gradient(grad: Tensor, weight: Tensor, preact: Tensor) -> tuple[
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """Multiply the gradient of preact (..., F, 2) by weight (2F, H)."""
-    if is_watched():
+    if is_tracing():
         return _deinterleaved(grad) @ weight
     out = grad.new_empty(*grad.shape[:-2], weight.shape[1])
     _gemm(_flat(grad), _rows(weight), out.flatten(0, -2), ("B",), _kernels().input_gradient)
@@ -113,7 +113,7 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return grad^T x as the gradient of [gate; up] (2F, H), in the dtype of grad by default."""
-    if is_watched():
+    if is_tracing():
         return (_deinterleaved(grad).flatten(0, -2).t() @ x.flatten(0, -2)).to(dtype or grad.dtype)
     out = grad.new_empty(2 * grad.shape[-2], x.shape[-1], dtype=dtype)
     _gemm(_flat(grad).t(), _rows(x), out, ("out",), _kernels().weight_gradient)
@@ -123,7 +123,7 @@ def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype | None = None) -
 def add_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add grad^T x to the gradient of [gate; up] (2F, H)."""
     # Megatron packs gradients of any size back to back: their addresses are not all aligned.
-    if is_watched() or main_grad.data_ptr() % ALIGN_BYTES:
+    if is_tracing() or main_grad.data_ptr() % ALIGN_BYTES:
         main_grad.add_(weight_gradient(grad, x, main_grad.dtype))
         return
     kernel = _kernels().weight_gradient
