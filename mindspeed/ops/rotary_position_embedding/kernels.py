@@ -39,11 +39,11 @@ def _head_ptrs(
         q_ptrs = q_ptr + s * stride_qs + b * stride_qb + (group * Q_HEADS + part) * stride_qh
         k_ptrs, v_ptrs = q_ptrs, q_ptrs
         if K_HEADS > 0:
-            k_head = group * K_HEADS + part - Q_HEADS
-            k_ptrs = k_ptr + s * stride_ks + b * stride_kb + k_head * stride_kh
+            k_ptrs = k_ptr + s * stride_ks + b * stride_kb
+            k_ptrs += (group * K_HEADS + part - Q_HEADS) * stride_kh
         if V_HEADS > 0:
-            v_head = group * V_HEADS + part - Q_HEADS - K_HEADS
-            v_ptrs = v_ptr + s * stride_vs + b * stride_vb + v_head * stride_vh
+            v_ptrs = v_ptr + s * stride_vs + b * stride_vb
+            v_ptrs += (group * V_HEADS + part - Q_HEADS - K_HEADS) * stride_vh
     return q_ptrs[:, None], k_ptrs[:, None], v_ptrs[:, None]
 
 

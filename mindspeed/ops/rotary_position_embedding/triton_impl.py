@@ -106,7 +106,7 @@ class _RotatePacked(torch.autograd.Function):
         k = qkv.new_empty(tokens, batch, groups, head_dim)
         v = torch.empty_like(k)
         packed = _packed_args(qkv, head_dim)
-        _launch(table, qkv.shape, (q_heads, 1, 1), head_dim, packed, _args(q, k, v))
+        _launch(table, qkv.shape, (q_heads, 1, 1), head_dim, inputs=packed, outputs=_args(q, k, v))
         return q, k, v
 
     @staticmethod
@@ -117,7 +117,7 @@ class _RotatePacked(torch.autograd.Function):
         heads = (shape[3] // head_dim - 2, 1, 1)
         inputs = _args(*(_contiguous_heads(grad) for grad in grads))
         outputs = _packed_args(qkv, head_dim)
-        _launch(ctx.table, shape, heads, head_dim, inputs, outputs, is_forward=False)
+        _launch(ctx.table, shape, heads, head_dim, inputs=inputs, outputs=outputs, is_forward=False)
         return None, qkv, None, None
 
 
@@ -128,8 +128,15 @@ def _rotate_all(table: Table, tensors: Sequence[Tensor], is_forward: bool) -> tu
     heads = (q.shape[2], rest[0].shape[2] if rest else 0, 0)
     absent = [None] * (3 - len(inputs))
     shape = (*q.shape[:2], 1, 0)
-    args = _args(*inputs, *absent), _args(*outputs, *absent)
-    _launch(table, shape, heads, q.shape[3], *args, is_forward=is_forward)
+    _launch(
+        table,
+        shape,
+        heads,
+        q.shape[3],
+        inputs=_args(*inputs, *absent),
+        outputs=_args(*outputs, *absent),
+        is_forward=is_forward,
+    )
     return outputs
 
 
@@ -172,6 +179,7 @@ def _launch(
     shape: Sequence[int],
     heads: tuple[int, int, int],
     head_dim: int,
+    *,
     inputs: list[Any],
     outputs: list[Any],
     is_forward: bool = True,
