@@ -33,9 +33,9 @@ def setup_debugpy(host: str = "127.0.0.1", base_port: int = BASE_PORT) -> None:
         return
     port = base_port + rank
     _listen(debugpy, os.environ.get(_HOST) or host, port)
-    _say(f"[Rank {rank}] Waiting for debugger attach on port {port}...")
+    _print_line(f"[Rank {rank}] Waiting for debugger attach on port {port}...")
     debugpy.wait_for_client()
-    _say(f"[Rank {rank}] Debugger attached!")
+    _print_line(f"[Rank {rank}] Debugger attached!")
 
 
 def attach_if_asked() -> None:
@@ -102,7 +102,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _say(line: str) -> None:
-    # Written for the person at the terminal, who waits for exactly this line; not a log record.
+def _print_line(line: str) -> None:
+    # Written for the user at the terminal, who waits for exactly this line; not a log record.
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

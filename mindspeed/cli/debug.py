@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file and say how to go on."""
+    """Write the file and print the next steps."""
     if not 1 <= args.vscode <= _MAX_RANKS:
         raise ConfigError(f"--vscode {args.vscode}: give the number of ranks, 1 to {_MAX_RANKS}")
     if args.output.is_dir():
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_launch_file(path: Path, world: int, *, force: bool = False) -> Path | None:
-    """Put entries for world ranks into path, keep everybody else's, and return a backup if made."""
+    """Write entries for world ranks, keep all others, and return the backup if one was made."""
     path = path.resolve()
     backup = None
     try:

@@ -39,10 +39,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks, wait for them, and say what went wrong."""
+    """Start the ranks, wait for them, and report what failed."""
     _check(args)
     command = [sys.executable, *(["-m"] if args.module else []), *args.command]
-    # Whoever debugs must see which rank waits for the debugger.
+    # A user who debugs must see which rank waits for the debugger.
     all_ranks = args.all_ranks or bool(os.environ.get("MINDSPEED_DEBUG_RANKS"))
     outcome = launch(command, args.nproc, timeout=args.timeout, all_ranks=all_ranks, host=args.host)
     for text in (outcome.detail, outcome.summary and f"mindspeed run: {outcome.summary}"):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from mindspeed.launch.process import ignore_requests_to_stop, leave_with_parent
+from mindspeed.launch.process import exit_with_parent, ignore_stop_signals
 
 FORMAT = "serialization_format"
 
@@ -84,5 +84,5 @@ def wrap_prepare_write_data(original: Callable[..., None]) -> Callable[..., None
 
 
 def _live_as_the_rank() -> None:
-    ignore_requests_to_stop()
-    leave_with_parent()
+    ignore_stop_signals()
+    exit_with_parent()

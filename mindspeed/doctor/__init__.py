@@ -1,6 +1,5 @@
 """Can a training run start on this machine? Each check returns a record."""
 
-from mindspeed.doctor.check import Check, Status
-from mindspeed.doctor.examination import examine, ready
+from mindspeed.doctor.checks import Check, Status, is_ready, run_checks
 
-__all__ = ["Check", "Status", "examine", "ready"]
+__all__ = ["Check", "Status", "is_ready", "run_checks"]

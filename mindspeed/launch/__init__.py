@@ -1,9 +1,13 @@
-"""Start N ranks on this machine, keep them together, and say which one failed first."""
+"""Start N ranks on this machine, supervise them, and report the one that failed first."""
 
 from mindspeed.launch.command import Outcome, launch
-from mindspeed.launch.environment import LOOPBACK, loopback_interface, rank_environment
 from mindspeed.launch.functions import RankFailed, call
-from mindspeed.launch.rendezvous import Rendezvous
+from mindspeed.launch.rendezvous import (
+    LOOPBACK,
+    Rendezvous,
+    loopback_interface,
+    rank_environment,
+)
 
 __all__ = [
     "LOOPBACK",

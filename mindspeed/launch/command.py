@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, BinaryIO
 
-from mindspeed.launch.environment import LOOPBACK, rank_environment
-from mindspeed.launch.output import Relay, Tail, last_words, stacks
+from mindspeed.launch.output import Relay, Tail, error_tail, stacks
 from mindspeed.launch.process import die_with_parent, is_suspended
-from mindspeed.launch.rendezvous import Rendezvous, StoreLost
+from mindspeed.launch.rendezvous import LOOPBACK, Rendezvous, StoreLost, rank_environment
 from mindspeed.launch.supervision import (
     Verdict,
     describe_failure,
     describe_hang,
-    describe_silence,
+    describe_unresponsive,
     dump_stacks,
-    is_request_to_stop,
+    is_stop_exit_code,
     stop,
     watch,
 )
@@ -29,7 +28,7 @@ from mindspeed.launch.supervision import (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the launcher's caller should exit with and say."""
+    """Exit code and report of a job."""
 
     exit_code: int
     summary: str = ""
@@ -42,7 +41,7 @@ class _Interrupted(Exception):
 
 
 class _Interrupts:
-    """Notes SIGINT, SIGTERM and SIGHUP, to be raised where the ranks can be stopped in order."""
+    """Records SIGINT, SIGTERM and SIGHUP, to be raised where the ranks can be stopped in order."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -52,18 +51,18 @@ class _Interrupts:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    self._previous[number] = signal.signal(number, self._note)
+                    self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._number = number
 
     def check(self) -> None:
-        """Raise the noted signal, once."""
+        """Raise the recorded signal, once."""
         number, self._number = self._number, 0
         if number:
             raise _Interrupted(number)
@@ -88,8 +87,8 @@ class _CommandRank:
     def failed_at(self) -> float:
         return self._ended_at
 
-    def last_words(self) -> str:
-        return last_words(self.tail.text())
+    def error_tail(self) -> str:
+        return error_tail(self.tail.text())
 
     def signal(self, number: int) -> None:
         try:
@@ -174,19 +173,20 @@ def _judge(
         dump_stacks(verdict.hung, relay.pump)
         dumps = [_prefixed(rank.rank, stacks(rank.tail.text())) for rank in verdict.hung]
         return Outcome(1, describe_hang(verdict.hung, ranks, timeout), "\n".join(dumps))
-    if verdict.silent:
-        return Outcome(1, describe_silence(verdict.silent, ranks))
+    if verdict.unresponsive:
+        return Outcome(1, describe_unresponsive(verdict.unresponsive, ranks))
     failed = verdict.failed
-    assert failed is not None
-    if is_request_to_stop(code := failed.exit_code()):
+    code = None if failed is None else failed.exit_code()
+    assert failed is not None and code is not None
+    if is_stop_exit_code(code):
         return Outcome(code, describe_failure(failed, ranks))
     if code == 2:
         # Rank 0 is shown as it runs: its own report of the same mistake is already on the screen.
-        return Outcome(2, detail="" if ranks[0].exit_code() == 2 else failed.last_words())
+        return Outcome(2, detail="" if ranks[0].exit_code() == 2 else failed.error_tail())
     summary = describe_failure(failed, ranks)
     if failed.rank == 0:
         return Outcome(1, f"{summary}; its output is above")
-    return Outcome(1, summary, _prefixed(failed.rank, failed.last_words()))
+    return Outcome(1, summary, _prefixed(failed.rank, failed.error_tail()))
 
 
 def _prefixed(rank: int, text: str) -> str:

@@ -16,16 +16,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mindspeed.launch.environment import LOOPBACK, rank_environment
-from mindspeed.launch.output import last_words, stacks
+from mindspeed.launch.output import error_tail, stacks
 from mindspeed.launch.process import die_with_parent, is_suspended
-from mindspeed.launch.rendezvous import Rendezvous
+from mindspeed.launch.rendezvous import LOOPBACK, Rendezvous, rank_environment
 from mindspeed.launch.supervision import (
     Pump,
     Verdict,
     describe_failure,
     describe_hang,
-    describe_silence,
+    describe_unresponsive,
     dump_stacks,
     stop,
     watch,
@@ -33,7 +32,7 @@ from mindspeed.launch.supervision import (
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or hung: `rank` says which, `traceback` shows where."""
+    """A rank raised, died or hung: `rank` is its number, `traceback` shows where."""
 
     def __init__(self, rank: int, reason: str, where: str) -> None:
         super().__init__(f"{reason}\n{where}")
@@ -46,35 +45,35 @@ class _FunctionRank:
         self.rank = rank
         self.process = process
         self.value: Any = None
-        self.answer: Connection | None = pipe
+        self.result_pipe: Connection | None = pipe
         self._log = log
         self._error = ""
         self._failed_at = 0.0
 
     def receive(self) -> None:
-        assert self.answer is not None
+        assert self.result_pipe is not None
         try:
-            self.value, self._error, self._failed_at = pickle.loads(self.answer.recv_bytes())
+            self.value, self._error, self._failed_at = pickle.loads(self.result_pipe.recv_bytes())
         except EOFError:
             self._close()
         else:
-            self.answer.close()
-            self.answer = None
+            self.result_pipe.close()
+            self.result_pipe = None
 
     def _close(self) -> None:
-        """Wait for no answer any more: the rank died before it could give one."""
-        assert self.answer is not None
+        """Wait for no result any more: the rank died before it could send one."""
+        assert self.result_pipe is not None
         self._failed_at = time.monotonic()
-        self.answer.close()
-        self.answer = None
+        self.result_pipe.close()
+        self.result_pipe = None
 
     def exit_code(self) -> int | None:
-        # The answer is written before the exit; until it has been read the rank counts as running.
+        # The result is written before the exit; until it has been read the rank counts as running.
         # No end of the pipe is waited for: what the rank has forked may hold it open for ever.
         code: int | None = self.process.exitcode
-        if code is not None and self.answer is not None and not self.answer.poll():
+        if code is not None and self.result_pipe is not None and not self.result_pipe.poll():
             self._close()
-        return code if self.answer is None else None
+        return code if self.result_pipe is None else None
 
     def is_suspended(self) -> bool:
         return is_suspended(self.process.pid)
@@ -82,8 +81,8 @@ class _FunctionRank:
     def failed_at(self) -> float:
         return self._failed_at
 
-    def last_words(self) -> str:
-        return self._error or last_words(self.output())
+    def error_tail(self) -> str:
+        return self._error or error_tail(self.output())
 
     def output(self) -> str:
         """Return all that the rank has written."""
@@ -134,7 +133,7 @@ def _start(rank: int, environment: dict[str, str], work: bytes, log: Path) -> _F
     return _FunctionRank(rank, process, receiver, log)
 
 
-def _serve_rank(environment: dict[str, str], work: bytes, answer: Connection, log: str) -> None:
+def _serve_rank(environment: dict[str, str], work: bytes, results: Connection, log: str) -> None:
     die_with_parent(os.getppid())()
     os.environ.clear()
     os.environ.update(environment)
@@ -145,15 +144,15 @@ def _serve_rank(environment: dict[str, str], work: bytes, answer: Connection, lo
     faulthandler.enable()
     try:
         function, arguments = pickle.loads(work)
-        answer.send_bytes(pickle.dumps((function(*arguments), "", 0.0)))
+        results.send_bytes(pickle.dumps((function(*arguments), "", 0.0)))
     except BaseException:
-        answer.send_bytes(pickle.dumps((None, traceback.format_exc(), time.monotonic())))
-        answer.close()
+        results.send_bytes(pickle.dumps((None, traceback.format_exc(), time.monotonic())))
+        results.close()
         sys.exit(1)
 
 
 def _pump(ranks: Sequence[_FunctionRank], seconds: float) -> None:
-    waiting = {rank.answer: rank for rank in ranks if rank.answer is not None}
+    waiting = {rank.result_pipe: rank for rank in ranks if rank.result_pipe is not None}
     ending = [rank.process.sentinel for rank in ranks if rank.process.exitcode is None]
     for ready in multiprocessing.connection.wait([*waiting, *ending], seconds):
         if ready in waiting:
@@ -167,8 +166,9 @@ def _raise_failure(
         dump_stacks(verdict.hung, pump)
         where = "\n".join(f"rank {rank.rank}:\n{stacks(rank.output())}" for rank in verdict.hung)
         raise RankFailed(verdict.hung[0].rank, describe_hang(verdict.hung, ranks, timeout), where)
-    if verdict.silent:
-        raise RankFailed(verdict.silent[0].rank, describe_silence(verdict.silent, ranks), "")
+    if verdict.unresponsive:
+        unresponsive = verdict.unresponsive
+        raise RankFailed(unresponsive[0].rank, describe_unresponsive(unresponsive, ranks), "")
     if verdict.failed is not None:
         failed = verdict.failed
-        raise RankFailed(failed.rank, describe_failure(failed, ranks), failed.last_words())
+        raise RankFailed(failed.rank, describe_failure(failed, ranks), failed.error_tail())

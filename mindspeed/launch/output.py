@@ -10,7 +10,7 @@ _CHUNK = 65536
 _LAST_LINES = 40
 # torch marks the lines of an uncaught traceback like this; we name the rank ourselves.
 _TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-_LEADS_ON = re.compile("During handling of the above exception|The above exception was the direct")
+_CHAINED = re.compile("During handling of the above exception|The above exception was the direct")
 # Enough to empty a full pipe (1 MiB at most), and a bound for a rank that never stops writing.
 _ROUNDS = 16
 
@@ -30,12 +30,12 @@ class Tail:
         return self._kept.decode(errors="replace")
 
 
-def last_words(text: str) -> str:
+def error_tail(text: str) -> str:
     """Cut output down to what explains its end: its tracebacks, or else its last lines."""
     lines = _TORCH_PREFIX.sub("", text).rstrip().splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
     # The last traceback, and those before it that led to it.
-    while len(starts) > 1 and any(map(_LEADS_ON.match, lines[starts[-2] : starts[-1]])):
+    while len(starts) > 1 and any(map(_CHAINED.match, lines[starts[-2] : starts[-1]])):
         starts.pop()
     first = starts[-1] if starts else max(0, len(lines) - _LAST_LINES)
     return "\n".join(lines[first:])

@@ -1,4 +1,4 @@
-"""Tie the life of a process to the life of its parent."""
+"""Tie the lifetime of a process to that of its parent."""
 
 import ctypes
 import multiprocessing
@@ -29,7 +29,7 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 
 
 def is_suspended(pid: int) -> bool:
-    """Return whether a process is stopped by SIGSTOP or a debugger, where the system says so."""
+    """Return whether a process is stopped by SIGSTOP or a debugger, where the system reports it."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -37,7 +37,7 @@ def is_suspended(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
-def ignore_requests_to_stop() -> None:
+def ignore_stop_signals() -> None:
     """Make this process, and what it executes, outlive the signals that ask a whole job to stop.
 
     Schedulers send them to every process: those that serve the ranks are needed for the last save.
@@ -68,27 +68,27 @@ def start_worker(then: Callable[[int], None] | None, number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for the new thread as well
-        threading.Thread(target=_end_for_parent, daemon=True).start()
+        threading.Thread(target=_exit_for_parent, daemon=True).start()
     if then is not None:
         then(number)
 
 
-def _end_for_parent() -> None:
+def _exit_for_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
 
 
-def leave_with_parent() -> None:
+def exit_with_parent() -> None:
     """End this process of `multiprocessing` when the one that started it ends, on any system.
 
     The kernel's signal would come when the thread that started it ends, and may not exist.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_leave_after, args=(parent.sentinel,), daemon=True).start()
+        threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()
 
 
-def _leave_after(sentinel: int) -> None:
+def _exit_after(sentinel: int) -> None:
     wait([sentinel])
     os._exit(1)

@@ -1,14 +1,21 @@
-"""The store through which ranks find each other, on a socket that we bind ourselves."""
+"""How ranks find each other: the store, on a socket that we bind ourselves, and the environment."""
 
+import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed.config import ConfigError
-from mindspeed.launch.environment import LOOPBACK
-from mindspeed.launch.process import ignore_requests_to_stop
+from mindspeed.launch.process import ignore_stop_signals
 
+LOOPBACK = "127.0.0.1"
+
+# Each communication library opens sockets of its own beside the store, on an interface it picks by
+# itself unless its variable names one.
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 _SERVE = "from mindspeed.launch.rendezvous import _serve_until_eof as serve; serve()"
 
 
@@ -34,11 +41,11 @@ class Rendezvous:
         self._process: subprocess.Popen[bytes] | None = None
 
     def serve(self) -> None:
-        """Answer the ranks from this process."""
+        """Serve the store from this process."""
         self._store = _open_store(self.host, self.port, self._socket.detach())
 
     def serve_apart(self) -> None:
-        """Answer the ranks from a process of its own: this one need not load torch.
+        """Serve the store from a process of its own: this one need not load torch.
 
         Ranks that connect before it is up wait in the queue of the socket.
         """
@@ -46,18 +53,18 @@ class Rendezvous:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, self.host, str(self.port), str(descriptor)],
             pass_fds=[descriptor],
-            stdin=subprocess.PIPE,  # its end tells the process that we are gone
+            stdin=subprocess.PIPE,  # its end of file means that we are gone
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for us
-            preexec_fn=ignore_requests_to_stop,  # it ends with its standard input
+            preexec_fn=ignore_stop_signals,  # it ends with its standard input
         )
         self._socket.close()
 
     def check(self) -> None:
-        """Raise StoreLost if nobody answers the ranks any more."""
+        """Raise StoreLost if the process that serves the store has ended."""
         code = self._process.poll() if self._process else None
         if code is not None:
-            raise StoreLost(f"the store through which the ranks meet ended with exit code {code}")
+            raise StoreLost(f"the rendezvous store of the ranks ended with exit code {code}")
 
     def __enter__(self) -> "Rendezvous":
         return self
@@ -68,6 +75,40 @@ class Rendezvous:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
+
+
+def loopback_interface() -> str | None:
+    """Name the loopback network interface of this machine (`lo`, `lo0`, ...), if it has one."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if re.fullmatch(r"lo\d*", name)), None)
+
+
+def rank_environment(
+    rank: int, world: int, *, host: str, port: int, inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the complete environment of one rank whose store listens on host:port."""
+    environment = dict(os.environ if inherited is None else inherited)
+    interface = loopback_interface()
+    if host == LOOPBACK and interface is not None:
+        for name in _INTERFACE_VARIABLES:
+            environment.setdefault(name, interface)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    # On SIGABRT, and on a crash, Python then writes the stack of every thread: it explains a hang.
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+    # Output reaches us in the order it was written, and the last lines survive a crash.
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR=LOOPBACK if host in ("0.0.0.0", "::") else host,
+        MASTER_PORT=str(port),
+        # env:// then makes every rank a client; otherwise rank 0 would open a store of its own, on
+        # all interfaces.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    return environment
 
 
 def _open_store(host: str, port: int, descriptor: int) -> Any:
@@ -83,4 +124,4 @@ def _serve_until_eof() -> None:
     host, port, descriptor = sys.argv[1:]
     store = _open_store(host, int(port), int(descriptor))
     sys.stdin.read()
-    del store  # it has answered until here
+    del store  # it has served until here

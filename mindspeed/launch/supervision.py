@@ -1,4 +1,4 @@
-"""Watch ranks, find the one that failed first, explain a hang, and leave nothing running."""
+"""Watch ranks, find the one that failed first, explain a hang, and leave no process running."""
 
 import logging
 import math
@@ -44,11 +44,11 @@ class Rank(Protocol):
     def failed_at(self) -> float:
         """Return the monotonic time of the failure."""
 
-    def last_words(self) -> str:
+    def error_tail(self) -> str:
         """Return the last lines it wrote, from its traceback on if there is one."""
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank and to what it started; one that is gone is no error."""
+        """Send a signal to the rank and its children; one that has ended is no error."""
 
 
 R = TypeVar("R", bound=Rank)
@@ -58,12 +58,12 @@ R = TypeVar("R", bound=Rank)
 class Verdict(Generic[R]):
     """How a job ended: `failed` is the rank to blame, `hung` are those that ran out of time.
 
-    `silent` are those that did not answer the others, which timed out.
+    `unresponsive` are those that did not respond to the others, which timed out.
     """
 
     failed: R | None = None
     hung: tuple[R, ...] = ()
-    silent: tuple[R, ...] = ()
+    unresponsive: tuple[R, ...] = ()
 
 
 def watch(ranks: Sequence[R], pump: Pump, deadline: float | None) -> Verdict[R]:
@@ -74,14 +74,14 @@ def watch(ranks: Sequence[R], pump: Pump, deadline: float | None) -> Verdict[R]:
             return _blame(ranks, pump)
         running = tuple(rank for rank in ranks if rank.exit_code() is None)
         if not running:
-            pump(0.0)  # what they wrote between the last look and their end
+            pump(0.0)  # what they wrote between the last poll and their end
             return Verdict()
         if deadline is not None and time.monotonic() > deadline:
             return Verdict(hung=running)
 
 
 def _blame(ranks: Sequence[R], pump: Pump) -> Verdict[R]:
-    # A rank that lost its peer dies milliseconds after it, or even before it is quite gone: look at
+    # A rank that lost its peer dies milliseconds after it, or even before it is quite gone: judge
     # all that fail together. A wrong configuration (2) is reported by every rank: wait for them.
     usage = any(rank.exit_code() == 2 for rank in ranks)
     _wait(ranks, pump, _GRACE if usage else _SETTLE)
@@ -92,7 +92,7 @@ def _blame(ranks: Sequence[R], pump: Pump) -> Verdict[R]:
         running = tuple(rank for rank in ranks if rank.exit_code() is None)
         suspended = tuple(rank for rank in running if rank.is_suspended())
         if suspended or running and all(map(_timed_out, failed)):
-            return Verdict(silent=suspended or running)
+            return Verdict(unresponsive=suspended or running)
     return Verdict(failed=min(failed, key=lambda rank: (_lost_peer(rank), rank.failed_at())))
 
 
@@ -124,7 +124,7 @@ def stop(ranks: Sequence[Rank], pump: Pump, patient: bool = False) -> None:
 
 
 def describe_failure(failed: Rank, ranks: Sequence[Rank]) -> str:
-    """Say in one line which rank failed and how."""
+    """Return one line on which rank failed and how."""
     ended = [rank for rank in ranks if rank.exit_code() == 0]
     # Then the failure is often just that: a rank that left its loop one step before the others.
     early = f"; {_names(ended)} had already ended without an error" if ended else ""
@@ -132,15 +132,16 @@ def describe_failure(failed: Rank, ranks: Sequence[Rank]) -> str:
 
 
 def describe_hang(hung: Sequence[Rank], ranks: Sequence[Rank], timeout: float | None) -> str:
-    """Say in one line which ranks ran out of time."""
+    """Return one line on which ranks ran out of time."""
     return f"time-out after {timeout:g} s with {_names(hung)} of {len(ranks)} still running"
 
 
-def describe_silence(silent: Sequence[Rank], ranks: Sequence[Rank]) -> str:
-    """Say in one line which ranks the others waited for until they timed out."""
-    verb = "is" if len(silent) == 1 else "are"
-    why = f" and {verb} suspended (SIGSTOP or a debugger)" if silent[0].is_suspended() else ""
-    return f"{_names(silent)} of {len(ranks)} did not answer within the time-out of the others{why}"
+def describe_unresponsive(unresponsive: Sequence[Rank], ranks: Sequence[Rank]) -> str:
+    """Return one line on the ranks that the others waited for until they timed out."""
+    verb = "is" if len(unresponsive) == 1 else "are"
+    why = f" and {verb} suspended (SIGSTOP or a debugger)" if unresponsive[0].is_suspended() else ""
+    names = f"{_names(unresponsive)} of {len(ranks)}"
+    return f"{names} did not answer within the time-out of the others{why}"
 
 
 def _names(ranks: Sequence[Rank]) -> str:
@@ -149,7 +150,7 @@ def _names(ranks: Sequence[Rank]) -> str:
 
 
 def _describe_exit(code: int) -> str:
-    if is_request_to_stop(code):
+    if is_stop_exit_code(code):
         return f"stopped before its last step (exit code {code}: {_signal_name(code - 128)})"
     if code >= 0:
         return f"ended with exit code {code}"
@@ -158,8 +159,8 @@ def _describe_exit(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def is_request_to_stop(code: int | None) -> bool:
-    """Return whether an exit code says that a rank was asked to stop, and did so in order."""
+def is_stop_exit_code(code: int | None) -> bool:
+    """Return whether an exit code means that a rank was asked to stop and did so in order."""
     return code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -171,7 +172,7 @@ def _signal_name(number: int) -> str:
 
 
 def _lost_peer(rank: Rank) -> bool:
-    return _PEER_LOST.search(rank.last_words()) is not None
+    return _PEER_LOST.search(rank.error_tail()) is not None
 
 
 def _awake(ranks: Sequence[R]) -> list[R]:
@@ -179,7 +180,7 @@ def _awake(ranks: Sequence[R]) -> list[R]:
 
 
 def _timed_out(rank: Rank) -> bool:
-    return _TIMED_OUT.search(rank.last_words()) is not None
+    return _TIMED_OUT.search(rank.error_tail()) is not None
 
 
 def _wait(ranks: Sequence[Rank], pump: Pump, seconds: float) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed.launch.process import leave_with_parent
+from mindspeed.launch.process import exit_with_parent
 from mindspeed_llm.data.chat import Piece
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN
@@ -338,7 +338,7 @@ def _start(get_worker: Callable[[], Worker], let_go: Callable[[], None] | None) 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if let_go is not None:
         let_go()
-    leave_with_parent()
+    exit_with_parent()
     _worker = get_worker()
     gc.freeze()  # what is there now stays: looking through it again and again costs a tenth
 

@@ -1,4 +1,4 @@
-"""`mindspeed doctor` on this machine and on crippled ones."""
+"""`mindspeed doctor` on this machine and on ones with missing parts."""
 
 import importlib.metadata
 import json
@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed.doctor import software
-from mindspeed.doctor.check import Check, Status
+from mindspeed.doctor import Check, Status, checks
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,7 +60,7 @@ def test_without_torch_and_megatron_it_still_reports(tmp_path: Path) -> None:
     code, out = _doctor(python=("-S",), PYTHONPATH=path)
     lines = {line.split()[1]: line for line in out.splitlines()[:-1]}
     assert code == 1
-    assert out.splitlines()[-1] == "not ready: mend the lines marked fail"
+    assert out.splitlines()[-1] == "not ready: fix the lines marked fail"
     assert lines["torch"].startswith("fail") and "-> pip install torch" in lines["torch"]
     assert lines["megatron-core"].startswith("fail")
     assert "pip install 'megatron-core>=0.12.1'" in lines["megatron-core"]
@@ -89,7 +88,7 @@ def test_every_obstacle_is_listed_at_once(tmp_path: Path) -> None:
         ("quack-kernels", "0.6.5", ("0.5.3", "0.7")),
     ],
 )
-def test_a_hopper_is_told_of_faster_packages(
+def test_faster_packages_are_recommended_on_hopper(
     monkeypatch: pytest.MonkeyPatch, name: str, oldest: str, others: tuple[str, ...]
 ) -> None:
     hopper, ampere = (SimpleNamespace(capability=lambda at=at: at) for at in ((9, 0), (8, 0)))
@@ -101,11 +100,11 @@ def test_a_hopper_is_told_of_faster_packages(
         return versions[distribution]
 
     def found() -> Check:
-        (check,) = [check for check in software.check_hopper(hopper) if check.name == name]
+        (check,) = [check for check in checks.check_hopper(hopper) if check.name == name]
         return check
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert software.check_hopper(ampere) == []
+    assert checks.check_hopper(ampere) == []
     assert found().status is Status.WARN and f"{name}[cu13]>={oldest}" in found().remedy
     for other in others:
         versions[name] = other

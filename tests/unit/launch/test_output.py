@@ -3,7 +3,7 @@
 import io
 import os
 
-from mindspeed.launch.output import Relay, Tail, last_words, stacks
+from mindspeed.launch.output import Relay, Tail, error_tail, stacks
 
 
 def _relay(pieces: list[bytes], prefix: str = "") -> tuple[bytes, str]:
@@ -45,14 +45,14 @@ def test_last_words_are_the_last_chain_of_tracebacks() -> None:
         "During handling of the above exception, another exception occurred:\n\n"
         "Traceback (most recent call last):\nKeyError: b\n"
     )
-    lines = last_words(text).splitlines()
+    lines = error_tail(text).splitlines()
     assert lines[:2] == ["Traceback (most recent call last):", "ValueError: a"]
     assert lines[-1] == "KeyError: b"
 
 
 def test_last_words_without_a_traceback_are_the_last_lines() -> None:
     text = "\n".join(str(number) for number in range(100))
-    assert last_words(text).splitlines() == [str(number) for number in range(60, 100)]
+    assert error_tail(text).splitlines() == [str(number) for number in range(60, 100)]
 
 
 def test_stacks_drop_what_surrounds_them() -> None:

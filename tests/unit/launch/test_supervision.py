@@ -5,7 +5,12 @@ import time
 import pytest
 
 from mindspeed.launch import supervision
-from mindspeed.launch.supervision import describe_failure, describe_hang, describe_silence, watch
+from mindspeed.launch.supervision import (
+    describe_failure,
+    describe_hang,
+    describe_unresponsive,
+    watch,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +38,7 @@ class Scripted:
     def failed_at(self) -> float:
         return self.at
 
-    def last_words(self) -> str:
+    def error_tail(self) -> str:
         return self.words
 
     def signal(self, number: int) -> None:
@@ -75,8 +80,8 @@ def test_only_a_suspended_rank_is_named_when_the_others_time_out() -> None:
     ranks += [Scripted(2, None), Scripted(3, None)]
     ranks[2].suspended = True
     verdict = watch(ranks, time.sleep, None)
-    assert verdict.failed is None and verdict.silent == (ranks[2],)
-    assert describe_silence(verdict.silent, ranks) == (
+    assert verdict.failed is None and verdict.unresponsive == (ranks[2],)
+    assert describe_unresponsive(verdict.unresponsive, ranks) == (
         "rank 2 of 4 did not answer within the time-out of the others and is suspended (SIGSTOP "
         "or a debugger)"
     )
@@ -85,7 +90,7 @@ def test_only_a_suspended_rank_is_named_when_the_others_time_out() -> None:
 def test_ranks_that_still_run_are_named_when_all_others_time_out() -> None:
     ranks = [Scripted(0, 1, 1.0, TIMED_OUT), Scripted(1, None), Scripted(2, None)]
     verdict = watch(ranks, time.sleep, None)
-    assert describe_silence(verdict.silent, ranks) == (
+    assert describe_unresponsive(verdict.unresponsive, ranks) == (
         "ranks 1, 2 of 3 did not answer within the time-out of the others"
     )
 
