@@ -11,7 +11,7 @@ from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMi
 
 
 class Block(nn.Module):
-    """Attention and MLP whose scale and shift follow from the time."""
+    """Attention and MLP with scale and shift from the timestep embedding."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.modulation = nn.Linear(width, 4 * width)
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """Return x with what attention and MLP add to it."""
+        """Return x plus the outputs of attention and MLP."""
         shift1, scale1, shift2, scale2 = self.modulation(time)[:, None].chunk(4, -1)
         normed = self.attention_norm(x) * (1 + scale1) + shift1
         q, k, v = self.qkv(normed).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -34,34 +34,34 @@ class Block(nn.Module):
 
 
 class DiffusionTransformer(MultiModalModule, FSDP2Mixin, WeightInitMixin):
-    """Learns the velocity that leads from noise to pictures (flow matching)."""
+    """Predicts the velocity from noise to images (flow matching)."""
 
     def __init__(self, side: int = 16, patch: int = 4, width: int = 64, depth: int = 3) -> None:
         super().__init__()
         self.patch = patch
         self.embed = nn.Linear(3 * patch * patch, width)
-        self.places = nn.Parameter(torch.zeros((side // patch) ** 2, width))
+        self.positions = nn.Parameter(torch.zeros((side // patch) ** 2, width))
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(Block(width, heads=4) for _ in range(depth))
         self.head = nn.Linear(width, 3 * patch * patch)
         steps = torch.arange(width // 2) / (width // 2)
-        self.register_buffer("waves", torch.exp(-math.log(1000) * steps), persistent=False)
+        self.register_buffer("frequencies", torch.exp(-math.log(1000) * steps), persistent=False)
 
     def forward(
-        self, pictures: torch.Tensor, noise: torch.Tensor, moment: torch.Tensor
+        self, images: torch.Tensor, noise: torch.Tensor, timestep: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss: how far the velocity is from that of the straight way to the picture."""
-        pictures, noise = (self._cut(x) for x in (pictures, noise))
-        part = moment[:, None, None]
-        mixed = part * pictures + (1 - part) * noise
-        angles = 1000 * moment[:, None] * self.waves
+        """Return the loss: the squared error of the velocity of the straight path to the image."""
+        images, noise = (self._patchify(x) for x in (images, noise))
+        weight = timestep[:, None, None]
+        mixed = weight * images + (1 - weight) * noise
+        angles = 1000 * timestep[:, None] * self.frequencies
         time = self.time(torch.cat([angles.sin(), angles.cos()], -1).to(mixed.dtype))
-        x = self.embed(mixed) + self.places
+        x = self.embed(mixed) + self.positions
         for block in self.blocks:
             x = block(x, time)
-        return mse_loss(self.head(x).float(), (pictures - noise).float())
+        return mse_loss(self.head(x).float(), (images - noise).float())
 
-    def _cut(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn pictures (B, 3, H, W) into patches (B, N, 3 * patch * patch)."""
+    def _patchify(self, x: torch.Tensor) -> torch.Tensor:
+        """Split images (B, 3, H, W) into patches (B, N, 3 * patch * patch)."""
         x = x.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)
         return x.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)

@@ -13,25 +13,25 @@ SIDE = 16
 
 
 class Discs(Dataset[dict[str, torch.Tensor]]):
-    """Pictures of a disc, with the noise and the moment that each is trained on."""
+    """Images of a disc, each with its noise and timestep."""
 
     def __len__(self) -> int:
         return 512
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        """Return one sample, always the same for a number."""
+        """Return one sample, which depends on its index only."""
         generator = torch.Generator().manual_seed(number)
-        place, radius = (
+        centre, radius = (
             SIDE * torch.rand(2, generator=generator),
             2 + 4 * torch.rand(1, generator=generator),
         )
         grid = torch.stack(torch.meshgrid(*[torch.arange(SIDE)] * 2, indexing="ij"), -1)
-        inside = ((grid - place).norm(dim=-1) < radius).float()
+        inside = ((grid - centre).norm(dim=-1) < radius).float()
         colour = torch.rand(3, generator=generator)
         return {
-            "pictures": 2 * colour[:, None, None] * inside - 1,
+            "images": 2 * colour[:, None, None] * inside - 1,
             "noise": torch.randn(3, SIDE, SIDE, generator=generator),
-            "moment": torch.rand((), generator=generator),
+            "timestep": torch.rand((), generator=generator),
         }
 
 
@@ -46,12 +46,12 @@ def train_valid_test_datasets_provider() -> tuple[Any, Any, Any]:
 
 
 def get_batch(data_iterator: Iterator[Any]) -> dict[str, torch.Tensor]:
-    """Take the next batch to the device."""
+    """Move the next batch to the device."""
     return move_to_device(next(data_iterator))
 
 
 def loss_func(output_tensor: torch.Tensor) -> torch.Tensor:
-    """Return the loss, which is what the model returns."""
+    """Return the loss, which is the output of the model."""
     return output_tensor
 
 

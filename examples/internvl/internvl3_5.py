@@ -1,4 +1,4 @@
-"""Step 1 of 3: a model of a third party, made trainable with FSDP2 by inheriting the mixins."""
+"""Step 1 of 3: make a third-party model trainable with FSDP2 by inheriting the mixins."""
 
 from transformers import InternVLForConditionalGeneration
 

@@ -1,9 +1,9 @@
-"""Write a tiny InternVL, untrained, as a Hugging Face folder: enough to try everything offline."""
+"""Write a tiny untrained InternVL as a Hugging Face folder, to run the example offline."""
 
 import sys
 
 import torch
-from colours import IMAGE, PICTURE_TOKENS, SIDE, VOCABULARY
+from colours import IMAGE, IMAGE_TOKENS, SIDE, VOCABULARY
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -18,7 +18,7 @@ def main(folder: str) -> None:
         text_config={**SIZES, **TEXT, "num_attention_heads": 4, "num_key_value_heads": 2},
         vision_config={**SIZES, **VISION, "num_attention_heads": 4},
         image_token_id=IMAGE,
-        image_seq_length=PICTURE_TOKENS,
+        image_seq_length=IMAGE_TOKENS,
         tie_word_embeddings=False,
     )
     InternVLForConditionalGeneration(config).save_pretrained(folder)

@@ -17,24 +17,24 @@ ModelHub.MODEL_MAPPINGS["internvl"] = InternVLChatModelGeneration
 
 
 def model_provider(*args: Any, **kwargs: Any) -> TransformersModel:
-    """Build the model that --mm-model names."""
+    """Build the model of --mm-model."""
     vlm_config = deepcopy(get_args().mm.model)
     return TransformersModel(vlm_config)
 
 
 def train_valid_test_datasets_provider() -> tuple[Any, Any, Any]:
-    """Return data loaders: a Dataset of one's own stays as it is."""
+    """Return data loaders over an unchanged Dataset."""
     size = get_args().micro_batch_size
     return DataLoader(Colours(256), size, shuffle=True), DataLoader(Colours(32), size), None
 
 
 def get_batch(data_iterator: Iterator[Any]) -> dict[str, torch.Tensor]:
-    """Take the next batch to the device."""
+    """Move the next batch to the device."""
     return move_to_device(next(data_iterator), get_args().params_dtype)
 
 
 def loss_func(output_tensor: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss, which the model has computed from the labels."""
+    """Return the loss, which the model computed from the labels."""
     return output_tensor["loss"]
 
 

@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, with a progress bar, and say what was written."""
+    """Convert with a progress bar, and print the size and the folder."""
     options = read_options(args, ConvertOptions)
     from mindspeed_mm.checkpoint.conversion import convert
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of sharded vision-language models."""
+"""Training of sharded vision-language models on ranks, for tests."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ STEPS, ROWS = 20, 4
 
 
 def train(model: Any, name: str, rank: int = 0, world: int = 1, length: int = 16) -> list[float]:
-    """Take AdamW steps on this rank's rows of every batch; return the losses of whole batches."""
+    """Take AdamW steps on this rank's rows of every batch; return the losses of global batches."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     losses = []
@@ -33,7 +33,7 @@ def train(model: Any, name: str, rank: int = 0, world: int = 1, length: int = 16
 
 
 def part(batch: dict[str, Any], rank: int, rows: int) -> dict[str, Any]:
-    """Take a rank's rows of a batch; pictures of a row lie together."""
+    """Return a rank's rows of a batch; images of a row are contiguous."""
     total = len(batch["input_ids"])
     return {
         name: tensor.unflatten(0, (total, -1))[rank * rows : (rank + 1) * rows].flatten(0, 1)
@@ -41,7 +41,7 @@ def part(batch: dict[str, Any], rank: int, rows: int) -> dict[str, Any]:
     }
 
 
-def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+def full_weights(model: Any) -> dict[str, torch.Tensor]:
     """Gather the weights."""
     found = {}
     for name, tensor in model.state_dict().items():
@@ -61,7 +61,7 @@ def train_sharded(cases: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) 
             weights.materialize(model)
             weights.load_pretrained(model, folder)
         losses = train(model, name, dist.get_rank(), dist.get_world_size())
-        found.append((losses, whole_weights(model)))
+        found.append((losses, full_weights(model)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The multimodal trainer on samples that use different parts of a model, rank by rank."""
+"""The multimodal trainer on samples that use different branches of a model per rank."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def train(folder: str) -> None:
     runs.train_once(runs.make_run(flags, FSDP), Callbacks(Branches, loaders, forward_step))
 
 
-def test_losses_norms_and_weights_are_those_of_one_process(tmp_path):
+def test_losses_norms_and_weights_equal_one_process(tmp_path):
     alone = runs.plain_loop(
         Branches(), Samples(), lambda model, one: model(one["x"], one["kind"]), STEPS
     )

@@ -1,4 +1,4 @@
-"""Buffers that differ from rank to rank, as those of a batch norm, in checkpoints."""
+"""Checkpoints of buffers that differ between ranks, such as those of a batch norm."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class Normed(nn.Module):
 
 
 def train(folder: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Train in one go, and in two; return this rank's buffers at the end of each."""
+    """Train in one run, and in two; return this rank's buffers at the end of each."""
     data = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
     built: list[nn.Module] = []
 
@@ -56,7 +56,7 @@ def train(folder: str) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def test_a_run_goes_on_with_the_means_it_would_have(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_buffers_of_an_uninterrupted_one(tmp_path: Path) -> None:
     ranks = run_ranks(train, 2, str(tmp_path))
     whole, resumed = (read_checkpoint(tmp_path / name) for name in ("whole", "resumed"))
     assert whole.keys() == resumed.keys()

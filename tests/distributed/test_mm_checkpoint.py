@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: bit for bit, on other numbers of ranks, whatever is killed."""
+"""Checkpoints of sharded models: bit-exact resume, other world sizes, kills, damaged files."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
 
 SHARDED = {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}"]}
 HALF, WHOLE, BATCH = 2, 4, 12
-ALL_APART = {"expert_parallel_size": 4}
+FOUR_WAY = {"expert_parallel_size": 4}
 Case = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -32,11 +32,11 @@ def resume(folder: Path) -> dict[str, Any]:
     return {"load": str(folder / "half"), "train_iters": WHOLE}
 
 
-def test_other_ranks_and_other_shards_go_on(tmp_path: Path) -> None:
+def test_resume_on_other_ranks_and_meshes(tmp_path: Path) -> None:
     cases: dict[str, Case] = {
         "whole": ({"train_iters": WHOLE}, {}),
         "half": ({"train_iters": HALF, "async_save": True, "save_interval": 1}, {}),
-        # What data sets draw does not depend on whether a worker draws it.
+        # Random augmentation does not depend on the number of workers.
         "same": (resume(tmp_path) | {"num_workers": 1}, {}),
         "copies": (resume(tmp_path), {"sharding_size": 2, "reshard_after_forward": False}),
     }
@@ -57,9 +57,9 @@ def test_other_ranks_and_other_shards_go_on(tmp_path: Path) -> None:
     assert kept == ["iter_0000001", "iter_0000002"]
 
 
-def flip_and_go_on(folder: Path) -> list[str]:
-    """Flip one bit in each file of a checkpoint in turn, and return what a resume says."""
-    said = []
+def flip_and_resume(folder: Path) -> list[str]:
+    """Flip one bit in each file of a checkpoint in turn; return the errors of the resume."""
+    errors = []
     train_cases(str(folder), {"run": ({"train_iters": 1}, {})})
     for path in sorted((folder / "run/iter_0000001").iterdir()):
         keep = path.read_bytes()
@@ -68,17 +68,17 @@ def flip_and_go_on(folder: Path) -> list[str]:
         torch.distributed.barrier()
         with pytest.raises(ConfigError) as raised:
             train_cases(str(folder), {"run": ({"train_iters": 2}, {})})
-        said.append(str(raised.value))
+        errors.append(str(raised.value))
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             path.write_bytes(keep)
         torch.distributed.barrier()
     train_cases(str(folder), {"run": ({"train_iters": 2}, {})})
-    return said
+    return errors
 
 
-def test_one_bit_is_named_by_every_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(flip_and_go_on, 2, tmp_path)
+def test_a_flipped_bit_is_reported_by_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(flip_and_resume, 2, tmp_path)
     assert first == second
     names = [".metadata", "__0_0.distcp", "__1_0.distcp", "digests.json", "training.json"]
     assert [text.partition(": ")[0].rpartition("/")[2] for text in first] == names
@@ -110,15 +110,15 @@ def train_experts(folder: str, cases: dict[str, Case]) -> None:
         runs.train_once(run, Callbacks(provide, data, step))
 
 
-def test_shared_experts_are_whole_in_a_checkpoint(tmp_path: Path) -> None:
-    """Each way to share four experts goes on from another one, to what plain sharding gives."""
+def test_expert_parallel_checkpoints_hold_all_experts(tmp_path: Path) -> None:
+    """Each expert-parallel mesh resumes from another one; the result equals plain sharding."""
     shared = {"moe_modules": ["experts"], "expert_parallel_size": 2}
     copied = shared | {"reshard_local_experts": False}
     cases: dict[str, Case] = {
         "plain": ({"train_iters": 4}, {}),
         "shared": ({"train_iters": 2}, shared),
         "copied": ({"train_iters": 3, "load": f"{tmp_path}/shared"}, copied),
-        "all": ({"train_iters": 4, "load": f"{tmp_path}/copied"}, shared | ALL_APART),
+        "all": ({"train_iters": 4, "load": f"{tmp_path}/copied"}, shared | FOUR_WAY),
     }
     run_ranks(train_experts, 4, str(tmp_path), cases, timeout=240)
     expected, found = (read_checkpoint(tmp_path / name) for name in ("plain", "all"))
@@ -128,7 +128,7 @@ def test_shared_experts_are_whole_in_a_checkpoint(tmp_path: Path) -> None:
         torch.testing.assert_close(found[key], tensor, atol=1e-5, rtol=1e-4, msg=key)
 
 
-def test_three_kills_lose_nothing(tmp_path: Path) -> None:
+def test_three_kills_lose_no_checkpoint(tmp_path: Path) -> None:
     subject = Subject(runs.drill_settings, runs.train_in_drill)
     kills = Drill(tmp_path, kills=3, seed=3, subject=subject).run()
-    assert len(kills) == 3 and kills[1].committed > 0, "nothing was there to lose"
+    assert len(kills) == 3 and kills[1].committed > 0, "there was no checkpoint to lose"

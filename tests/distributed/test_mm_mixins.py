@@ -26,7 +26,7 @@ from mindspeed_mm.models.transformers.base_model import (
     set_recompute_modules_to_wrap,
 )
 from mindspeed_mm.models.transformers_model import TransformersModel
-from tests.distributed.mm_models import part, whole_weights
+from tests.distributed.mm_models import full_weights, part
 from tests.distributed.test_fsdp_experts import Model as Mixture
 from tests.mm import tiny
 from tests.ranks import run_ranks
@@ -99,7 +99,7 @@ def shard_users_models(folder):
     return found
 
 
-def test_a_users_model_and_its_own_strategies(tmp_path):
+def test_a_user_model_and_its_own_strategies(tmp_path):
     torch.manual_seed(4)
     plain = CustomModel()
     plain(torch.ones(2, 6)).backward()
@@ -113,7 +113,7 @@ def test_a_users_model_and_its_own_strategies(tmp_path):
             torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_a_step_outside_of_fully_shard_is_refused():
+def test_a_step_outside_of_fully_shard_raises():
     with pytest.raises(ConfigError, match="no model is being sharded"):
         set_recompute_modules_to_wrap()
 
@@ -125,10 +125,10 @@ def begin_on_meta(sharding_size):
     model.fully_shard(fsdp2_config=FsdpOptions(sharding_size=sharding_size))
     weights.materialize(model)
     model.init_weights()
-    return whole_weights(model)
+    return full_weights(model)
 
 
-def test_first_weights_do_not_depend_on_the_ranks():
+def test_initial_weights_do_not_depend_on_the_world_size():
     (alone,) = run_ranks(begin_on_meta, 1, "auto")
     for found in [*run_ranks(begin_on_meta, 3, "auto"), *run_ranks(begin_on_meta, 2, 1)]:
         torch.testing.assert_close(found, alone, rtol=0, atol=0)
@@ -139,7 +139,7 @@ class MixtureOfExperts(Mixture, MultiModalModule, FSDP2Mixin, WeightInitMixin):
 
 
 def share_experts(folder):
-    """Return this rank's part of the experts of a model: first weights, then those of a folder."""
+    """Return this rank's experts of a model: initialized, then loaded from a folder."""
     with meta_device.meta_parameters():
         model = MixtureOfExperts()
     options = FsdpOptions(expert_parallel_size=2, moe_modules=("experts",), sharding_size="auto")
@@ -147,12 +147,12 @@ def share_experts(folder):
     weights.materialize(model)
     torch.manual_seed(9)
     model.init_weights()
-    first = whole_weights(model)
+    first = full_weights(model)
     weights.load_pretrained(model, folder)
-    return first, whole_weights(model)
+    return first, full_weights(model)
 
 
-def test_ranks_that_share_experts_have_different_ones(tmp_path):
+def test_expert_parallel_ranks_have_different_experts(tmp_path):
     plain = MixtureOfExperts()
     save_file(plain.state_dict(), tmp_path / "model.safetensors")
     saved = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
@@ -192,7 +192,7 @@ def three_steps(folder):
     model.fully_shard(fsdp2_config=build(FsdpOptions, values))
     weights.materialize(model)
     weights.load_pretrained(model, folder)
-    adapters = {n: t for n, t in whole_weights(model).items() if ".lora_" in n}
+    adapters = {n: t for n, t in full_weights(model).items() if ".lora_" in n}
     seen = {}
     layer = model.model.model.language_model.layers[0]
     layer.register_forward_pre_hook(lambda m, args: seen.update(input=args[0].dtype))
@@ -217,7 +217,7 @@ def test_a_third_party_model_in_three_steps(tmp_path):
         batch["pixel_values"] = batch["pixel_values"].bfloat16()
         assert abs(loss - plain(**batch).loss.item()) < 0.02
         assert sorted(trained) == sorted(adapters) and len(trained) == 4
-        for name, values in adapters.items():  # they add nothing yet, but can learn
+        for name, values in adapters.items():  # their output is zero, but they have gradients
             assert values.any() == (".lora_A." in name)
             assert torch.equal(values, found[0][3][name])
 
@@ -226,7 +226,7 @@ LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, 
 
 
 def start_large(folder):
-    """Load a model in shards and return what it held at most, and what it holds, in bytes."""
+    """Load a sharded model and return its peak and its final memory, in bytes."""
     config = ModelConfig(init_from_hf_path=folder, init_model_with_meta_device=True)
     before, highest, done = _anonymous(), [0], threading.Event()
 
@@ -254,7 +254,7 @@ def _anonymous():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_starting_takes_a_shard_and_a_tensor(tmp_path):
+def test_loading_takes_a_shard_and_a_tensor(tmp_path):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(**{**tiny.TEXT, **LARGE})
@@ -273,5 +273,5 @@ def wrong_group():
     return all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_all_ranks_take_part():
+def test_fully_shard_takes_all_ranks():
     assert run_ranks(wrong_group, 2) == [True, True]

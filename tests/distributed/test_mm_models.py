@@ -1,4 +1,4 @@
-"""Vision-language models trained in shards against one process, every option on and off."""
+"""Sharded training of vision-language models against one process, every option on and off."""
 
 import pytest
 import torch
@@ -7,7 +7,10 @@ from tests.distributed.mm_models import train, train_sharded
 from tests.mm import tiny
 from tests.ranks import run_ranks
 
-EYES = {"internvl": "model.vision_tower.encoder.layer.{*}", "qwen2_5_vl": "model.visual.blocks.{*}"}
+VISION = {
+    "internvl": "model.vision_tower.encoder.layer.{*}",
+    "qwen2_5_vl": "model.visual.blocks.{*}",
+}
 LAYERS = "model.language_model.layers.{*}"
 
 CASES = {
@@ -19,7 +22,7 @@ CASES = {
         {
             "recompute_modules": [LAYERS],
             "reshard_after_forward": False,
-            "sub_modules_to_wrap": [EYES["internvl"], LAYERS, "lm_head"],
+            "sub_modules_to_wrap": [VISION["internvl"], LAYERS, "lm_head"],
         },
     ),
     "chunks of tokens, replicated": (
@@ -27,7 +30,7 @@ CASES = {
         {"loss_cfg": {"compute_mode": "dynamic_chunk", "chunk_size": 7}},
         {"sharding_size": 1},
     ),
-    "frozen eyes, ignored, offloaded": (
+    "frozen vision, ignored, offloaded": (
         "qwen2_5_vl",
         {
             "image_encoder": {"vision_encoder": {"freeze": True}},
@@ -35,7 +38,7 @@ CASES = {
         },
         {
             "offload_to_cpu": True,
-            "ignored_modules": [EYES["qwen2_5_vl"]],
+            "ignored_modules": [VISION["qwen2_5_vl"]],
             "sub_modules_to_wrap": [LAYERS],
         },
     ),
@@ -48,7 +51,7 @@ def sharded(tmp_path_factory):
     cases = []
     for case, (name, section, more) in CASES.items():
         folder = tiny.save(name, root / case, tied="tied" in case)
-        wrap = {"sharding_size": "auto", "sub_modules_to_wrap": [EYES[name], LAYERS]}
+        wrap = {"sharding_size": "auto", "sub_modules_to_wrap": [VISION[name], LAYERS]}
         cases.append((name, folder, section, wrap | more))
     ranks = run_ranks(train_sharded, 2, cases, timeout=240)
     return {case: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
@@ -66,7 +69,7 @@ def reference(case):
 
 
 class Plain(torch.nn.Module):
-    """Gives the loss of transformers the name that ours has."""
+    """Returns the loss of transformers under the key of ours."""
 
     def __init__(self, model):
         super().__init__()
@@ -77,9 +80,9 @@ class Plain(torch.nn.Module):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_twenty_steps_equal_those_of_one_process(sharded, case):
+def test_sharded_training_equals_one_process(sharded, case):
     losses, weights = reference(case)
-    assert losses[0] - losses[-1] > 0.01  # it learns
+    assert losses[0] - losses[-1] > 0.01  # it trains
     for rank_losses, rank_weights in sharded[case]:
         torch.testing.assert_close(rank_losses, losses, rtol=1e-5, atol=0)
         torch.testing.assert_close(rank_weights, weights, rtol=1e-5, atol=1e-5)

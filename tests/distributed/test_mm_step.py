@@ -1,4 +1,4 @@
-"""What happens in a run, and in which order: callbacks, reductions, bad numbers, evaluations."""
+"""Events of a run and their order: callbacks, reductions, NaN steps, evaluations."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ STEPS, BATCH, UNITS = 3, 8, 4
 
 
 class Diary:
-    """The document's callbacks, in its short form or Megatron's full form; notes their calls."""
+    """The document's callbacks, in its short form or Megatron's full form; records their calls."""
 
     def __init__(self, is_full: bool, poison: int | None = None, is_uneven: bool = False) -> None:
         self.events: list[str] = []
@@ -65,7 +65,7 @@ class Diary:
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         batch = self.get_batch(data_iterator)
         tokens = batch["tokens"]
-        return (model(tokens[:, :-1], batch["pictures"]), tokens[:, 1:]), self.loss_func
+        return (model(tokens[:, :-1], batch["images"]), tokens[:, 1:]), self.loss_func
 
     def loss_func(self, output_tensor: Any) -> Any:
         self.events.append("loss_func")
@@ -85,14 +85,14 @@ class Diary:
 
 
 def uneven(targets: torch.Tensor) -> torch.Tensor:
-    """Leave out some targets of a sample, how many its first one decides."""
+    """Mask some targets of a sample; its first one decides how many."""
     targets = targets.clone()
     targets[:, : int(targets[0, 0]) % 5] = IGNORED
     return targets
 
 
 class Reductions(TorchDispatchMode):
-    """Counts what reduces gradients."""
+    """Counts the collectives that reduce gradients."""
 
     count = 0
 
@@ -107,7 +107,7 @@ def flags(folder: str, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def observe(folder: str) -> dict[str, Any]:
-    """Run everything in one rank."""
+    """Run all cases on one rank."""
     seen: dict[str, Any] = {}
     per_token = {"calculate_per_token_loss": True}
     for name, diary, changes in (
@@ -143,7 +143,7 @@ def _poisoned(folder: str, name: str, poison: int, **changes: Any) -> int:
 
 
 def _time_outs(folder: str) -> set[float]:
-    """Train with groups of a device mesh and of a save in the background."""
+    """Train with process groups of a device mesh and of an asynchronous save."""
     changes = {"distributed_timeout_minutes": 3, "async_save": True, "train_iters": 1}
     replicated = SHARDED | {"sharding_size": 1}
     runs.train_once(
@@ -161,7 +161,7 @@ def _trace(folder: str) -> None:
 
 
 def _shown(folder: str) -> list[Any]:
-    """Give every evaluation something to show beside its losses; return what was shown here."""
+    """Return non-loss data of every evaluation, as seen on this rank."""
     shown: list[Any] = []
     diary = Diary(False)
 
@@ -184,7 +184,7 @@ def _shown(folder: str) -> list[Any]:
 
 
 def _failed_starts(folder: str) -> None:
-    """Fail before the first step in two ways; the same program can then train in the folder."""
+    """Fail before the first step in two ways; the same process can then train in the folder."""
     run, good = runs.make_run(flags(folder, "again"), SHARDED), Diary(False).callbacks()
 
     def only_train() -> Any:
@@ -201,7 +201,7 @@ def _failed_starts(folder: str) -> None:
 
 
 def _updates(is_fused: bool) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
-    """Take steps as devices with a fused AdamW do, or as others; one has a bad number."""
+    """Run steps with a fused or an unfused AdamW; one has a NaN."""
     torch.manual_seed(7)
     model = runs.UserModel()
     shard(model, build(FsdpOptions, SHARDED))
@@ -213,7 +213,7 @@ def _updates(is_fused: bool) -> tuple[list[StepResult], dict[str, torch.Tensor]]
     stepper = FsdpStep(model, optimizer, callbacks, dims, clip=0.2, per_token=True)
     data = runs.UserData()
     batches = [{k: v[None].clone() for k, v in data[n + rank].items()} for n in range(0, 12, 2)]
-    batches[3]["pictures"][:] = float("nan")  # in the second of three steps
+    batches[3]["images"][:] = float("nan")  # in the second of three steps
     taken = iter(batches)
     results = [stepper.train(taken) for _ in range(3)]
     return results, {name: whole(t) for name, t in model.state_dict().items()}
@@ -230,7 +230,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 @pytest.mark.parametrize("form", ["short", "full"])
-def test_callbacks_come_in_the_order_of_the_diagram(seen: Any, form: str) -> None:
+def test_callbacks_run_in_the_order_of_the_diagram(seen: Any, form: str) -> None:
     events, _ = seen[1][form]
     micro_batch = ["get_batch", "model", "loss_func", "backward"]
     step = [*micro_batch * 4, "update"]
@@ -239,11 +239,11 @@ def test_callbacks_come_in_the_order_of_the_diagram(seen: Any, form: str) -> Non
     assert events == [*start, *step * STEPS, *evaluation]
 
 
-def test_gradients_are_reduced_once_a_step(seen: Any) -> None:
+def test_gradients_are_reduced_once_per_step(seen: Any) -> None:
     assert seen[1]["short"][1] == STEPS * UNITS
 
 
-def test_forms_agree_and_the_evaluation_is_that_of_the_weights(seen: Any) -> None:
+def test_both_forms_agree_and_evaluation_uses_the_current_weights(seen: Any) -> None:
     folder, _ = seen
     short, full = (_lines(folder / name) for name in ("short", "full"))
     for name in ("loss", "grad norm", "validation loss"):
@@ -263,7 +263,7 @@ def test_means_over_micro_batches_and_over_tokens(seen: Any, name: str) -> None:
     for sample in (data[n] for n in range(BATCH)):
         tokens = sample["tokens"][None]
         targets = uneven(tokens[:, 1:])
-        logits = model(tokens[:, :-1], sample["pictures"][None])
+        logits = model(tokens[:, :-1], sample["images"][None])
         sums.append(cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
         counts.append((targets != IGNORED).sum())
     assert len(set(map(int, counts))) > 1
@@ -276,7 +276,7 @@ def test_means_over_micro_batches_and_over_tokens(seen: Any, name: str) -> None:
     assert first["grad norm"] == pytest.approx(norm.item(), abs=1e-5)
 
 
-def test_bad_numbers_of_one_rank_change_nothing_on_any(seen: Any) -> None:
+def test_a_nan_on_one_rank_skips_the_update_on_all(seen: Any) -> None:
     folder, values = seen
     assert values["saved"] == STEPS
     assert not (folder / "once/iter_0000002").exists()
@@ -290,11 +290,11 @@ def test_bad_numbers_of_one_rank_change_nothing_on_any(seen: Any) -> None:
     assert kept == ["iter_0000001"]
 
 
-def test_every_group_has_the_time_out_of_the_run(seen: Any) -> None:
+def test_every_group_has_the_timeout_of_the_run(seen: Any) -> None:
     assert seen[1]["time-outs"] == {180.0}
 
 
-def test_a_fused_update_clips_and_skips_for_itself(seen: Any) -> None:
+def test_a_fused_update_clips_and_skips_by_itself(seen: Any) -> None:
     (plain, expected), (fused, found) = seen[1]["updates"]
     assert [step.is_updated for step in plain] == [True, False, True]
     assert [step.is_updated for step in fused] == [True, False, True]
@@ -305,12 +305,12 @@ def test_a_fused_update_clips_and_skips_for_itself(seen: Any) -> None:
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_the_named_rank_writes_a_trace(seen: Any) -> None:
+def test_the_configured_rank_writes_a_trace(seen: Any) -> None:
     (trace,) = (seen[0] / "traces").iterdir()
     assert trace.name == "trace_rank1_step2.json" and json.loads(trace.read_text())["traceEvents"]
 
 
-def test_what_else_there_is_to_show_is_shown_at_evaluations(seen: Any) -> None:
+def test_non_loss_data_is_processed_at_evaluations(seen: Any) -> None:
     ((iteration, targets),) = seen[1]["shown"]
     data = runs.UserData(8)  # the first rank has every other sample
     expected = [data[number]["tokens"][None, 1:] for number in range(0, BATCH, 2)]

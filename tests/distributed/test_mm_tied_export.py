@@ -1,4 +1,4 @@
-"""A model of the user's own with tied weights: what is exported loads strictly."""
+"""The export of a user's model with tied weights loads strictly."""
 
 import torch
 from safetensors.torch import load_file
@@ -33,7 +33,7 @@ def save(folder: str) -> None:
     FsdpCheckpoints(folder, model, optimizer).save(TrainState(3, has_optimizer=False))
 
 
-def test_an_export_holds_tied_weights_under_all_names(tmp_path):
+def test_an_export_has_tied_weights_under_all_names(tmp_path):
     run_ranks(save, 2, str(tmp_path / "run"))
     convert(ConvertOptions(load_dir=str(tmp_path / "run"), save_dir=str(tmp_path / "out")))
     (file,) = (tmp_path / "out").glob("*.safetensors")

@@ -1,4 +1,4 @@
-"""Sharded training through mindspeed_mm's loop equals a plain loop of torch in one process."""
+"""Sharded training through mindspeed_mm's train loop equals a plain torch loop in one process."""
 
 import functools
 import operator
@@ -19,8 +19,8 @@ SHARDED = {"sharding_size": "auto"}
 Rows = dict[str, dict[str, Any]]
 
 
-def every_row(layers: list[str], frozen: str) -> Rows:
-    """Return every row of the document's table alone, and many of them together."""
+def every_option(layers: list[str], frozen: str) -> Rows:
+    """Return every option of the document's table alone, and many of them combined."""
     wrapped, recompute = SHARDED | {"sub_modules_to_wrap": layers}, {"recompute_modules": layers}
     ahead = {"num_to_forward_prefetch": 2, "num_to_backward_prefetch": 2}
     rows: Rows = {
@@ -33,7 +33,7 @@ def every_row(layers: list[str], frozen: str) -> Rows:
         "modules": wrapped,
         "ignored": SHARDED | {"ignored_modules": [frozen]},
         "recompute": SHARDED | recompute,
-        "recompute_anew": SHARDED | recompute | {"use_reentrant": False},
+        "recompute_non_reentrant": SHARDED | recompute | {"use_reentrant": False},
         "zero2": wrapped | {"reshard_after_forward": False},
         "offload": SHARDED | {"offload_to_cpu": True, "pin_memory": True},
         "ahead": wrapped | ahead,
@@ -42,7 +42,7 @@ def every_row(layers: list[str], frozen: str) -> Rows:
     return rows | {"together": functools.reduce(operator.or_, map(rows.get, names))}
 
 
-ROWS = every_row(["layers.{*}"], "image_encoder")
+ROWS = every_option(["layers.{*}"], "image_encoder")
 
 
 def train_user(folder: str, rows: dict[str, dict[str, Any]], changes: dict[str, Any]) -> None:
@@ -67,19 +67,19 @@ def user() -> runs.Outcome:
     return runs.plain_loop(runs.UserModel(), runs.UserData(), runs.user_loss)
 
 
-def test_every_row_of_the_table(tmp_path: Path, user: runs.Outcome) -> None:
+def test_every_option_of_the_table(tmp_path: Path, user: runs.Outcome) -> None:
     run_ranks(train_user, 2, str(tmp_path), ROWS, {}, timeout=280)
     for name in ROWS:
         check(tmp_path / name, user)
 
 
-def test_copies_of_shards(tmp_path: Path, user: runs.Outcome) -> None:
+def test_hsdp(tmp_path: Path, user: runs.Outcome) -> None:
     rows = {"hsdp": ROWS["together"] | {"sharding_size": 2}}
     run_ranks(train_user, 4, str(tmp_path), rows, {}, timeout=280)
     check(tmp_path / "hsdp", user)
 
 
-class Parts(NamedTuple):
+class Modules(NamedTuple):
     """Names of modules of a model of transformers."""
 
     text: str
@@ -87,13 +87,13 @@ class Parts(NamedTuple):
     frozen: str
 
 
-PARTS = {
-    "internvl": Parts(
+MODULES = {
+    "internvl": Modules(
         "model.language_model.layers.{*}",
         "model.vision_tower.encoder.layer.{*}",
         "model.vision_tower.embeddings",
     ),
-    "qwen2_5_vl": Parts(
+    "qwen2_5_vl": Modules(
         "model.language_model.layers.{*}", "model.visual.blocks.{*}", "model.visual.patch_embed"
     ),
 }
@@ -101,13 +101,17 @@ ALPHA = 6
 Cases = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
-def tiny_cases(parts: Parts) -> Cases:
-    """Return FSDP2 options and changes of the flags: rows alone, and with what is no row."""
-    rows = every_row([parts.text, parts.vision], parts.frozen)
-    once = {"recompute_modules": [parts.text], "use_reentrant": False}
+def tiny_cases(modules: Modules) -> Cases:
+    """Return FSDP2 options and flags: every option at least once, alone only in user's model."""
+    rows = every_option([modules.text, modules.vision], modules.frozen)
+    once = {"recompute_modules": [modules.text], "use_reentrant": False}
     # The model computes in float32 anyway: casts must change nothing.
-    casts = {"param_dtype": "fp32", "output_dtype": "fp32"}
-    return {name: (row, {"no_save_optim": True}) for name, row in rows.items()} | {
+    casts = rows["compute"] | rows["reduce"] | rows["output"]
+    plain: dict[str, Any] = {"no_save_optim": True}
+    return {
+        "replicated": (rows["replicated"] | rows["recompute"], plain),
+        "casts": (casts | rows["no_casts"] | rows["ignored"], plain),
+        "together": (rows["together"], plain),
         "meta": (rows["zero2"] | rows["recompute"], {"init_model_with_meta_device": True}),
         "ulysses": (rows["ahead"] | rows["offload"] | once | casts, {"context_parallel_size": 2}),
     }
@@ -115,15 +119,15 @@ def tiny_cases(parts: Parts) -> Cases:
 
 def train_tiny(folder: str, models: dict[str, str]) -> None:
     for name, model in models.items():
-        section = {"init_from_hf_path": model, "freeze": [PARTS[name].frozen]}
-        for case, (fsdp, changes) in tiny_cases(PARTS[name]).items():
+        section = {"init_from_hf_path": model, "freeze": [MODULES[name].frozen]}
+        for case, (fsdp, changes) in tiny_cases(MODULES[name]).items():
             run = runs.make_run(runs.options(Path(folder, name, case), **changes), fsdp, section)
             runs.train_once(run, runs.tiny_callbacks(name))
     _train_adapters(folder, models)
 
 
 def _train_adapters(folder: str, models: dict[str, str]) -> None:
-    """Train adapters; going on with another alpha is refused."""
+    """Train adapters; resuming with another alpha raises."""
     (name, model), *_ = models.items()
     for alpha, steps in ((ALPHA, 2), (2 * ALPHA, 3)):
         lora = {"r": 4, "alpha": alpha, "target_modules": ["q_proj"]}
@@ -136,24 +140,24 @@ def _train_adapters(folder: str, models: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train both models in all cases with one start of ranks; return where."""
+    """Train both models in all cases with one launch of ranks; return the folder."""
     root = tmp_path_factory.mktemp("tiny")
-    models = {name: tiny.save(name, root / "models" / name) for name in PARTS}
-    run_ranks(train_tiny, 2, str(root), models, timeout=840)  # two minutes beside another run
+    models = {name: tiny.save(name, root / "models" / name) for name in MODULES}
+    run_ranks(train_tiny, 2, str(root), models, timeout=840)
     return root
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_every_row_of_models_of_transformers(trained: Path, name: str) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_every_option_with_models_of_transformers(trained: Path, name: str) -> None:
     plain = tiny.new_model(name).train()
-    plain.get_submodule(PARTS[name].frozen).requires_grad_(False)
+    plain.get_submodule(MODULES[name].frozen).requires_grad_(False)
     expected = runs.plain_loop(plain, runs.TinyData(name), lambda m, b: m(**b).loss)
     expected.weights = {f"model.{key}": value for key, value in expected.weights.items()}
-    for case in tiny_cases(PARTS[name]):
+    for case in tiny_cases(MODULES[name]):
         check(trained / name / case, expected)
 
 
-def test_a_checkpoint_knows_how_to_add_its_adapters(trained: Path) -> None:
+def test_adapters_of_a_checkpoint_are_merged_with_their_own_scale(trained: Path) -> None:
     load, save, base = (str(trained / name) for name in ("adapters", "merged", "models/internvl"))
     options = ConvertOptions(load_dir=load, save_dir=save, model_assets_dir=base)
     with pytest.raises(ConfigError, match="were trained with 6: leave the flag out"):

@@ -1,4 +1,4 @@
-"""Sequences shared among ranks give the loss and gradients that one rank has alone."""
+"""Context parallelism gives the loss and gradients of one rank."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 RANKS = 4
 CASES = {
-    # Four ranks share two key heads; fifteen tokens are not divided by four.
+    # Two key heads are repeated for four ranks; fifteen tokens are padded.
     "qwen2_5_vl, fused, on 4": ("qwen2_5_vl", 4, 15, {}),
     "qwen3_vl on 2": (
         "qwen3_vl",
@@ -70,7 +70,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_equal_those_of_one_rank(found, case):
+def test_loss_and_gradients_equal_one_rank(found, case):
     name, size, length, _ = CASES[case]
     model = tiny.new_model(name)
     output = model(**new_batch(case, 2 * RANKS // size, length), use_cache=False)
@@ -98,5 +98,5 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_shared_is_told(tmp_path):
+def test_impossible_sizes_raise(tmp_path):
     run_ranks(too_many, 3, tiny.save("internvl", tmp_path))

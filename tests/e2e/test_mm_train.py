@@ -1,4 +1,4 @@
-"""`mindspeed-mm train` under its old names, and the page that brings a model in ten minutes."""
+"""`mindspeed-mm train` under its script names, and the ten-minutes page as typed."""
 
 import os
 import re
@@ -14,9 +14,9 @@ from tests.mm.folder import make_folder
 from tests.unit.mindspeed_llm.training.tiny_run import read_losses
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 240.0
+TIMEOUT = 240.0
 
-pytestmark = pytest.mark.timeout(4 * PATIENCE)
+pytestmark = pytest.mark.timeout(4 * TIMEOUT)
 
 
 def start(*words: str, nproc: int = 1, cwd: Path = ROOT) -> subprocess.Popen[str]:
@@ -35,7 +35,7 @@ def start(*words: str, nproc: int = 1, cwd: Path = ROOT) -> subprocess.Popen[str
 
 def run(*words: str, nproc: int = 1, cwd: Path = ROOT) -> tuple[int, str]:
     process = start(*words, nproc=nproc, cwd=cwd)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=TIMEOUT)
     return process.returncode, output
 
 
@@ -60,24 +60,24 @@ def read_losses_only(log: Path) -> list[float]:
     return read_losses(str(only), "loss")
 
 
-def test_one_file_trains_stops_and_goes_on(tmp_path: Path) -> None:
+def test_one_file_trains_stops_and_resumes(tmp_path: Path) -> None:
     file = make_folder(tmp_path, train_iters=1000, eval_interval=2, eval_iters=9)
     log = tmp_path / "saved/log.jsonl"
     process = start("pretrain_transformers.py", str(file), nproc=2)
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while not (log.is_file() and log.read_text().count("\n") >= 3):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=TIMEOUT)
     stopped = (process.returncode, "asked to stop after iteration" in output)
     assert stopped == (128 + signal.SIGTERM, True), output
     assert "validation loss: " in output
     done = len(read_losses_only(log))
-    # What was run is kept as a file that runs: here in one rank, with a flag behind it.
-    kept = str(tmp_path / "saved/config.yaml")
-    code, output = run("pretrain_vlm.py", kept, "--train-iters", str(done + 2))
+    # The saved config is runnable: here on one rank, with a flag after it.
+    saved = str(tmp_path / "saved/config.yaml")
+    code, output = run("pretrain_vlm.py", saved, "--train-iters", str(done + 2))
     assert code == 0 and f"resuming after iteration {done}" in output, output
     assert len(read_losses_only(log)) == done + 2
     code, output = run("pretrain_transformers.py", str(file), "--load", str(tmp_path / "none"))

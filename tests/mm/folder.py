@@ -1,4 +1,4 @@
-"""A folder with all that `mindspeed-mm train` needs: model, processor, pictures, one YAML file."""
+"""A folder for `mindspeed-mm train`: model, processor, images, one YAML file."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from PIL import Image
 from tests.mm import processors
 
 RECORDS = 12
-"""Every third one has no picture."""
+"""Every third one has no image."""
 
 
 def make_folder(root: Path, name: str = "qwen2_5_vl", **flags: Any) -> Path:
-    """Write a tiny model, records with pictures and a file that trains; return the file."""
+    """Write a tiny model, records with images and the file of a run; return the file."""
     processors.save(name, root / "model")
     processors.new_model(name).save_pretrained(root / "model")
     make_records(root)
@@ -38,7 +38,7 @@ def make_folder(root: Path, name: str = "qwen2_5_vl", **flags: Any) -> Path:
 
 
 def make_records(root: Path) -> None:
-    """Write conversations, most of them about a picture."""
+    """Write conversations, most of them about an image."""
     generator = np.random.default_rng(0)
     records = []
     for number in range(RECORDS):

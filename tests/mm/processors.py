@@ -48,7 +48,7 @@ VOCABULARY = 448
 
 
 def tokenizer(bos=None, **special):
-    """Return a small tokenizer with more special tokens, by the names that processors look for.
+    """Return a small tokenizer with more special tokens, by the names that processors use.
 
     One with a `bos` puts it in front of every text.
     """
@@ -100,7 +100,7 @@ def internvl(images=None, *videos):
 
 
 def llava():
-    """Return a processor whose images have 16 tokens; its template puts images in front."""
+    """Return a processor whose images have 16 tokens; its template renders images first."""
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -110,7 +110,7 @@ def llava():
 
 
 def llava_next():
-    """Return a processor that cuts images into tiles, more of them for longer ones."""
+    """Return a processor that splits images into tiles, more for larger aspect ratios."""
     from transformers import LlavaNextProcessor
     from transformers.models.llava_next.image_processing_pil_llava_next import (
         LlavaNextImageProcessorPil,
@@ -157,6 +157,6 @@ def new_model(name, **vision_values):
 
 
 def _without_video(known):
-    """Return the class without its video processor: that needs torchvision, which is not here."""
+    """Return the class without its video processor, which needs torchvision."""
     kept = ["image_processor", "tokenizer"]
     return type(known.__name__, (known,), {"get_attributes": classmethod(lambda cls: kept)})

@@ -1,4 +1,4 @@
-"""Trainings of small models through mindspeed_mm's own loop, and plain loops to compare with."""
+"""Train small models through mindspeed_mm's train loop, and plain loops as reference."""
 
 import os
 import random
@@ -28,30 +28,30 @@ from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint, read_los
 
 RATE, DECAY, CLIP = 1e-3, 0.1, 0.5
 SAMPLES = 22
-"""No multiple of a global batch: epochs end inside of steps."""
-STEPS, BATCH = 20, 4
+"""Not a multiple of a global batch: two epochs end inside of steps."""
+STEPS, BATCH = 12, 4
 
 
 class UserModel(Transformer, MultiModalModule, FSDP2Mixin, WeightInitMixin):
-    """A model of the user's own: the mixins are all that was added."""
+    """A user's model: only the mixins were added."""
 
 
 class UserData(Dataset[dict[str, torch.Tensor]]):
-    """Tokens and pictures, which get other noise every time if `noise` is not 0."""
+    """Tokens and images; with `noise`, the images are augmented randomly."""
 
     def __init__(self, size: int = SAMPLES, noise: float = 0.0) -> None:
         self._noise = noise
         generator = torch.Generator().manual_seed(5)
         self._tokens = torch.randint(VOCABULARY, (size, SEQUENCE + 1), generator=generator)
-        self._pictures = torch.randn(size, SEQUENCE, 5, generator=generator)
+        self._images = torch.randn(size, SEQUENCE, 5, generator=generator)
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         drawn = torch.randn(()) + random.gauss(0, 1) + np.random.randn()
-        pictures = self._pictures[number] + self._noise * drawn
-        return {"tokens": self._tokens[number], "pictures": pictures}
+        images = self._images[number] + self._noise * drawn
+        return {"tokens": self._tokens[number], "images": images}
 
 
 class TinyData(Dataset[dict[str, torch.Tensor]]):
@@ -92,7 +92,7 @@ def user_callbacks(shuffle: bool = False, noise: float = 0.0) -> Callbacks:
     def forward_step(data_iterator: Any, model: Any) -> Any:
         batch = get_batch(data_iterator)
         tokens = batch["tokens"]
-        return (model(tokens[:, :-1], batch["pictures"]), tokens[:, 1:]), loss_func
+        return (model(tokens[:, :-1], batch["images"]), tokens[:, 1:]), loss_func
 
     return Callbacks(model_provider, train_valid_test_datasets_provider, forward_step)
 
@@ -123,19 +123,19 @@ def options(folder: Path, **changes: Any) -> dict[str, Any]:
 def make_run(
     flags: dict[str, Any], fsdp: dict[str, Any], model: dict[str, Any] | None = None
 ) -> Run:
-    """Put a run together."""
+    """Return a run."""
     sections = Sections(model=build(ModelConfig, model) if model else None)
     return Run(MmOptions(**flags), build(FsdpOptions, fsdp), sections)
 
 
 def train_once(run: Run, callbacks: Callbacks) -> int:
-    """Train in this rank; return the iteration it came to."""
+    """Train on this rank; return the last iteration."""
     return train(run, callbacks).iteration
 
 
 @dataclass
 class Outcome:
-    """What a run gave: of every step the loss and the norm of the gradient, and the weights."""
+    """The result of a run: loss and gradient norm of every step, and the weights."""
 
     losses: list[float]
     norms: list[float]
@@ -143,14 +143,14 @@ class Outcome:
 
 
 def outcome(folder: Path) -> Outcome:
-    """Return what a run logged, and the weights it saved last."""
+    """Return the logged values of a run, and the weights of its last checkpoint."""
     log = str(folder / "log.jsonl")
     losses, norms = (read_losses(log, name) for name in ("loss", "grad norm"))
     return Outcome(losses, norms, outcome_weights(folder))
 
 
 def outcome_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that a run saved last."""
+    """Return the weights of the last checkpoint of a run."""
     tensors = read_checkpoint(folder)
     return {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
 
@@ -168,8 +168,8 @@ def plain_loop(
     losses, norms = [], []
     for step in range(steps):
         total = 0.0
-        for place in range(step * BATCH, (step + 1) * BATCH):
-            loss = loss_of(model, data[place % len(data)]) / BATCH
+        for index in range(step * BATCH, (step + 1) * BATCH):
+            loss = loss_of(model, data[index % len(data)]) / BATCH
             loss.backward()
             total += loss.item()
         norms.append(torch.nn.utils.clip_grad_norm_(trained, CLIP).item())
@@ -183,7 +183,7 @@ def plain_loop(
 def user_loss(model: Any, sample: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the loss of one sample of the user's model."""
     tokens = sample["tokens"][None]
-    logits = model(tokens[:, :-1], sample["pictures"][None])
+    logits = model(tokens[:, :-1], sample["images"][None])
     return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 

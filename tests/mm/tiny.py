@@ -110,7 +110,7 @@ def save(name: str, folder: Path, tied: bool = False, **options: Any) -> str:
 
 
 def batch(name: str, rows: int = 2, length: int = 16, seed: int = 3) -> dict[str, torch.Tensor]:
-    """Make a batch: every row begins with a picture of four tokens, some labels do not count."""
+    """Make a batch: every row begins with an image of four tokens, some labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, 60, (rows, length), generator=generator)
     tokens[:, 1:5] = IMAGE

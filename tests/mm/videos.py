@@ -1,4 +1,4 @@
-"""Processors with videos, films to read, and what transformers makes of them.
+"""Processors with videos, video files, and the reference of transformers.
 
 All of it needs PyAV and torchvision.
 """
@@ -38,7 +38,7 @@ RECORDS = [
 
 
 def needs_packages():
-    """Return the mark of tests that skips them where a package does not load, and says which."""
+    """Return the mark that skips tests with a reason where a package does not load."""
     problem = "av is not installed" if importlib.util.find_spec("av") is None else None
     problem = problem or torchvision_problem()
     return pytest.mark.skipif(bool(problem), reason=f"videos need av and torchvision: {problem}")
@@ -68,7 +68,7 @@ def new_model(name):
 
 
 def write(folder, name):
-    """Write a model with its processor, images, films and records."""
+    """Write a model with its processor, images, video files and records."""
     whole(name).save_pretrained(folder)
     new_model(name).save_pretrained(folder)
     random = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def write(folder, name):
 
 
 def write_video(path, seed, size=SIDE):
-    """Write a film of squares that move."""
+    """Write a video of moving squares."""
     import av
 
     random = np.random.default_rng(seed)
@@ -105,7 +105,7 @@ def write_video(path, seed, size=SIDE):
 
 
 class ByHand(Dataset):
-    """The records as a script writes it that has only transformers and PyAV."""
+    """The records, encoded with transformers and PyAV only."""
 
     def __init__(self, folder, name):
         self._folder, self._processor = folder, whole(name)
@@ -121,7 +121,7 @@ class ByHand(Dataset):
         batch = self._run(said, images, videos)
         labels = batch["input_ids"].clone()
         labels[:, : prompt.shape[1]] = -100
-        labels[:, -1] = -100  # the line break behind the answer
+        labels[:, -1] = -100  # the line break after the answer
         return {**batch, "labels": labels}
 
     def _run(self, messages, images, videos, **more):
@@ -140,7 +140,7 @@ class ByHand(Dataset):
 
 
 def frames(path):
-    """Return the frames that are to be taken of a film, as PyAV gives them."""
+    """Return the sampled frames of a video file, decoded by PyAV."""
     import av
 
     with av.open(str(path)) as file:

@@ -1,4 +1,4 @@
-"""Ranks that hold copies of weights, or parts of one sequence, count once in a step."""
+"""Replicated weights and split sequences count once in the loss and the gradient norm."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ from tests.ranks import run_ranks
 
 IGNORED, MICRO_BATCHES, CLIP = -100, 2, 0.3
 KINDS = {"copies of the weights": 1, "parts of a sequence": 2}
-"""How many ranks share a sequence."""
+"""Ranks that split a sequence."""
 
 
 def losses(model: Any, sample: dict[str, torch.Tensor], part: int, parts: int) -> Any:
-    """Return the sum of the losses of a part of a sample's tokens, and how many they are."""
+    """Return the loss sum of a part of a sample's tokens, and their count."""
     tokens = sample["tokens"][None]
     targets = tokens[:, 1:].clone()
     if parts > 1:  # parts of different sizes
         is_first = torch.arange(targets.shape[1]) % 3 == 0
         targets[:, is_first if part else ~is_first] = IGNORED
-    logits = model(tokens[:, :-1], sample["pictures"][None])
+    logits = model(tokens[:, :-1], sample["images"][None])
     total = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     return total, (targets != IGNORED).sum()
 
@@ -75,7 +75,7 @@ def found() -> list[dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_norm_are_those_of_one_process(found: Any, kind: str) -> None:
+def test_loss_and_norm_equal_one_process(found: Any, kind: str) -> None:
     torch.manual_seed(7)
     model, data = runs.UserModel(), runs.UserData()
     samples = MICRO_BATCHES * (2 // KINDS[kind])
