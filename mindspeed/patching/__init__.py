@@ -1,9 +1,7 @@
-"""Replace, wrap and add on somebody else's code: checked, reversible, reported."""
+"""Replace, wrap and add on other people's code: checked, reversible, reported."""
 
-from mindspeed.patching.aliases import Aliases
-from mindspeed.patching.errors import PatchError
-from mindspeed.patching.finding import find_without_import
-from mindspeed.patching.patch import Effect, Patch, PatchRecord
+from mindspeed.patching.imports import Aliases, find_without_import, is_installed
+from mindspeed.patching.patch import Effect, Patch, PatchError, PatchRecord
 from mindspeed.patching.patcher import Patcher
 
 __all__ = [
@@ -14,4 +12,5 @@ __all__ = [
     "PatchRecord",
     "Patcher",
     "find_without_import",
+    "is_installed",
 ]

@@ -13,9 +13,9 @@ _Shape = tuple[str, Any, bool]
 
 
 def mismatch(original: object, new: object, forwards: bool) -> str | None:
-    """Say why `new` cannot stand where `original` stood; None if it can.
+    """Return why `new` cannot take the place of `original`; None if it can.
 
-    `forwards`: a trailing (*args, **kwargs) is trusted to hand everything on to the original.
+    `forwards`: a trailing (*args, **kwargs) is trusted to pass everything on to the original.
     """
     if isinstance(original, property):
         return None if isinstance(new, property) else f"a property cannot become {new!r}"
@@ -41,7 +41,7 @@ def _expected(original: object) -> list[_Shape] | None:
 
 
 def _forwards(given: Sequence[_Shape] | None, expected: Sequence[_Shape]) -> bool:
-    """Tell whether `given` is the head of `expected` followed by (*args, **kwargs)."""
+    """Return whether `given` is the head of `expected` followed by (*args, **kwargs)."""
     if given is None or [kind for _, kind, _ in given[-2:]] != [
         Parameter.VAR_POSITIONAL,
         Parameter.VAR_KEYWORD,
@@ -51,7 +51,7 @@ def _forwards(given: Sequence[_Shape] | None, expected: Sequence[_Shape]) -> boo
 
 
 def _parameters(callable_: object, declared: bool) -> list[_Shape] | None:
-    """Return the shape of each parameter; None if Python cannot tell (compiled code)."""
+    """Return the shape of each parameter; None if Python cannot read them (compiled code)."""
     entry, bound = _entry(callable_)
     if entry is None or isinstance(entry, WrapperDescriptorType):
         return [] if entry is None else None

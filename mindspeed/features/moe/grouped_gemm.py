@@ -6,8 +6,7 @@ from typing import Any
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
-from mindspeed.patching import Patch
-from mindspeed.patching.finding import is_installed
+from mindspeed.patching import Patch, is_installed
 
 
 class MoeGroupedGemm(Feature):

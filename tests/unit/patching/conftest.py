@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from mindspeed.patching import Patcher
-from mindspeed.patching.import_hook import ImportHook
+from mindspeed.patching.imports import ImportHook
 from tests.unit.patching.samples import CRYPT, SHOP
 
 

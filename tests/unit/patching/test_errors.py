@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mindspeed.patching import Patch, PatchError
-from mindspeed.patching.errors import package_version
+from mindspeed.patching.patch import package_version
 
 BANK = """
     __version__ = "7.5"

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mindspeed.patching import Patch, Patcher, PatchError
-from mindspeed.patching.import_hook import ImportHook
+from mindspeed.patching.imports import ImportHook
 
 LIB = """
     seen = []
