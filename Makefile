@@ -7,15 +7,10 @@ STAMP  := $(VENV)/.installed
 OLDEST_VERSION := $(shell $(PYTHON) -c 'import sys; print("0.14.0" if sys.version_info >= (3, 12) else "0.12.1")')
 OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 
-# The tests of mindspeed itself have to pass on every supported megatron-core; these are the others.
-SUITES := mindspeed_llm|mindspeed_mm|tests.llm|tests.mm
-SUITE_TESTS := tests/unit/mindspeed_llm tests/unit/mindspeed_mm tests/security tests/fuzz
-SUITE_TESTS += $(shell grep -rlE "$(SUITES)" tests/distributed tests/e2e --include='test_*.py')
-SUITE_TESTS += tests/e2e/test_clients.py  # chooses its megatron-core itself
-# Tests in which nothing of Megatron takes part.
-NEUTRAL := $(addprefix tests/unit/,ops config device patching fsdp launch)
-NEUTRAL += tests/e2e/test_run.py $(wildcard tests/distributed/test_fsdp*.py)
-NEUTRAL_TESTS := $(shell grep -rL megatron $(NEUTRAL) --include='test_*.py')
+# Tests of mindspeed in which Megatron takes part: these have to pass on every supported megatron-core.
+MEGATRON := grep -rlE "megatron|tests\.gpt|te_model|one_step" tests/unit tests/distributed tests/e2e --include='test_*.py'
+SUITES := grep -LE "mindspeed_llm|mindspeed_mm|tests\.(llm|mm)"
+MEGATRON_TESTS = $(filter-out tests/unit/mindspeed_% tests/e2e/test_clients.py,$(shell $(MEGATRON) | xargs $(SUITES)))
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -51,7 +46,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # CHECKED=--ignore=tests/conventions where `make check` has run them.
 test: setup
 	$(PYTEST) $(CHECKED)
-	PYTHONPATH=$(OLDEST) $(PYTEST) $(addprefix --ignore=,$(SUITE_TESTS) $(NEUTRAL_TESTS) tests/conventions)
+	PYTHONPATH=$(OLDEST) $(PYTEST) tests/unit/features tests/unit/cli $(MEGATRON_TESTS)
 
 clients: setup  # other projects on the adaptor, see docs/clients.md; CLIENTS="--only verl" for less
 	$(BIN)/python -m tests.clients $(CLIENTS)
@@ -59,7 +54,8 @@ clients: setup  # other projects on the adaptor, see docs/clients.md; CLIENTS="-
 drill: setup  # about five minutes; LONG=1: about half an hour
 	$(BIN)/python -m tests.drill $(if $(LONG),--long)
 
-fuzz: setup  # about half an hour; FUZZ="--cases 500 --only YAML" for less
+fuzz: setup  # about 40 minutes; FUZZ="--cases 500 --only YAML" for less
+	HYPOTHESIS_PROFILE=deep $(PYTEST) $(shell grep -rl "import.*hypothesis\|from hypothesis" tests --include='test_*.py')
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 mutate: setup  # about an hour: every fault of tests/mutations against the tests of its area

@@ -1,6 +1,9 @@
 """The adaptor comes before Megatron in every test session, as in every script."""
 
+import os
 import signal
+
+import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from tests.budget import load_profile
@@ -11,3 +14,12 @@ load_profile()
 # tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """The real SmolLM2-135M-Instruct as an HF directory for all workers; do not write to it."""
+    from tests.llm.smollm2 import shared_smollm2
+
+    base = tmp_path_factory.getbasetemp()
+    return shared_smollm2(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)

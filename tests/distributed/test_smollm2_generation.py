@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.llm.generation import ours, request, theirs
-from tests.llm.smollm2 import save_smollm2
 from tests.ranks import run_ranks
 
 ROOM = 16
@@ -20,15 +19,14 @@ PROMPTS = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(smollm2):
     """Return the model's folder and what transformers answers."""
     import transformers
 
-    folder = save_smollm2(tmp_path_factory.mktemp("smollm2"))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     answers = theirs(reference.eval(), PROMPTS, ROOM, stops=(2,))
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
-    return str(folder), answers
+    return str(smollm2), answers
 
 
 @pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (1, 2)], ids=str)

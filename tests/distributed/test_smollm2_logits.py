@@ -5,7 +5,6 @@ import torch
 
 from mindspeed_llm.checkpoint import ConvertOptions
 from tests.llm.megatron_logits import all_logits
-from tests.llm.smollm2 import save_smollm2
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-4  # logits reach 35, and transformers' own float32 is 8e-5 from its float64
@@ -20,14 +19,13 @@ TOKENS = torch.tensor(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(smollm2):
     """Return the model's folder and what transformers says about TOKENS."""
     import transformers
 
-    folder = save_smollm2(tmp_path_factory.mktemp("smollm2"))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     with torch.no_grad():
-        return folder, reference.eval()(TOKENS).logits
+        return smollm2, reference.eval()(TOKENS).logits
 
 
 @pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (1, 2), (3, 2)], ids=str)

@@ -1,5 +1,6 @@
 """The training loop of the first document: its tables to the letter, its loop on many ranks."""
 
+import os
 import re
 import subprocess
 import sys
@@ -53,11 +54,11 @@ def expected_lines(tp):
         yield f"{name}, {[size(entry) for entry in shape]}, torch.{dtype}, cpu"
 
 
-def run(command, folder):
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+def run(command, folder, env=None):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=env)
 
 
-@pytest.mark.parametrize("ranks, tp, total", [(1, 1, 6960), (2, 2, 3948), (4, 2, 3948)])
+@pytest.mark.parametrize("ranks, tp, total", [(1, 1, 6960), (4, 2, 3948)])
 def test_the_example_prints_the_documents_tables_and_trains(tmp_path, ranks, tp, total):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={ranks}", SCRIPT]
@@ -83,17 +84,26 @@ def test_pipeline_stages_and_the_launcher_of_our_own(tmp_path):
     assert done.stdout.count("'lm loss'") == 5
 
 
+def test_a_layout_that_cannot_be_built_is_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, "-m", "mindspeed", "run", "--nproc", "2", SCRIPT]
+    check_refusal(
+        run([*command, "--tensor-model-parallel-size=4"], tmp_path), "multiple of 4 ranks"
+    )
+
+
 @pytest.mark.parametrize(
-    "ranks, flags, message",
+    "ranks, flag, message",
     [
-        (3, ["--tensor-model-parallel-size=3"], "3 does not divide --num-attention-heads 4"),
-        (2, ["--tensor-model-parallel-size=4"], "start a multiple of 4 ranks"),
-        (4, ["--pipeline-model-parallel-size=4"], "does not divide --num-layers 2: use 1 or 2"),
+        (3, "--tensor-model-parallel-size=3", "3 does not divide --num-attention-heads 4"),
+        (4, "--pipeline-model-parallel-size=4", "does not divide --num-layers 2: use 1 or 2"),
     ],
 )
-def test_a_layout_that_cannot_be_built_is_one_line_and_exit_code_2(tmp_path, ranks, flags, message):
-    command = [sys.executable, "-m", "mindspeed", "run", "--nproc", str(ranks), SCRIPT, *flags]
-    done = run(command, tmp_path)
+def test_a_rank_refuses_a_layout_before_it_waits_for_others(tmp_path, ranks, flag, message):
+    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    check_refusal(run([sys.executable, SCRIPT, flag], tmp_path, environment), message)
+
+
+def check_refusal(done, message):
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("error:") == 1

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mindspeed_llm.cli.main import main
-from tests.llm.smollm2 import save_smollm2, smollm2_file
+from tests.llm.smollm2 import smollm2_file
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def test_what_is_there_is_not_replaced(tmp_path, capsys):
     assert (tmp_path / "out" / "mine").read_text() == "kept"
 
 
-def test_numbers_of_the_config_are_those_that_people_write(tmp_path):
-    config = json.loads((save_smollm2(tmp_path / "model") / "config.json").read_text())
+def test_numbers_of_the_config_are_those_that_people_write(smollm2):
+    config = json.loads((smollm2 / "config.json").read_text())
     assert config["rms_norm_eps"] == 1e-05
