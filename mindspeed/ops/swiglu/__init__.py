@@ -2,29 +2,29 @@
 
 from mindspeed.ops.dispatch import Impl, Op
 
-_ROOM = "mindspeed.ops.swiglu"
+_PACKAGE = "mindspeed.ops.swiglu"
 
 swiglu = Op(
     "swiglu",
-    reference=f"{_ROOM}.reference:swiglu",
+    reference=f"{_PACKAGE}.reference:swiglu",
     impls=(
-        Impl("triton", f"{_ROOM}.triton_impl:swiglu", device="cuda", needs=("triton",)),
-        Impl("npu", f"{_ROOM}.npu_impl:swiglu", device="npu", needs=("torch_npu",)),
+        Impl("triton", f"{_PACKAGE}.triton_impl:swiglu", device="cuda", needs=("triton",)),
+        Impl("npu", f"{_PACKAGE}.npu_impl:swiglu", device="npu", needs=("torch_npu",)),
     ),
-    check=f"{_ROOM}.reference:check",
+    check=f"{_PACKAGE}.reference:check",
 )
 
 silu_mul = Op(
     "silu_mul",
-    reference=f"{_ROOM}.reference:silu_mul",
-    impls=(Impl("triton", f"{_ROOM}.triton_impl:silu_mul", device="cuda", needs=("triton",)),),
-    check=f"{_ROOM}.reference:check_two",
+    reference=f"{_PACKAGE}.reference:silu_mul",
+    impls=(Impl("triton", f"{_PACKAGE}.triton_impl:silu_mul", device="cuda", needs=("triton",)),),
+    check=f"{_PACKAGE}.reference:check_two",
 )
 
 swiglu_gradient = Op(
     "swiglu_gradient",
-    reference=f"{_ROOM}.reference:swiglu_gradient",
+    reference=f"{_PACKAGE}.reference:swiglu_gradient",
     impls=(
-        Impl("triton", f"{_ROOM}.triton_impl:swiglu_gradient", device="cuda", needs=("triton",)),
+        Impl("triton", f"{_PACKAGE}.triton_impl:swiglu_gradient", device="cuda", needs=("triton",)),
     ),
 )

@@ -77,8 +77,8 @@ def _gradient(grad: Tensor, gate: Tensor, up: Tensor, dim: int) -> tuple[Tensor,
 
 
 def _halves(x: Tensor, dim: int, bias: Tensor | None) -> tuple[Tensor, ...]:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide if bias is None else wide + bias).chunk(2, dim=dim)
+    x_acc = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (x_acc if bias is None else x_acc + bias).chunk(2, dim=dim)
 
 
 def check(

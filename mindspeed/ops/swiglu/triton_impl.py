@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 from mindspeed.ops.launch import launch
 from mindspeed.ops.swiglu import reference
 
-# Eight bfloat16 a thread are one 16-byte load; a block of four warps leaves room for many blocks on
-# a multiprocessor, which is what hides the latency of memory in code this simple.
-BLOCK, WARPS = 1024, 4
+# Eight bfloat16 per thread are one 16-byte load; programs of four warps allow many of them on a
+# multiprocessor, which hides the memory latency of such simple code.
+BLOCK_N, NUM_WARPS = 1024, 4
 
 
 def swiglu(
@@ -36,7 +36,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x and once more swiglu(x), in one reading of x."""
+    """Return the gradient of x and recompute swiglu(x), reading x once."""
     if x.dtype == torch.float64:
         return reference.swiglu_gradient(grad, x)
     x = x.contiguous()
@@ -46,10 +46,10 @@ def swiglu_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Halves(NamedTuple):
-    """Gate and up as runs in memory: `rows` of `size` elements, `stride` from one to the next.
+    """Gate and up as contiguous rows: `rows` of `size` elements, `stride` from one to the next.
 
-    Without `up` it lies behind each row of the gate: a compiler does not see through two views of
-    one memory that a kernel writes.
+    Without `up` it follows each row of the gate: a compiler does not handle two views of one memory
+    that a kernel writes.
     """
 
     gate: Tensor
@@ -60,13 +60,13 @@ class _Halves(NamedTuple):
 
 
 def _packed(x: Tensor, dim: int) -> _Halves:
-    """Find both halves of a contiguous tensor: along any dimension they are contiguous runs."""
+    """Return both halves of a contiguous tensor: along any dimension their rows are contiguous."""
     dim %= x.dim()
     size = math.prod(x.shape[dim:]) // 2
     return _Halves(x, None, math.prod(x.shape[:dim]), size, 2 * size)
 
 
-def _apart(gate: Tensor, up: Tensor) -> _Halves:
+def _separate(gate: Tensor, up: Tensor) -> _Halves:
     return _Halves(gate, up, 1, gate.numel(), gate.numel())
 
 
@@ -106,7 +106,7 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         y = torch.empty_like(gate)
-        _launch_forward(_apart(gate, up), y)
+        _launch_forward(_separate(gate, up), y)
         return y
 
     @staticmethod
@@ -114,7 +114,7 @@ class _SiluMul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        _launch_backward(grad, _apart(gate, up), _apart(grad_gate, grad_up))
+        _launch_backward(grad, _separate(gate, up), _separate(grad_gate, grad_up))
         return grad_gate, grad_up
 
 
@@ -122,14 +122,14 @@ def _launch_forward(
     halves: _Halves, y: Tensor, bias: Tensor | None = None, weights: Tensor | None = None
 ) -> None:
     gate, up, rows, size, stride = halves
-    blocks = triton.cdiv(size, BLOCK)
+    blocks = triton.cdiv(size, BLOCK_N)
     bias, weights = _contiguous(bias), _contiguous(weights)
     if y.numel():
         sizes = size, stride, blocks
         launch(
-            *(_forward, (rows * blocks,), gate, up, bias, weights, y, *sizes),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            *(_swiglu_forward, (rows * blocks,), gate, up, bias, weights, y, *sizes),
+            BLOCK_N=BLOCK_N,
+            num_warps=NUM_WARPS,
         )
 
 
@@ -144,18 +144,18 @@ def _launch_backward(
     y: Tensor | None = None,
 ) -> None:
     gate, up, rows, size, stride = halves
-    blocks = triton.cdiv(size, BLOCK)
-    # The gradient of a row's weight is a sum over the row, so one program walks it all.
+    blocks = triton.cdiv(size, BLOCK_N)
+    # The gradient of a row's weight is a sum over the row, so one program handles all of it.
     steps = 1 if weights is None else blocks
     if grad.numel():
         inputs = grad.contiguous(), gate, up, _contiguous(bias), _contiguous(weights)
         outputs = grads.gate, grads.up, grad_weights, y
         sizes = size, stride, blocks // steps
         launch(
-            *(_backward, (rows * blocks // steps,), *inputs, *outputs, *sizes),
-            STEPS=steps,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            *(_swiglu_backward, (rows * blocks // steps,), *inputs, *outputs, *sizes),
+            NUM_STEPS=steps,
+            BLOCK_N=BLOCK_N,
+            num_warps=NUM_WARPS,
         )
 
 
@@ -164,69 +164,73 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 @triton.jit
-def _behind(gate, up, half):
-    return gate + half if up is None else up
+def _up_ptr(gate_ptr, up_ptr, N):
+    return gate_ptr + N if up_ptr is None else up_ptr
 
 
 @triton.jit
-def _load_halves(gate, up, bias, base, columns, mask, half):
-    left = tl.load(gate + base + columns, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(_behind(gate, up, half) + base + columns, mask=mask, other=0.0).to(tl.float32)
-    if bias is not None:
-        left += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
-        right += tl.load(bias + half + columns, mask=mask, other=0.0).to(tl.float32)
-    return left, right
+def _load_halves(gate_ptr, up_ptr, bias_ptr, row_offset, offs_n, mask, N):
+    gate = tl.load(gate_ptr + row_offset + offs_n, mask=mask, other=0.0).to(tl.float32)
+    up_ptrs = _up_ptr(gate_ptr, up_ptr, N) + row_offset + offs_n
+    up = tl.load(up_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + offs_n, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + N + offs_n, mask=mask, other=0.0).to(tl.float32)
+    return gate, up
 
 
 @triton.jit
-def _forward(gate, up, bias, weights, y, half, stride, blocks, BLOCK: tl.constexpr):
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    columns = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < half
-    left, right = _load_halves(gate, up, bias, row * stride, columns, mask, half)
-    value = left * tl.sigmoid(left) * right
-    if weights is not None:
-        value *= tl.load(weights + row).to(tl.float32)
-    tl.store(y + row * half + columns, value.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _backward(
-    grad,
-    gate,
-    up,
-    bias,
-    weights,
-    grad_gate,
-    grad_up,
-    grad_weights,
-    y,
-    half,
-    stride,
-    blocks,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _swiglu_forward(
+    gate_ptr, up_ptr, bias_ptr, weights_ptr, y_ptr, N, stride_m, blocks_n, BLOCK_N: tl.constexpr
 ):
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
-    base = row * stride
-    total = tl.zeros((BLOCK,), tl.float32)
-    for step in range(STEPS):
-        columns = start + step * BLOCK + tl.arange(0, BLOCK)
-        mask = columns < half
-        left, right = _load_halves(gate, up, bias, base, columns, mask, half)
-        g = tl.load(grad + row * half + columns, mask=mask, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(left)
-        silu = left * sigmoid
-        if weights is not None:
-            total += g * silu * right
-            g *= tl.load(weights + row).to(tl.float32)
-        slope = g * right * (sigmoid + silu * (1 - sigmoid))
-        kind = grad_gate.dtype.element_ty
-        tl.store(grad_gate + base + columns, slope.to(kind), mask=mask)
-        tl.store(_behind(grad_gate, grad_up, half) + base + columns, (g * silu).to(kind), mask=mask)
-        if y is not None:
-            value = (silu * right).to(y.dtype.element_ty)
-            tl.store(y + row * half + columns, value, mask=mask)
-    if weights is not None:
-        tl.store(grad_weights + row, tl.sum(total).to(grad_weights.dtype.element_ty))
+    row = (tl.program_id(0) // blocks_n).to(tl.int64)
+    offs_n = (tl.program_id(0) % blocks_n).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs_n < N
+    gate, up = _load_halves(gate_ptr, up_ptr, bias_ptr, row * stride_m, offs_n, mask, N)
+    y = gate * tl.sigmoid(gate) * up
+    if weights_ptr is not None:
+        y *= tl.load(weights_ptr + row).to(tl.float32)
+    tl.store(y_ptr + row * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    bias_ptr,
+    weights_ptr,
+    dgate_ptr,
+    dup_ptr,
+    dweights_ptr,
+    y_ptr,
+    N,
+    stride_m,
+    blocks_n,
+    NUM_STEPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = (tl.program_id(0) // blocks_n).to(tl.int64)
+    start = (tl.program_id(0) % blocks_n).to(tl.int64) * BLOCK_N
+    row_offset = row * stride_m
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for step in range(NUM_STEPS):
+        offs_n = start + step * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = offs_n < N
+        gate, up = _load_halves(gate_ptr, up_ptr, bias_ptr, row_offset, offs_n, mask, N)
+        dy = tl.load(dy_ptr + row * N + offs_n, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        if weights_ptr is not None:
+            acc += dy * silu * up
+            dy *= tl.load(weights_ptr + row).to(tl.float32)
+        dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+        dtype = dgate_ptr.dtype.element_ty
+        tl.store(dgate_ptr + row_offset + offs_n, dgate.to(dtype), mask=mask)
+        dup_ptrs = _up_ptr(dgate_ptr, dup_ptr, N) + row_offset + offs_n
+        tl.store(dup_ptrs, (dy * silu).to(dtype), mask=mask)
+        if y_ptr is not None:
+            y = (silu * up).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row * N + offs_n, y, mask=mask)
+    if weights_ptr is not None:
+        tl.store(dweights_ptr + row, tl.sum(acc).to(dweights_ptr.dtype.element_ty))
