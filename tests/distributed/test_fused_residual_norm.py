@@ -1,4 +1,4 @@
-"""Residual sums that come with their norm train a GPT to the same bits as sums that do not."""
+"""Residual sums that compute the next norm train a GPT to the same bits as sums that do not."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ LLAMA = Layout("llama", num_layers=2, spec="te")
 FULL = ("full", "uniform", 1)
 
 
-def _train(layout, is_on):
+def _train(layout, is_on, modules=()):
     """Return losses, gradients, and how many norms were computed with their sum."""
     import mindspeed
     from mindspeed.te.pytorch.module import normalize
@@ -29,15 +29,19 @@ def _train(layout, is_on):
         return plain(*args)
 
     normalize.plain_add_rms_norm = counted
-    from tests.gpt.training import Training
+    from tests.gpt import training as gpt
 
-    training = Training(layout)
+    if modules:
+        config = gpt.transformer_config(layout)
+        config = replace(config, recompute_granularity="selective", recompute_modules=modules)
+        gpt.transformer_config = lambda _: config
+    training = gpt.Training(layout)
     losses = [training.step()[0] for _ in range(2)]
     return losses, training.gradients(), len(together)
 
 
-def _both(layout):
-    unfused, fused = (run_ranks(_train, layout.world, layout, on) for on in (False, True))
+def _both(layout, modules=()):
+    unfused, fused = (run_ranks(_train, layout.world, layout, on, modules) for on in (False, True))
     for (losses, gradients, none), (same, others, _) in zip(unfused, fused, strict=True):
         assert losses == same
         assert not none
@@ -58,14 +62,28 @@ def _both(layout):
     ],
     ids=str,
 )
-def test_same_bits_with_every_norm_but_the_first_in_a_sum(layout):
+def test_same_bits_with_every_norm_but_the_first_computed_by_a_sum(layout):
     sums = 2 * layout.num_layers
     assert _both(layout) == 2 * layout.micro_batches * sums
 
 
-def test_the_last_sum_of_a_stage_has_no_norm():
+def test_the_last_sum_of_a_stage_computes_no_norm():
     layout = replace(LLAMA, pp=2)
     assert _both(layout) == 2 * layout.micro_batches
+
+
+@pytest.mark.parametrize(("modules", "sums"), [(["mlp"], 2), (["core_attn", "layernorm"], 4)])
+def test_same_bits_when_parts_of_a_layer_are_recomputed(modules, sums):
+    """A norm inside of recompute is not computed by a sum outside: its gradient comes twice."""
+    layout = replace(LLAMA, dp=2, overlap_grad_reduce=True, bucket_size=2000)
+    assert _both(layout, modules) == 2 * layout.micro_batches * sums
+
+
+def test_same_bits_when_some_layers_are_recomputed():
+    layout = replace(
+        LLAMA, dp=2, overlap_grad_reduce=True, bucket_size=2000, recompute=("full", "block", 1)
+    )
+    assert _both(layout) == 2 * layout.micro_batches * 2
 
 
 @pytest.mark.parametrize(
@@ -85,7 +103,7 @@ def test_the_last_sum_of_a_stage_has_no_norm():
     ],
     ids=str,
 )
-def test_sums_stay_alone_where_a_norm_does_not_follow(layout):
+def test_sums_are_made_alone_where_no_norm_follows(layout):
     assert _both(layout) == 0
 
 
@@ -139,7 +157,7 @@ def _compare(name):
 @pytest.mark.parametrize("name", PREPARED)
 def test_same_gradients_whatever_happens_to_a_sum(name):
     ((plain, fused), kinds) = run_ranks(_compare, 1, name)[0]
-    assert kinds == {"NormedSum"}
+    assert kinds == {"AddWithNorm"}
     assert torch.equal(plain[0], fused[0])
     for parameter, gradient in plain[1].items():
         assert torch.equal(gradient, fused[1][parameter]), parameter
@@ -166,7 +184,7 @@ def _train_recomputed(layout, is_on, use_reentrant, layers):
 @pytest.mark.parametrize("layers", [slice(None), slice(1, 2)], ids=["each", "second"])
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "by saved tensors"])
 def test_recompute_of_single_layers_while_gradients_are_reduced(use_reentrant, layers):
-    """A norm that recompute computes for nobody would report its weight's gradient twice."""
+    """A norm that recompute does not read would report its weight's gradient twice."""
     layout = replace(LLAMA, dp=2, overlap_grad_reduce=True, bucket_size=2000)
     plain, fused = (
         run_ranks(_train_recomputed, 2, layout, is_on, use_reentrant, layers)

@@ -25,9 +25,14 @@ class FusedResidualNorm(Feature):
         """Add residuals in the kernel of the RMSNorm that reads the sum. Default: on CUDA."""
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Link sums and norms once a block has all its layers."""
+        """Connect sums and norms once a block has all its layers."""
         yield Patch.wrap(
             "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
-            "mindspeed.te.pytorch.module.residual_norm:wrap_transformer_block_init",
+            "mindspeed.te.fused_residual_norm:wrap_transformer_block_init",
             why="a sum and the norm that reads it may belong to two layers: the block has both",
+        )
+        yield Patch.wrap(
+            "megatron.core.transformer.transformer_block:TransformerBlock.forward",
+            "mindspeed.te.fused_residual_norm:wrap_transformer_block_forward",
+            why="only in the block's own loop is each norm certain to read the sum before it",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -11,11 +11,16 @@ from mindspeed.distributed.collectives import all_gather
 from mindspeed.te.pytorch.module.base import activation_dtype
 from mindspeed.te.pytorch.module.linear import LinearBase
 from mindspeed.te.pytorch.module.normalize import add_rms_norm, layer_norm, rms_norm
-from mindspeed.te.pytorch.module.residual_norm import normed_ahead
+
+if TYPE_CHECKING:
+    from mindspeed.te.fused_residual_norm import ResidualNorm
 
 
 class LayerNormLinear(LinearBase):
     """y = norm(x) W^T + b; under sequence parallelism the norm works on this rank's tokens."""
+
+    residual_norm: ResidualNorm | None = None
+    """Where the residual sum before this module computes the norm along with it."""
 
     def __init__(
         self,
@@ -59,14 +64,14 @@ class LayerNormLinear(LinearBase):
             results.append(all_gather(normed, self._group()) if gather else normed)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def normed_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
+    def add_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the norm of x + residual and the sum, by one kernel; None where there is none."""
         if self.normalization != "RMSNorm":
             return None
         return add_rms_norm(x, residual, self.layer_norm_weight, self.eps, **self._types(x))
 
     def _gemm_input(self, x: Tensor) -> Tensor:
-        normed = normed_ahead(x, self)
+        normed = None if self.residual_norm is None else self.residual_norm.take(x)
         return self._norm(x) if normed is None else normed
 
     def _norm(self, x: Tensor) -> Tensor:
