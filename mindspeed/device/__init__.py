@@ -1,4 +1,4 @@
-"""What a device is. The only room that says torch.cuda, torch_npu, nccl, hccl or gloo."""
+"""Devices behind one protocol; only this folder names torch.cuda, torch_npu, nccl, hccl or gloo."""
 
 from mindspeed.device.base import Device, DeviceError
 from mindspeed.device.choice import current, known

@@ -1,4 +1,4 @@
-"""The protocol that every device answers to."""
+"""The protocol that every device implements."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 
 class DeviceError(RuntimeError):
-    """A device was asked for that this machine cannot offer."""
+    """A requested device cannot be used on this machine."""
 
 
 class Device(abc.ABC):
-    """One kind of device: where tensors live, how ranks talk, which generator draws the numbers."""
+    """One kind of device: where tensors live, the backend of its ranks, its random generator."""
 
     name: ClassVar[str]
     backend: ClassVar[str]
@@ -26,7 +26,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def unusable_reason(self) -> str | None:
-        """Say why this device cannot be used here, or None when it can."""
+        """Return why this device cannot be used here, or None when it can."""
 
     @abc.abstractmethod
     def facade(self) -> AbstractContextManager[object]:
@@ -70,7 +70,7 @@ class Device(abc.ABC):
         self.default_generator().set_state(state)
 
     def multiprocessors(self) -> int:
-        """Return how many programs of a kernel run side by side; 1 where nobody says."""
+        """Return how many programs of a kernel run side by side; 1 where it is not known."""
         return 1
 
     def capability(self) -> tuple[int, int] | None:
@@ -109,7 +109,7 @@ class Device(abc.ABC):
         """Ask torch and this device's libraries for bitwise repeatable results."""
         os.environ.update(self.deterministic_env)
         torch.use_deterministic_algorithms(True)
-        # torch would also fill all new memory, for readers of what nobody wrote: tens of
+        # torch would also fill all new memory, in case it is read before it is written: tens of
         # gigabytes a step.
         settings: Any = torch.utils.deterministic
         settings.fill_uninitialized_memory = False

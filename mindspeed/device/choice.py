@@ -1,4 +1,4 @@
-"""Choose the device of this process: npu, else cuda, else cpu, unless MINDSPEED_DEVICE says so."""
+"""Choose the device of this process: npu, else cuda, else cpu, unless MINDSPEED_DEVICE is set."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def current() -> Device:
 
 
 @functools.cache
-def _choose(asked: str) -> Device:
+def _choose(name: str) -> Device:
     devices = known()
-    if not asked:
+    if not name:
         return next(device for device in devices.values() if device.unusable_reason() is None)
-    if asked not in devices:
-        raise DeviceError(f"{VARIABLE}={asked} is not a device: use {', '.join(sorted(devices))}")
-    reason = devices[asked].unusable_reason()
+    if name not in devices:
+        raise DeviceError(f"{VARIABLE}={name} is not a device: use {', '.join(sorted(devices))}")
+    reason = devices[name].unusable_reason()
     if reason is not None:
-        raise DeviceError(f"{VARIABLE}={asked} cannot be used here: {reason}, or unset {VARIABLE}")
-    return devices[asked]
+        raise DeviceError(f"{VARIABLE}={name} cannot be used here: {reason}, or unset {VARIABLE}")
+    return devices[name]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
+import signal
 import sys
 from contextlib import AbstractContextManager
 
 import torch
 
-from mindspeed.device.amx import avoid_trapping_amx
 from mindspeed.device.base import Device
-from mindspeed.device.timeline import Event, Stream
+from mindspeed.device.streams import Event, Stream
 from mindspeed.distributed import environment
+
+logger = logging.getLogger(__name__)
+
+_ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+_WITHOUT_AMX = "AVX512_CORE_FP16"
 
 
 class Cpu(Device):
@@ -27,7 +33,7 @@ class Cpu(Device):
         self._stream = Stream()
 
     def unusable_reason(self) -> str | None:
-        """Never: the cpu is always there."""
+        """Return None: the cpu is always usable."""
         return None
 
     def facade(self) -> AbstractContextManager[object]:
@@ -92,7 +98,7 @@ class Cpu(Device):
 
 
 def _status(key: str) -> int:
-    """Read one size, in bytes, of what Linux tells about this process; 0 elsewhere."""
+    """Read a size, in bytes, from Linux's status of this process; 0 elsewhere."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith(key):
@@ -103,3 +109,41 @@ def _status(key: str) -> int:
 def _peak_of_process() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def avoid_trapping_amx() -> None:
+    """Limit oneDNN below AMX if a bf16 matmul dies of an illegal instruction.
+
+    Some virtual machines advertise AMX and trap it. oneDNN reads the variable at its first call,
+    so this has to run before any matmul.
+    """
+    if _ISA_VARIABLE in os.environ or not _claims_amx() or _bf16_matmul_works():
+        return
+    os.environ[_ISA_VARIABLE] = _WITHOUT_AMX
+    _bf16_matmul()  # oneDNN reads the variable now, and later changes have no effect
+    logger.debug("AMX is advertised but traps here; set %s=%s", _ISA_VARIABLE, _WITHOUT_AMX)
+
+
+def _claims_amx() -> bool:
+    try:
+        with open("/proc/cpuinfo") as cpuinfo:
+            return any("amx_tile" in line for line in cpuinfo if line.startswith("flags"))
+    except OSError:
+        return False
+
+
+def _bf16_matmul_works() -> bool:
+    """Try it in a forked child: the trap is a signal that cannot be caught."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        signal.signal(signal.SIGILL, signal.SIG_DFL)
+        _bf16_matmul()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGILL)
+
+
+def _bf16_matmul() -> None:
+    a = torch.ones(64, 64, dtype=torch.bfloat16)
+    torch.mm(a, a)

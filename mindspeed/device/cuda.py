@@ -22,7 +22,7 @@ class Cuda(Accelerator):
     }
 
     def unusable_reason(self) -> str | None:
-        """Say what torch lacks to use a GPU."""
+        """Return what torch lacks to use a GPU."""
         if torch.version.cuda is None:
             return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
         if not torch.cuda.is_available():

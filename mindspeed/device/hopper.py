@@ -26,7 +26,7 @@ NOTICEABLE = 1.0
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, the versions that will do, the module to call, and what it is for.
+    """A distribution, its supported versions, the module to call, and its purpose.
 
     `cached` are the environment variables that make it keep compiled kernels in "{folder}",
     `uncached` those that make it keep none.
@@ -45,17 +45,17 @@ class Package:
         return f"{self.name}[cu13]{self.versions}"
 
     def takes(self, version: str) -> bool:
-        """Say whether this is one of the versions that will do."""
+        """Return whether a version is supported."""
         return SpecifierSet(self.versions).contains(version, prereleases=True)
 
     def is_here(self) -> bool:
-        """Say whether it can be called on the device at hand."""
+        """Return whether it can be called on the current device."""
         return _is_usable(self)
 
     def passes(self, trial: Callable[[], bool], what: str) -> bool:
         """Run kernels on a small problem, which compiles them, before a model relies on them.
 
-        A package that fails here, or computes something else, is not used; one line says why.
+        A package that fails here, or computes something else, is not used; with a warning.
         """
         folder = kernel_cache()
         kept = f"kept in {folder}" if folder else "compiled in every run: no folder to keep them in"
@@ -76,7 +76,7 @@ class Package:
 
 @functools.cache
 def _is_usable(package: Package) -> bool:
-    """Look once: a package that cannot be used is reported at once, not at its first use."""
+    """Check once: a package that cannot be used is reported here, not at its first use."""
     if device.current().capability() != CAPABILITY:
         return False
     try:
@@ -89,7 +89,7 @@ def _is_usable(package: Package) -> bool:
         folder = kernel_cache()
         for name, value in (package.cached if folder else package.uncached).items():
             os.environ.setdefault(name, value.format(folder=folder))
-        # What its compiler deprecates is for its authors, not for who trains.
+        # What its compiler deprecates concerns its authors, not users who train.
         for module in ("cutlass", package.module.partition(".")[0]):
             warnings.filterwarnings("ignore", module=rf"{module}\b")
         importlib.import_module(package.module)

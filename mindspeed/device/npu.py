@@ -19,7 +19,7 @@ class Npu(Accelerator):
     deterministic_env = {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
 
     def unusable_reason(self) -> str | None:
-        """Say what is missing to use an NPU."""
+        """Return what is missing to use an NPU."""
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed: pip install torch-npu (the release for your torch)"
         try:

@@ -1,4 +1,4 @@
-"""The cpu facade: what Megatron says to torch.cuda lands on the cpu while this is installed."""
+"""The cpu facade: Megatron's calls of torch.cuda run on the cpu while this is installed."""
 
 from mindspeed.device.facade.install import Facade
 

@@ -1,6 +1,6 @@
-"""Who asks: Megatron and the user's scripts are answered by the facade, other libraries truthfully.
+"""Identify the caller: Megatron and users' scripts see the facade, other libraries the truth.
 
-torch itself, transformers and the like take "cuda is available" as leave to use real CUDA, and
+torch itself, transformers and the like use real CUDA where "cuda is available", and
 our own packages ask mindspeed.device. Projects that drive Megatron ask on its behalf: verl seeds
 Megatron's generators only where it counts a device.
 """
@@ -24,7 +24,7 @@ _LIBRARY_NAMES = {"site-packages", "dist-packages"}
 
 
 def is_other_library(depth: int = 2) -> bool:
-    """Say whether the caller `depth` frames up is a library other than Megatron and its drivers."""
+    """Return whether the caller `depth` frames up is a library, Megatron and its drivers aside."""
     if torch.compiler.is_dynamo_compiling():
         return False
     frame = sys._getframe(depth)
@@ -36,7 +36,7 @@ def is_other_library(depth: int = 2) -> bool:
 
 
 def is_torch(depth: int = 2) -> bool:
-    """Say whether the caller `depth` frames up is torch, which asks for itself."""
+    """Return whether the caller `depth` frames up is torch, which asks for itself."""
     module = str(sys._getframe(depth).f_globals.get("__name__", ""))
     return module.partition(".")[0] == "torch" and not module.startswith(_TRACER)
 

@@ -16,7 +16,7 @@ import torch.cuda.nvtx as nvtx
 import torch.cuda.random as cuda_random
 
 from mindspeed.device.facade.caller import is_other_library, is_torch
-from mindspeed.device.timeline import Event, Stream
+from mindspeed.device.streams import Event, Stream
 
 if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
@@ -91,7 +91,7 @@ def _devices(cpu: Cpu) -> dict[str, object]:
         "get_device_capability": lambda device=None: _CAPABILITY,
         "get_device_name": lambda device=None: "cpu",
         "is_bf16_supported": lambda including_emulation=True: True,
-        # A cpu tells nothing of the kind; the straggler detector prints what it gets.
+        # A cpu has no such value; the straggler detector prints what it gets.
         **{sensor: lambda device=None: 0 for sensor in _SENSORS},
         "synchronize": _nothing,
         "init": _nothing,

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
-    """Yield what finds functions and classes of torch by identity; all others stand by now."""
+    """Yield what finds functions and classes of torch by identity, after all other stand-ins."""
     yield script_annotations, "try_ann_to_type", _knowing_both(script_annotations.try_ann_to_type)
     listed = inspect.unwrap(default_device._device_constructors, stop=_is_cache)
     yield default_device, "_device_constructors", functools.wraps(listed)(_constructors(listed))
 
 
-def name_by_place(stand_in: object, owner: object, name: str) -> None:
-    """Name a function after the place where it stands, so that it can be pickled."""
+def name_by_owner(stand_in: object, owner: object, name: str) -> None:
+    """Name a function after the attribute it is set to, so that it can be pickled."""
     if not isinstance(stand_in, FunctionType) or _is_found(stand_in):
         return
     if isinstance(owner, ModuleType):
@@ -46,7 +46,7 @@ def scripted(stand_ins: list[tuple[object, object]]) -> dict[int, str]:
     return table
 
 
-def forget_listed_functions() -> None:
+def clear_function_caches() -> None:
     """Have torch list its overridable functions and its tensor constructors again."""
     for function in (*vars(overrides).values(), default_device._device_constructors):
         cached: Any = inspect.unwrap(function, stop=_is_cache) if callable(function) else None
@@ -79,7 +79,7 @@ def _knowing_both(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _constructors(listed: Any) -> Callable[[], set[Any]]:
-    """List what `with torch.device(...)` places: torch's own functions and what stands there."""
+    """List what `with torch.device(...)` applies to: torch's functions and their stand-ins."""
     listed.cache_clear()
     standing: set[Any] = listed()
     both = standing | {inspect.unwrap(each) for each in standing}

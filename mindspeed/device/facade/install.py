@@ -1,4 +1,4 @@
-"""Put the stand-ins in place, find the copies Megatron took earlier, and take it all back."""
+"""Install the stand-ins, also over copies that Megatron imported earlier, and remove them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING
 from torch.jit import _builtins
 
 from mindspeed.device.facade import (
-    collectives,
     compilation,
     cuda_calls,
-    gloo_device,
-    groups,
-    host_draws,
+    host_rng,
     identity,
     mixed_precision,
     moves,
-    noise,
+    process_groups,
     strides,
     tensors,
 )
@@ -33,12 +30,9 @@ _PARTS = (
     tensors,
     moves,
     mixed_precision,
-    host_draws,
-    groups,
-    gloo_device,
-    collectives,
+    host_rng,
+    process_groups,
     strides,
-    noise,
     identity,
 )
 _ABSENT = object()
@@ -72,9 +66,9 @@ class Facade:
                     originals[id(original)] = stand_in
                 stand_ins.append((original, stand_in))
                 self._set(owner, name, stand_in)
-                identity.name_by_place(stand_in, owner, name)
+                identity.name_by_owner(stand_in, owner, name)
         self._set(_builtins, "_builtin_table", identity.scripted(stand_ins))
-        identity.forget_listed_functions()
+        identity.clear_function_caches()
         for module, name, stand_in in list(_megatron_copies(originals)):
             self._set(module, name, stand_in)
         return self
@@ -93,7 +87,7 @@ class Facade:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-        identity.forget_listed_functions()
+        identity.clear_function_caches()
 
     def _set(self, owner: object, name: str, value: object) -> None:
         self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))

@@ -47,7 +47,7 @@ class _Moves:
         return tensor
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Say whether the tensor is known to be on the host; in a graph none is."""
+        """Return whether the tensor is known to be on the host; in a graph none is."""
         return not torch.compiler.is_dynamo_compiling() and tensor in self._on_host
 
     def is_cuda(self, tensor: Tensor) -> bool:
@@ -92,14 +92,14 @@ def _cpu(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
 
 
 def _to(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
-    place = on_cpu(original, position=1)
+    on_device = on_cpu(original, position=1)
 
     @functools.wraps(original)
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_torch_function_unary(tensor):
             return handle_torch_function(to, (tensor,), tensor, *args, **kwargs)
-        moved = place(tensor, *args, **kwargs)
-        # The word "cpu" means the host; a device object may be that of another tensor.
+        moved = on_device(tensor, *args, **kwargs)
+        # The string "cpu" means the host; a device object may be that of another tensor.
         device = kwargs.get("device", args[0] if args else None)
         if not isinstance(device, str) or is_other_library():
             return moved
@@ -111,13 +111,13 @@ def _to(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
 
 
 def _like(original: Callable[..., Any], moves: _Moves) -> Callable[..., Any]:
-    place = on_cpu(original)
+    on_device = on_cpu(original)
 
     @functools.wraps(original)
     def like(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_torch_function_unary(input):
             return handle_torch_function(like, (input,), input, *args, **kwargs)
-        made = place(input, *args, **kwargs)
+        made = on_device(input, *args, **kwargs)
         elsewhere = kwargs.get("device") is not None
         return made if elsewhere or not moves.is_on_host(input) else moves.host(made)
 

@@ -74,7 +74,7 @@ def _flat(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def with_either_name(group: Any, *args: Any, **kwargs: Any) -> Any:
-        # One of these methods says outputTensor where the others say output.
+        # One of these methods names outputTensor what the others name output.
         kwargs = {key.removesuffix("Tensor"): value for key, value in kwargs.items()}
         return collective(group, *args, **kwargs)
 
@@ -114,7 +114,7 @@ def _send(original: Callable[..., Any]) -> Callable[..., Any]:
 def _contiguous_arguments(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], pairs: _Pairs | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace strided tensors by copies and note those of the outputs, the first argument."""
+    """Replace strided tensors by copies and record those of the outputs, the first argument."""
     args = tuple(
         _contiguous(name, each, pairs if number == 0 else None) for number, each in enumerate(args)
     )
@@ -184,7 +184,7 @@ class _Landing(dist.Work):
         return done
 
     def is_completed(self) -> bool:
-        """Say whether the results are there, and see that they are."""
+        """Return whether the results have arrived, and copy them to their outputs."""
         done: bool = self._work.is_completed()
         if done and self._work.is_success():
             self._land()

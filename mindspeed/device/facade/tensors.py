@@ -38,7 +38,7 @@ def landed(device: Any) -> Any:
 
 
 def redirections(cpu: Cpu) -> Iterator[tuple[object, str, object]]:
-    """Yield (owner, attribute, stand-in) for everything that places a tensor."""
+    """Yield (owner, attribute, stand-in) for everything that puts a tensor on a device."""
     for name in _FACTORIES:
         yield torch, name, on_cpu(getattr(torch, name), overridable=True)
     for name in _TENSOR_METHODS:
@@ -119,7 +119,7 @@ class _StandInType(type):
 def _stand_in(kind: type[_StandInType], original: type) -> type:
     # Where one facade stands upon another, both stand for the same class.
     original = getattr(original, "original", original)
-    # Pickles name a class by the place where it is found.
+    # Pickles name a class by the module attribute where it is found.
     names = {"original": original, "__module__": "torch", "__qualname__": original.__name__}
     return kind(original.__name__, (), names)
 

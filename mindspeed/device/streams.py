@@ -22,7 +22,7 @@ class Event:
         """Return: what was recorded has happened."""
 
     def query(self) -> bool:
-        """Say that the work is done."""
+        """Return True: the work is done."""
         return True
 
     def synchronize(self) -> None:
@@ -64,7 +64,7 @@ class Stream:
         """Return: nothing is queued."""
 
     def query(self) -> bool:
-        """Say that nothing is queued."""
+        """Return True: nothing is queued."""
         return True
 
     def __enter__(self) -> Stream:
