@@ -1,25 +1,25 @@
-"""Progress of long work: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal, a line at intervals elsewhere."""
 
 import sys
 import time
 from types import TracebackType
 from typing import Any
 
-EVERY = 10.0
-"""Seconds between lines."""
+LOG_SECONDS = 10.0
+"""Seconds between two lines."""
 
 
 class ByteProgress:
-    """Shows how many of the bytes to be written have been.
+    """Shows how many of the bytes have been written.
 
-    The bar has a thread, and a process with threads cannot be copied, so it comes with the first
-    bytes: whoever copies this process for its workers has done so by then.
+    The bar has a thread, and a process with threads cannot be forked safely, so it starts with the
+    first bytes: by then the workers have been forked.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, title: str) -> None:
+        self._title = title
         self._done = 0
-        self._told = time.monotonic()
+        self._logged = time.monotonic()
         self._bar: Any = None
 
     def __enter__(self) -> "ByteProgress":
@@ -35,19 +35,21 @@ class ByteProgress:
             self._bar.stop()
 
     def advance(self, size: int, total: int) -> None:
-        """Count bytes that have been written; `total` is what will be."""
+        """Add bytes that have been written; `total` is the number in the end."""
         self._done += size
         if self._bar is None and sys.stderr.isatty():
-            self._bar = _start_bar(self._what)
+            self._bar = _start_bar(self._title)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done, total=total)
-        elif time.monotonic() - self._told > EVERY:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._logged > LOG_SECONDS:
+            self._logged = time.monotonic()
             share = self._done / max(1, total)
-            print(f"{self._what}: {share:.0%} of {total / 1e9:.2f} GB", file=sys.stderr, flush=True)
+            print(
+                f"{self._title}: {share:.0%} of {total / 1e9:.2f} GB", file=sys.stderr, flush=True
+            )
 
 
-def _start_bar(what: str) -> Any:
+def _start_bar(title: str) -> Any:
     from rich import progress
     from rich.console import Console
 
@@ -60,5 +62,5 @@ def _start_bar(what: str) -> Any:
     )
     bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
     bar.start()
-    bar.add_task(what, total=None)
+    bar.add_task(title, total=None)
     return bar

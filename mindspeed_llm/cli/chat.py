@@ -1,4 +1,4 @@
-"""`mindspeed-llm chat`: talk to a model; one process is one rank."""
+"""`mindspeed-llm chat`: chat with a model; one process is one rank."""
 
 import argparse
 import signal
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from mindspeed_llm.generation.session import Session
 
 QUIT, CLEAR = ("q", "quit", "exit"), ("clear", "new")
-ASKS, ANSWERS = "You >> ", "Model >> "
+USER_PROMPT, MODEL_PROMPT = "You >> ", "Model >> "
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the sub-command."""
-    return declare(subparsers, "chat", "talk to a model (generate --task chat)")
+    return declare(subparsers, "chat", "chat with a model (generate --task chat)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk, as one of the ranks."""
+    """Chat, as one of the ranks."""
     options = read_options(args, GenerateOptions)
     return run_tasks(options.model_copy(update={"task": ("chat",)}))
 
 
-class Interrupts:
-    """While it is open, Ctrl-C is noted instead of raised."""
+class InterruptFlag:
+    """A context in which Ctrl-C sets a flag instead of raising."""
 
     def __init__(self) -> None:
-        self.came = False
+        self.received = False
 
-    def __enter__(self) -> "Interrupts":
-        self._before = signal.signal(signal.SIGINT, self._note)
+    def __enter__(self) -> "InterruptFlag":
+        self._before = signal.signal(signal.SIGINT, self._receive)
         return self
 
     def __exit__(
@@ -47,12 +47,12 @@ class Interrupts:
     ) -> None:
         signal.signal(signal.SIGINT, self._before)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
 
 
 def talk(session: "Session") -> None:
-    """Ask for questions and answer them until asked to quit."""
+    """Read prompts and answer them until the user quits."""
     from mindspeed_llm.generation.conversation import Conversation
 
     conversation = Conversation(session)
@@ -66,13 +66,13 @@ def talk(session: "Session") -> None:
 
 
 def _ask() -> str | None:
-    """Return the next question, None at the end of the input."""
+    """Return the next prompt, None at the end of the input."""
     try:
         if sys.stdin.isatty():
-            return input(ASKS)
+            return input(USER_PROMPT)
         line = sys.stdin.readline()
         question = line.rstrip("\r\n")
-        print(f"{ASKS}{question}", flush=True)  # nobody has seen it being typed
+        print(f"{USER_PROMPT}{question}", flush=True)  # not typed on a terminal
         return question if line else None
     except EOFError:
         print()
@@ -83,15 +83,15 @@ def _ask() -> str | None:
 
 
 def _answer(conversation: "Conversation", question: str) -> None:
-    with Interrupts() as interrupts:
+    with InterruptFlag() as interrupt:
         try:
-            pieces = conversation.ask(question, lambda: interrupts.came)
+            pieces = conversation.ask(question, lambda: interrupt.received)
         except ConfigError as error:  # a question that is too long; the next one may not be
             print(f"({error})")
             return
         if conversation.dropped:
             print(f"(too long: the {conversation.dropped} oldest turn(s) were dropped)")
-        print(ANSWERS, end="", flush=True)
+        print(MODEL_PROMPT, end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
-        print(" (stopped)" if interrupts.came else "", flush=True)
+        print(" (stopped)" if interrupt.received else "", flush=True)

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, with a progress bar, and say what was written."""
+    """Convert, with a progress bar, and print what was written."""
     options = read_options(args, ConvertOptions)
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     from mindspeed_llm.checkpoint.conversion import convert

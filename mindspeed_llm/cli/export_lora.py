@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, and say what was written."""
+    """Export, and print what was written."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     from mindspeed.checkpoint.detection import detect
     from mindspeed_llm.checkpoint import adapters

@@ -1,4 +1,4 @@
-"""`mindspeed-llm generate`: answer prompts, or talk; one process is one rank."""
+"""`mindspeed-llm generate`: complete prompts, or chat; one process is one rank."""
 
 import argparse
 import json
@@ -29,12 +29,12 @@ def declare(subparsers: Any, name: str, summary: str) -> argparse.ArgumentParser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer, as one of the ranks."""
+    """Generate, as one of the ranks."""
     return run_tasks(read_options(args, GenerateOptions))
 
 
 def run_tasks(options: GenerateOptions) -> int:
-    """Do the tasks of the options, or the one that the prompts suggest."""
+    """Run the tasks of the options, or the default task of the prompts."""
     check(options)
     prompts = list(options.prompt)
     if options.prompts is not None:
@@ -71,7 +71,7 @@ def run_tasks(options: GenerateOptions) -> int:
 
 
 def _show(answers: Iterable[Any], output: str | None) -> None:
-    """Print answers, and the speed when all are there; with a file, write them there."""
+    """Print answers, or write them to a file, and print the speed."""
     start, tokens = time.perf_counter(), 0
     lines = []
     for answer in answers:

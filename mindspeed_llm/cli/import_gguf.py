@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import, and say what is there now."""
+    """Import, and print what was written."""
     from mindspeed_llm.checkpoint.gguf import import_gguf
 
     import_gguf(args.file, args.folder, args.params_dtype, args.overwrite)

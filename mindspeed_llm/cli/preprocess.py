@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Preprocess, or merge, and say what became of the records."""
+    """Preprocess, or merge, and print a summary of the records."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO, stream=sys.stderr)
     options = read_options(args, PreprocessOptions)
     if options.merge_group_keys:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{error.filename or options.input}: {error.strerror}") from None
     print(describe(summary, options))
     if summary.truncated.count:
-        logger.warning("samples were cut: they may lack the end-of-text token")
+        logger.warning("samples were truncated: they may lack the end-of-text token")
     return 0
 
 
@@ -62,7 +62,7 @@ def _preprocess(options: PreprocessOptions) -> Summary:
 
 
 def describe(summary: Summary, options: PreprocessOptions) -> str:
-    """Account for every record, in lines."""
+    """Describe the summary: a line per count."""
     from mindspeed_llm.data.finalize import token_files
 
     skipped = summary.skipped_records
@@ -75,7 +75,7 @@ def describe(summary: Summary, options: PreprocessOptions) -> str:
     ]
     if summary.is_chat and options.seq_length is not None:
         lines.append(f"too long   {summary.describe_too_long(options)}")
-    trained = f"{summary.learnt} ({summary.learnt / max(1, summary.tokens):.0%}) are trained"
+    trained = f"{summary.trained} ({summary.trained / max(1, summary.tokens):.0%}) are trained"
     lines.append(f"tokens     {summary.tokens}, of which {trained}")
     lines.append(f"longest    {summary.longest} tokens ({summary.longest_at})")
     if summary.is_chat:

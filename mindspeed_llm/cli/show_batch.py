@@ -1,4 +1,4 @@
-"""`mindspeed-llm show-batch`: samples as training sees them, with what is trained in colour."""
+"""`mindspeed-llm show-batch`: samples as training sees them, trained tokens in colour."""
 
 import argparse
 import sys
@@ -8,7 +8,13 @@ from typing import Any
 
 from mindspeed.config import ConfigError
 
-LEARNT, GIVEN, SPECIAL, LOST, BORDER = "green", "dim", "bold cyan", "red strike", "bold yellow"
+TRAINED, CONTEXT, SPECIAL, TRUNCATED, HEADING = (
+    "green",
+    "dim",
+    "bold cyan",
+    "red strike",
+    "bold yellow",
+)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -42,20 +48,20 @@ def run(args: argparse.Namespace) -> int:
     """Print the samples."""
     from rich.console import Console
 
-    from mindspeed_llm.data.preview import open_shown
+    from mindspeed_llm.data.preview import open_preview
 
     forced = {"auto": None, "always": True, "never": False}[args.color]
     console = Console(file=sys.stdout, force_terminal=forced, highlight=False, soft_wrap=True)
-    shown = open_shown(args.prefix, args.tokenizer_name_or_path, args.cache_dir)
-    if not 0 <= args.start < shown.size():
+    preview = open_preview(args.prefix, args.tokenizer_name_or_path, args.cache_dir)
+    if not 0 <= args.start < preview.size():
         raise ConfigError(
-            f"--start {args.start}: {args.prefix} has samples 0 to {shown.size() - 1}"
+            f"--start {args.start}: {args.prefix} has samples 0 to {preview.size() - 1}"
         )
     console.print(_legend(console.is_terminal), soft_wrap=True)
-    for number in islice(range(args.start, shown.size()), max(0, args.count)):
-        for sample in shown.samples(number):
+    for number in islice(range(args.start, preview.size()), max(0, args.count)):
+        for sample in preview.samples(number):
             limit = args.seq_length
-            console.print(_heading(sample, number, limit), style=BORDER)
+            console.print(_heading(sample, number, limit), style=HEADING)
             lines = _token_lines(sample) if args.tokens else [_text(sample, limit, console)]
             for line in lines:
                 console.print(line)
@@ -67,15 +73,20 @@ def _legend(is_colourful: bool) -> Any:
 
     if not is_colourful:
         return Text("[[trained]] given <special token> ~~cut~~")
-    words = [("trained", LEARNT), ("given", GIVEN), ("special token", SPECIAL), ("cut", LOST)]
-    return Text.assemble(*[part for word in words for part in (word, "  ")])
+    labels = [
+        ("trained", TRAINED),
+        ("given", CONTEXT),
+        ("special token", SPECIAL),
+        ("cut", TRUNCATED),
+    ]
+    return Text.assemble(*[part for label in labels for part in (label, "  ")])
 
 
 def _heading(sample: Any, number: int, limit: int | None) -> str:
-    learnt = sum(span.is_learnt * span.size for span in sample.spans)
-    parts = [f"── sample {number}{sample.name}: {sample.size} tokens, {learnt} trained"]
-    if sample.segments > 1:
-        parts.append(f"{sample.segments} samples packed")
+    trained = sum(span.is_trained * span.size for span in sample.spans)
+    parts = [f"── sample {number}{sample.name}: {sample.size} tokens, {trained} trained"]
+    if sample.num_packed > 1:
+        parts.append(f"{sample.num_packed} samples packed")
     if sample.padding:
         parts.append(f"{sample.padding} padding")
     if limit is not None and sample.size > limit:
@@ -89,21 +100,22 @@ def _text(sample: Any, limit: int | None, console: Any) -> Any:
     from rich.text import Text
 
     text = Text()
-    for span in sample.cut_at(limit):
-        if span.opens_segment:
-            text.append(f"\n┄┄ packed sample {span.segment} ┄┄\n", BORDER)
-        style = LOST if span.is_lost else SPECIAL if span.is_special else GIVEN
-        if span.is_learnt and not span.is_lost:
-            style = f"{SPECIAL} underline" if span.is_special else LEARNT
+    for span in sample.truncated_at(limit):
+        if span.starts_sample:
+            text.append(f"\n┄┄ packed sample {span.sample_index} ┄┄\n", HEADING)
+        style = TRUNCATED if span.is_truncated else SPECIAL if span.is_special else CONTEXT
+        if span.is_trained and not span.is_truncated:
+            style = f"{SPECIAL} underline" if span.is_special else TRAINED
         if console.is_terminal:
             text.append(span.text, style)
         else:
-            marks = ("~~", "~~") if span.is_lost else ("[[", "]]") if span.is_learnt else ("", "")
+            marks = ("[[", "]]") if span.is_trained else ("", "")
+            marks = ("~~", "~~") if span.is_truncated else marks
             text.append(f"{marks[0]}{span.text}{marks[1]}")
     return text
 
 
 def _token_lines(sample: Any) -> Iterator[str]:
-    for place, (token, text, label) in enumerate(sample.tokens()):
-        learnt = "" if label is None else f"label {label}"
-        yield f"{place:>6} {token:>7}  {text!r:<24} {learnt}"
+    for position, (token, text, label) in enumerate(sample.tokens()):
+        trained = "" if label is None else f"label {label}"
+        yield f"{position:>6} {token:>7}  {text!r:<24} {trained}"

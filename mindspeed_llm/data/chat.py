@@ -1,4 +1,4 @@
-"""Formats that render conversations: the protocol, and the check that nothing gets lost."""
+"""Chat formats, which render conversations, and the check that a format drops nothing."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ from mindspeed_llm.data.conversation import (
 from mindspeed_llm.data.tokenizer import TokenizerFacts, special_matcher, split_special
 
 Part = str | int
-"""What a rendered stretch is made of: text, and ids of special tokens."""
+"""An element of a rendered segment: text, or the id of a special token."""
 Thinking = Literal["true", "false", "none"]
 
 
-class Piece(NamedTuple):
-    """A stretch of a sample that is trained as a whole or not at all."""
+class Segment(NamedTuple):
+    """A span of a sample that is trained as a whole (a completion) or not at all (a prompt)."""
 
     parts: list[Part]
-    is_answer: bool
+    is_completion: bool
     first_label: int | None = None
-    """What is to be trained in the place of the first token, if not what stands there."""
+    """The label of the first token, if it is not that token itself."""
 
 
 class ChatFormat(Protocol):
-    """A way to write conversations."""
+    """Renders conversations as prompts and completions."""
 
     title: str
-    """What it is called in messages to the user."""
+    """Its name in messages to the user."""
     eos_id: int | None
     stop_ids: tuple[int, ...]
-    teaches_eos: bool
+    trains_eos: bool
+    """Whether a completion always ends with a stop token."""
 
-    def render(self, conversation: Conversation) -> list[Piece]:
-        """Write prompts and answers in turn; a last prompt without answer is written too."""
+    def render(self, conversation: Conversation) -> list[Segment]:
+        """Return prompts and completions in turn; the last prompt may have no completion."""
 
 
 PROBE = "mindspeedprobe"
 
 
 class CheckedFormat:
-    """Writes conversations by another format, and refuses what that format would lose.
+    """Renders conversations with another format, and refuses those that it would render in part.
 
-    A chat template may ignore tools, their calls and results, and the system text without an error.
-    Whether it does is found once for each, by writing a probe.
+    A chat template may silently ignore tools, their calls and results, and the system prompt.
+    Whether it does is determined once for each, by rendering a probe.
     """
 
     def __init__(
@@ -67,49 +68,50 @@ class CheckedFormat:
         self.title = chat.title
         self.eos_id = chat.eos_id
         self.stop_ids = chat.stop_ids
-        self.teaches_eos = chat.teaches_eos
+        self.trains_eos = chat.trains_eos
 
-    def render(self, conversation: Conversation) -> list[Piece]:
-        """Write prompts and answers in turn; a last prompt without answer is written too."""
+    def render(self, conversation: Conversation) -> list[Segment]:
+        """Return prompts and completions in turn; the last prompt may have no completion."""
         self._check_parts(conversation)
-        pieces = self._chat.render(conversation)
-        if not all(self._is_said(piece) for piece in pieces if piece.is_answer):
-            self._check_answers(pieces)
-        return pieces
+        segments = self._chat.render(conversation)
+        if not all(self._has_content(segment) for segment in segments if segment.is_completion):
+            self._check_completions(segments)
+        return segments
 
-    def _check_answers(self, pieces: list[Piece]) -> None:
-        """Refuse an answer that says nothing; its end token may be a piece of its own."""
-        answers = [list(group) for is_answer, group in groupby(pieces, _is_answer) if is_answer]
+    def _check_completions(self, segments: list[Segment]) -> None:
+        """Refuse an empty completion; its stop token may be a segment of its own."""
+        groups = groupby(segments, lambda segment: segment.is_completion)
+        answers = [list(group) for is_completion, group in groups if is_completion]
         for number, answer in enumerate(answers, 1):
-            if not any(map(self._is_said, answer)):
+            if not any(map(self._has_content, answer)):
                 raise MalformedRecord(
-                    f"answer {number} of {len(answers)}, written by {self.title}, is nothing but "
-                    "an end token: a model would be taught to say nothing"
+                    f"answer {number} of {len(answers)}, rendered by {self.title}, is nothing but "
+                    "an end token: a model would be trained to answer nothing"
                 )
 
-    def _is_said(self, piece: Piece) -> bool:
-        return any(map(self._says, piece.parts))
+    def _has_content(self, segment: Segment) -> bool:
+        return any(map(self._is_content, segment.parts))
 
     def _check_parts(self, conversation: Conversation) -> None:
         messages = conversation.messages
-        if conversation.system.strip() and not self._writes_system:
-            raise MalformedRecord(f"has a system text, which {self.title} does not write")
-        if conversation.tools and not self._writes_tools and read_tools(conversation.tools):
-            raise self._lost(f"describes tools ({_names(conversation)})")
-        if any(message.calls for message in messages) and not self._writes_calls:
+        if conversation.system.strip() and not self._renders_system:
+            raise MalformedRecord(f"has a system text, which {self.title} does not render")
+        if conversation.tools and not self._renders_tools and read_tools(conversation.tools):
+            raise self._dropped(f"describes tools ({_names(conversation)})")
+        if any(message.calls for message in messages) and not self._renders_calls:
             called = [call.name for message in messages for call in read_calls(message.calls)]
-            raise self._lost(f"calls tools ({', '.join(dict.fromkeys(called))})")
-        if not self._writes_results and any(m.role == "observation" for m in messages):
-            raise self._lost("has results of tools")
+            raise self._dropped(f"calls tools ({', '.join(dict.fromkeys(called))})")
+        if not self._renders_results and any(m.role == "observation" for m in messages):
+            raise self._dropped("has results of tools")
 
-    def _lost(self, what: str) -> MalformedRecord:
+    def _dropped(self, what: str) -> MalformedRecord:
         return MalformedRecord(
-            f"{what}, which {self.title} does not write: choose a {self._option} that writes "
+            f"{what}, which {self.title} does not render: choose a {self._option} that renders "
             "them, such as qwen"
         )
 
-    def _says(self, part: Part) -> bool:
-        """Tell whether a part is more than white space and end tokens."""
+    def _is_content(self, part: Part) -> bool:
+        """Return whether a part is more than white space and stop tokens."""
         if isinstance(part, int):
             return part not in self.stop_ids
         if self._special is None:
@@ -120,30 +122,30 @@ class CheckedFormat:
         )
 
     @cached_property
-    def _writes_system(self) -> bool:
-        return self._writes(Conversation((_USER, _ANSWER), system=PROBE))
+    def _renders_system(self) -> bool:
+        return self._renders(Conversation((_USER, _ANSWER), system=PROBE))
 
     @cached_property
-    def _writes_tools(self) -> bool:
+    def _renders_tools(self) -> bool:
         function = {"name": PROBE, "description": "d", "parameters": {"type": "object"}}
-        return self._writes(Conversation((_USER, _ANSWER), tools=dump([function])))
+        return self._renders(Conversation((_USER, _ANSWER), tools=dump([function])))
 
     @cached_property
-    def _writes_calls(self) -> bool:
-        return self._writes(Conversation((_USER, _call(PROBE), _RESULT, _ANSWER)))
+    def _renders_calls(self) -> bool:
+        return self._renders(Conversation((_USER, _call(PROBE), _RESULT, _ANSWER)))
 
     @cached_property
-    def _writes_results(self) -> bool:
+    def _renders_results(self) -> bool:
         result = _RESULT._replace(content=PROBE)
-        return self._writes(Conversation((_USER, _call("f"), result, _ANSWER)))
+        return self._renders(Conversation((_USER, _call("f"), result, _ANSWER)))
 
-    def _writes(self, probe: Conversation) -> bool:
-        """Tell whether the probe is found again; a format that raises does so for records too."""
+    def _renders(self, probe: Conversation) -> bool:
+        """Return whether the probe is rendered; a format that raises does so for records too."""
         try:
-            pieces = self._chat.render(probe)
+            segments = self._chat.render(probe)
         except (MalformedRecord, UnusableRecord):
             return True
-        texts = [part for piece in pieces for part in piece.parts if isinstance(part, str)]
+        texts = [part for segment in segments for part in segment.parts if isinstance(part, str)]
         return any(PROBE in text for text in texts)
 
 
@@ -155,10 +157,6 @@ def _call(name: str) -> Message:
     return Message(
         "assistant", "", calls=dump([{"id": "000000000", "name": name, "arguments": {}}])
     )
-
-
-def _is_answer(piece: Piece) -> bool:
-    return piece.is_answer
 
 
 def _names(conversation: Conversation) -> str:

@@ -1,8 +1,8 @@
-"""Samples to the tensors of a micro-batch. No mask of size s x s: causal attention needs none for
-padding on the right, and packed samples are told apart by where they begin (`cu_seqlens`).
+"""Collate samples into the tensors of a micro-batch, without a mask of size s x s: causal attention
+needs none for padding on the right, and `cu_seqlens` separates packed samples.
 
-Shapes: (B, S), or (1, B * S) for packed rows. `labels` are what follows each token, as Megatron
-wants them; where nothing is trained `loss_mask` is 0 and the label 0.
+Shapes: (B, S), or (1, B * S) for packed rows. `labels` are shifted by one, as Megatron expects;
+where nothing is trained `loss_mask` is 0 and the label 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import IGNORED, Array
+from mindspeed_llm.data.indexed import IGNORE_INDEX, Array
 
 Batch = dict[str, torch.Tensor]
 Samples = Sequence[Mapping[str, Array]]
@@ -41,35 +41,36 @@ def collate_variable(
 def collate_packed(
     samples: Samples, *, eos_id: int | None = None, multiple: int = 1, pad_id: int = 0
 ) -> Batch:
-    """Join rows of any length; `cu_seqlens` are the borders of samples, `max_seqlen` the longest.
+    """Concatenate rows; `cu_seqlens` are the boundaries of samples, `max_seqlen` the longest.
 
-    Samples are told apart by the attention mask of neat rows, which counts them; with `eos_id` by
-    the end-of-text tokens instead (rows of plain packing). Padding, also that to a multiple of so
-    many tokens, is a sample of its own.
+    Samples are separated by the attention mask of neat rows, which counts them; with `eos_id` by
+    the end-of-text tokens instead (rows of plain packing). Padding, also that to a multiple of
+    `multiple` tokens, is a sample of its own.
     """
     padding = -sum(len(sample["input_ids"]) for sample in samples) % multiple
-    tail, ignored = np.full(padding, pad_id), np.full(padding, IGNORED)
+    tail, ignored = np.full(padding, pad_id), np.full(padding, IGNORE_INDEX)
     ids = np.concatenate([*(sample["input_ids"] for sample in samples), tail]).astype(np.int64)
     labels = np.concatenate([*(sample["labels"] for sample in samples), ignored]).astype(np.int64)
     starts, offset = [], 0
     for sample in samples:
         starts.append(_starts(sample, eos_id) + offset)
         offset += len(sample["input_ids"])
-    begins = np.concatenate([*starts, [offset]] if padding else starts)
-    borders = np.append(begins, len(ids))
-    positions = np.arange(len(ids)) - np.repeat(begins, np.diff(borders))
-    targets = np.append(labels[1:], IGNORED)
-    targets[borders[1:] - 1] = IGNORED  # the last token of a sample is not followed by the next
+    sample_starts = np.concatenate([*starts, [offset]] if padding else starts)
+    boundaries = np.append(sample_starts, len(ids))
+    positions = np.arange(len(ids)) - np.repeat(sample_starts, np.diff(boundaries))
+    targets = np.append(labels[1:], IGNORE_INDEX)
+    # The last token of a sample is not followed by the next.
+    targets[boundaries[1:] - 1] = IGNORE_INDEX
     batch = _tensors(ids[None], targets[None], positions[None])
-    batch["cu_seqlens"] = torch.from_numpy(borders.astype(np.int32))
-    batch["max_seqlen"] = torch.tensor(int(np.diff(borders).max()), dtype=torch.int32)
+    batch["cu_seqlens"] = torch.from_numpy(boundaries.astype(np.int32))
+    batch["max_seqlen"] = torch.tensor(int(np.diff(boundaries).max()), dtype=torch.int32)
     return batch
 
 
 def collate_pairwise(
     samples: Samples, *, pad_id: int, multiple: int = 8, limit: int | None = None
 ) -> Batch:
-    """Pad pairs to one length: the chosen answers first, then the rejected, in the same order."""
+    """Pad pairs to one length: the chosen completions first, then the rejected, in order."""
     halves = [
         {"input_ids": sample[f"{side}_input_ids"], "labels": sample[f"{side}_labels"]}
         for side in ("chosen", "rejected")
@@ -79,7 +80,7 @@ def collate_pairwise(
 
 
 def collate_prompts(samples: Samples, *, pad_id: int) -> Batch:
-    """Pad prompts on the left, so that all answers begin at the same place."""
+    """Pad prompts on the left, so that all completions start at the same position."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     ids = np.full((len(samples), longest), pad_id, np.int64)
     for row, sample in zip(ids, samples):
@@ -90,7 +91,7 @@ def collate_prompts(samples: Samples, *, pad_id: int) -> Batch:
 
 def _padded(samples: Samples, length: int, pad_id: int, shift: bool) -> Batch:
     ids = np.full((len(samples), length), pad_id, np.int64)
-    targets = np.full((len(samples), length), IGNORED, np.int64)
+    targets = np.full((len(samples), length), IGNORE_INDEX, np.int64)
     for number, sample in enumerate(samples):
         size = len(sample["input_ids"])
         if size > length:
@@ -108,17 +109,17 @@ def _padded(samples: Samples, length: int, pad_id: int, shift: bool) -> Batch:
 
 
 def _tensors(ids: Array, targets: Array, positions: Array) -> Batch:
-    learnt = targets != IGNORED
+    trained = targets != IGNORE_INDEX
     return {
         "tokens": torch.from_numpy(np.ascontiguousarray(ids)),
-        "labels": torch.from_numpy(np.where(learnt, targets, 0)),
-        "loss_mask": torch.from_numpy(learnt.astype(np.float32)),
+        "labels": torch.from_numpy(np.where(trained, targets, 0)),
+        "loss_mask": torch.from_numpy(trained.astype(np.float32)),
         "position_ids": torch.from_numpy(np.array(positions, np.int64)),
     }
 
 
 def _starts(row: Mapping[str, Array], eos_id: int | None) -> Array:
-    """Return where the samples of a row begin."""
+    """Return the start of each sample of a row."""
     if eos_id is None:
         changes = np.flatnonzero(np.diff(row["attention_mask"])) + 1
         return np.concatenate(([0], changes))

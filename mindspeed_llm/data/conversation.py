@@ -1,4 +1,4 @@
-"""Conversations as handlers deliver them, with their tools and calls, and why a record is none."""
+"""Conversations that handlers build from records, with tools and calls; invalid records."""
 
 import json
 from typing import Any, Literal, NamedTuple
@@ -9,7 +9,7 @@ Role = Literal["user", "assistant", "observation"]
 
 
 class MalformedRecord(Exception):
-    """The record is not what the handler reads: the run stops, or skips it when asked to."""
+    """The record is not in the handler's layout: the run stops, or skips it if so configured."""
 
 
 class UnusableRecord(Exception):
@@ -17,31 +17,31 @@ class UnusableRecord(Exception):
 
 
 class Message(NamedTuple):
-    """One thing said: by the user, by the model, or by a tool that the model called."""
+    """One message: of the user, of the model, or the result of a tool that the model called."""
 
     role: Role
     content: str
     calls: str = ""
     """Calls of tools by the model, as JSON text."""
     call_id: str = ""
-    """Of a result: the id of the call, where the data names it."""
+    """For a result: the id of the call, where the data names it."""
     before: "tuple[Message, ...]" = ()
-    """Of a result: those in front of it, where several tools were called at once."""
+    """For a result: the results before it, where several tools were called at once."""
 
 
 class Conversation(NamedTuple):
-    """Messages that take turns, the first one asking."""
+    """Messages that alternate between prompts and completions, a prompt first."""
 
     messages: tuple[Message, ...]
     system: str = ""
     tools: str = ""
 
     def check(self, *, answered: bool = True) -> "Conversation":
-        """Return this conversation if its messages take turns, else say what is wrong."""
+        """Return this conversation if its messages alternate, else raise UnusableRecord."""
         if not self.messages:
             raise UnusableRecord("there are no messages")
-        for place, message in enumerate(self.messages):
-            if (message.role == "assistant") != bool(place % 2):
+        for index, message in enumerate(self.messages):
+            if (message.role == "assistant") != bool(index % 2):
                 raise UnusableRecord("the roles do not take turns")
         if len(self.messages) % 2 == answered:
             raise UnusableRecord(f"the last message is no {'answer' if answered else 'question'}")

@@ -19,25 +19,30 @@ from mindspeed_llm.data.tokenizer import TokenizerFacts, remove_prefix
 logger = logging.getLogger(__name__)
 
 ASCII = 0x7F
-PLANES = 0x40000
+NUM_CODE_POINTS = 0x40000
 """Code points from here on are in no table that this Python could have."""
 _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 KNOWN_SPLITS = (_CASES + r"\p{N}" + _REST, _CASES + r"\p{N}{1,3}" + _REST)
-"""The expressions of Qwen's and of Llama 3's tokenizers, which gigatoken is known to take."""
+"""The expressions of Qwen's and of Llama 3's tokenizers, which gigatoken is known to support."""
 
 
 class Accelerator:
-    """Encodes the texts that `takes` says yes to."""
+    """gigatoken's form of a tokenizer: tens of times faster, for the texts on which it must agree.
+
+    It supports byte-level BPE with all 256 bytes and with the pre-tokenizers that it knows. A
+    tokenizer that is close to that is changed so that the ids of most texts stay the same; texts
+    on which the change would show are left to Hugging Face's tokenizers.
+    """
 
     def __init__(self, backend: Any, missing: bytes, has_digit_tokens: bool) -> None:
         self.encode = backend.encode
         self._missing = missing
-        self._left_out = _left_out(has_digit_tokens)
+        self._unsafe = _unsafe_code_points(has_digit_tokens)
 
     @staticmethod
     def load(facts: TokenizerFacts, parse_special: bool) -> Accelerator | None:
-        """Return gigatoken's form of the tokenizer, or None if it is absent or cannot have it."""
+        """Load the tokenizer into gigatoken; return None if it is not installed or refuses it."""
         try:
             import gigatoken
         except ImportError:
@@ -46,21 +51,21 @@ class Accelerator:
         if not parse_special:
             added = content["added_tokens"]
             content["added_tokens"] = [token for token in added if not token["special"]]
-        has_digit_tokens = _make_digits_tokens(content)
-        missing = _add_bytes(content, facts.size)
+        has_digit_tokens = _digits_to_added_tokens(content)
+        missing = _add_missing_bytes(content, facts.size)
         try:
             backend = gigatoken.Tokenizer.from_json(orjson.dumps(content).decode()).backend
-        except Exception as error:  # noqa: BLE001 (whatever it does not like, we do without it)
+        except Exception as error:  # noqa: BLE001 (anything it rejects is encoded by Hugging Face's)
             reason = str(error).strip().splitlines() or [type(error).__name__]
             logger.info("gigatoken does not support this tokenizer (%s): not used", reason[0])
             return None
         return Accelerator(backend, missing, has_digit_tokens)
 
-    def takes(self, text: str) -> bool:
-        """Tell whether the ids of a text are sure to be those of the tokenizer."""
+    def supports(self, text: str) -> bool:
+        """Return whether the ids of a text are sure to be those of the tokenizer."""
         if not text.isascii():
             points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-            if self._left_out[points[points > ASCII]].any():
+            if self._unsafe[points[points > ASCII]].any():
                 return False
         if not self._missing:
             return True
@@ -69,16 +74,16 @@ class Accelerator:
 
 
 def is_installed() -> bool:
-    """Tell whether gigatoken is installed."""
+    """Return whether gigatoken is installed."""
     return importlib.util.find_spec("gigatoken") is not None
 
 
 def is_supported(facts: TokenizerFacts) -> bool:
-    """Tell whether gigatoken is known to take a tokenizer, without having it."""
+    """Return whether gigatoken is known to support a tokenizer, without loading it."""
     content = orjson.loads(facts.backend)
     if content["model"].get("type") != "BPE" or content.get("normalizer"):
         return False
-    _make_digits_tokens(content)
+    _digits_to_added_tokens(content)
     step = content.get("pre_tokenizer") or {}
     steps = step.get("pretokenizers") or [step]
     if [one.get("type") for one in steps] == ["Split", "ByteLevel"]:
@@ -86,8 +91,8 @@ def is_supported(facts: TokenizerFacts) -> bool:
     return len(steps) == 1 and steps[0].get("type") == "ByteLevel" and steps[0]["use_regex"]
 
 
-def _make_digits_tokens(content: dict[str, Any]) -> bool:
-    """Split off digits as added tokens are, where the tokenizer does so in a step of its own."""
+def _digits_to_added_tokens(content: dict[str, Any]) -> bool:
+    """Turn a pre-tokenizer step that splits off digits into added tokens."""
     step, vocab = content.get("pre_tokenizer") or {}, content["model"].get("vocab")
     steps = step.get("pretokenizers") or []
     is_known = [one.get("type") for one in steps] == ["Digits", "ByteLevel"]
@@ -104,45 +109,45 @@ def _make_digits_tokens(content: dict[str, Any]) -> bool:
     return True
 
 
-def _add_bytes(content: dict[str, Any], size: int) -> bytes:
-    """Give ids behind the vocabulary to bytes that have none; return these bytes."""
+def _add_missing_bytes(content: dict[str, Any], size: int) -> bytes:
+    """Give ids beyond the vocabulary to bytes that have none; return these bytes."""
     vocab = content["model"].get("vocab")
     if content["model"].get("type") != "BPE" or not isinstance(vocab, dict):
         return b""
-    missing = [byte for byte, letter in enumerate(_byte_letters()) if letter not in vocab]
+    missing = [byte for byte, char in enumerate(_byte_chars()) if char not in vocab]
     if len(missing) == 256:
         return b""  # not at the level of bytes
-    vocab.update((_byte_letters()[byte], size + place) for place, byte in enumerate(missing))
+    vocab.update((_byte_chars()[byte], size + index) for index, byte in enumerate(missing))
     return bytes(missing)
 
 
 @functools.cache
-def _byte_letters() -> tuple[str, ...]:
-    """Return the letter that byte-level tokenizers write for each byte: GPT-2's table."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown}
-    letters |= {byte: chr(0x100 + place) for place, byte in enumerate(hidden)}
-    return tuple(letters[byte] for byte in range(256))
+def _byte_chars() -> tuple[str, ...]:
+    """Return the character that byte-level tokenizers use for each byte: GPT-2's table."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {byte: chr(byte) for byte in printable}
+    chars |= {byte: chr(0x100 + index) for index, byte in enumerate(others)}
+    return tuple(chars[byte] for byte in range(256))
 
 
 @functools.cache
-def _left_out(with_numbers: bool) -> Array:
-    """Return, for every code point, whether texts with it are left to Hugging Face's tokenizers.
+def _unsafe_code_points(with_numbers: bool) -> Array:
+    """Return, for every code point, whether texts with it need Hugging Face's tokenizers.
 
     These are characters that this Python's Unicode does not know yet: newer tables may call them
     letters and older ones not. And, where digits are tokens, all numbers that are not ASCII.
     """
-    categories = "".join(map(unicodedata.category, map(chr, range(PLANES))))
+    categories = "".join(map(unicodedata.category, map(chr, range(NUM_CODE_POINTS))))
     kinds = np.frombuffer(categories.encode(), "S2")
-    left_out = np.ones(sys.maxunicode + 1, bool)
-    left_out[:PLANES] = kinds == b"Cn"
+    unsafe = np.ones(sys.maxunicode + 1, bool)
+    unsafe[:NUM_CODE_POINTS] = kinds == b"Cn"
     if with_numbers:
-        left_out[:PLANES] |= np.isin(kinds, (b"Nd", b"Nl", b"No"))
-    return left_out
+        unsafe[:NUM_CODE_POINTS] |= np.isin(kinds, (b"Nd", b"Nl", b"No"))
+    return unsafe
 
 
-TRICKY = (
+PROBE_TEXTS = (
     "don't DON'T I'll 'S",
     " a  b \n\n c\t\td \r\n e   ",
     "12345 3.14 1e-5 0x1F",
@@ -154,14 +159,14 @@ TRICKY = (
     "a\x00b\x7f\u200b\ufeff",
     "<tag/> </s> <|x|> [INST] {{y}} __init__ != ==> //",
 )
-"""Texts on which two implementations of one tokenizer would disagree first."""
+"""Texts on which two implementations of one tokenizer are most likely to differ."""
 
 
 class TextEncoder:
-    """Encodes texts with one tokenizer, with or without reading special tokens in them.
+    """Encodes texts with one tokenizer, with or without parsing special tokens in them.
 
-    `continued` is for a text that goes on where another ended: a tokenizer that puts a space in
-    front of a text must not do so there.
+    `continued` is for a text that continues another: a tokenizer that prepends a space to a text
+    must not do so there.
     """
 
     def __init__(
@@ -171,7 +176,7 @@ class TextEncoder:
         self._parse_special = parse_special
         self._plain = _variant(facts.backend, parse_special)
         self._fast = Accelerator.load(facts, parse_special) if accelerate else None
-        self.check([*TRICKY, *facts.special])
+        self.check([*PROBE_TEXTS, *facts.special])
         self._continued = self._plain
         if facts.has_prefix:
             content = orjson.loads(facts.backend)
@@ -180,18 +185,18 @@ class TextEncoder:
 
     @property
     def engine(self) -> str:
-        """Which implementation encodes."""
+        """The implementation in use."""
         return "tokenizers" if self._fast is None else "gigatoken"
 
     def encode(self, texts: Sequence[str], continued: bool = False) -> list[Array]:
         """Return the ids of each text."""
         if self._fast is None or (continued and self.facts.has_prefix):
             return _hf_encode(self._continued if continued else self._plain, texts)
-        encode, takes, plain = self._fast.encode, self._fast.takes, self._plain
-        return [encode(text) if takes(text) else _hf_encode(plain, [text])[0] for text in texts]
+        encode, supports, plain = self._fast.encode, self._fast.supports, self._plain
+        return [encode(text) if supports(text) else _hf_encode(plain, [text])[0] for text in texts]
 
     def check(self, samples: Sequence[str]) -> None:
-        """Compare the accelerator with the Hugging Face tokenizer; give it up if they differ."""
+        """Compare the accelerator with the Hugging Face tokenizer; disable it if they differ."""
         if self._fast is None:
             return
         for text, right in zip(samples, _hf_encode(self._plain, samples)):
@@ -210,7 +215,7 @@ def _hf_encode(tokenizer: Any, texts: Sequence[str]) -> list[Array]:
 
 
 def _variant(backend: str, parse_special: bool) -> Any:
-    """Build the Hugging Face tokenizer that never pads, cuts or adds tokens of its own."""
+    """Build the Hugging Face tokenizer that never pads, truncates or adds tokens."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(backend)

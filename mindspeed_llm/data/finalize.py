@@ -1,4 +1,8 @@
-"""The end of a run: the work folder, packing, indexing, and publishing under final names."""
+"""The work folder of a run, and its end: pack, index and publish under final names.
+
+A run writes to a folder beside the output, so that nothing unfinished has a final name. A killed
+run leaves the folder; the same command resumes from the last state saved in it.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,13 @@ class Workspace:
         self._make_folder()
         self._lock = self._take_lock()
         self.state = self._read_state()
-        """What the run that was here before had saved; empty if it was another run or none."""
+        """The saved state of an earlier attempt at this run; empty without one."""
         if not self.state:
             self._clear()
 
     @property
-    def was_publishing(self) -> bool:
-        """Whether all was done but the giving of final names."""
+    def is_publishing(self) -> bool:
+        """Whether everything is done except the renaming to final names."""
         return "publish" in self.state
 
     def _make_folder(self) -> None:
@@ -51,7 +55,7 @@ class Workspace:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"--output-prefix {self.prefix}: {self.folder} cannot be made: {error.strerror}"
+                f"--output-prefix {self.prefix}: {self.folder} cannot be created: {error.strerror}"
             ) from None
 
     def _take_lock(self) -> int:
@@ -74,7 +78,7 @@ class Workspace:
             return {}
 
     def _has_files(self, state: dict[str, Any]) -> bool:
-        """Tell whether what was written up to the state is still there."""
+        """Return whether the files written before the state was saved still exist."""
         expected = state.get("sizes", {}).items()
         return all((self.folder / name).stat().st_size >= size for name, size in expected)
 
@@ -84,29 +88,29 @@ class Workspace:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Remember how far the run is."""
+        """Save the progress of the run."""
         content = {"fingerprint": self._fingerprint, "state": state}
         write_atomic(self.folder / "state.json", json.dumps(content).encode())
 
     def publish(self, files: Mapping[str, Path], state: Mapping[str, Any]) -> None:
-        """Give finished files their final names, and leave.
+        """Move finished files to their final names, and remove the folder.
 
-        `files` maps names in the folder to final paths, each index behind its data. A run that
-        is killed in the middle has the rest done by the next one, so the plan is saved first.
+        `files` maps names in the folder to final paths, each index after its data. If the run is
+        killed in the middle the next one does the rest, so the mapping is saved first.
         """
         for name in files:
             fsync_path(self.folder / name)
         self.state = {**state, "publish": {name: str(final) for name, final in files.items()}}
         self.save(self.state)
-        # An index makes data readable, so an older one goes before its data is replaced.
+        # An index makes data readable, so an old one is removed before its data is replaced.
         for final in files.values():
             if final.suffix == ".idx":
                 final.unlink(missing_ok=True)
         fsync_path(self.prefix.parent)
-        self.publish_again()
+        self.resume_publish()
 
-    def publish_again(self) -> None:
-        """Move whatever has not got its final name yet, and leave."""
+    def resume_publish(self) -> None:
+        """Move the files that do not have their final names yet, and remove the folder."""
         for name, final in self.state["publish"].items():
             if (self.folder / name).exists():
                 os.replace(self.folder / name, final)
@@ -119,18 +123,18 @@ class Workspace:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def release(self) -> None:
-        """Let another run have the folder."""
+        """Release the lock on the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def token_files(options: PreprocessOptions) -> str:
-    """Return how the names of the token files begin: a set of several is called packed."""
+    """Return the prefix of the token files: several files of one sample are called packed."""
     return f"{options.output_prefix}{'' if options.handler_name == PRETRAIN else '_packed'}"
 
 
-def finish(
+def finalize(
     plan: Plan,
     options: PreprocessOptions,
     workspace: Workspace,
@@ -139,10 +143,10 @@ def finish(
 ) -> None:
     """Pack, index and publish what was encoded."""
     if not summary.written:
-        raise ConfigError(_nothing_left(options, summary))
+        raise ConfigError(_no_records_message(options, summary))
     if not summary.tokens:
         raise ConfigError(
-            f"{summary.written} records and not one token: check --json-keys, and whether "
+            f"{summary.written} records without a single token: check --json-keys, and whether "
             f"{options.tokenizer_name_or_path} is the tokenizer of such text"
         )
     folder, prefix = workspace.folder, token_files(options)
@@ -159,13 +163,13 @@ def finish(
         writer.build_index(folder / f"{key}.idx")
         files[writer.data_path.name] = Path(f"{prefix}_{key}_document.bin")
     files |= {f"{key}.idx": Path(f"{prefix}_{key}_document.idx") for key in writers}
-    files[_write_facts(plan, options, folder, summary)] = Path(
+    files[_write_summary(plan, options, folder, summary)] = Path(
         f"{options.output_prefix}.summary.json"
     )
     workspace.publish(files, {"summary": summary.as_dict()})
 
 
-def _nothing_left(options: PreprocessOptions, summary: Summary) -> str:
+def _no_records_message(options: PreprocessOptions, summary: Summary) -> str:
     reasons = ", ".join(f"{tally.count} {reason}" for reason, tally in summary.skipped.items())
     is_long = summary.longest > (options.seq_length or summary.longest)
     advice = f"; the longest has {summary.longest}: raise --seq-length" if is_long else ""
@@ -175,8 +179,8 @@ def _nothing_left(options: PreprocessOptions, summary: Summary) -> str:
     )
 
 
-def _write_facts(plan: Plan, options: PreprocessOptions, folder: Path, summary: Summary) -> str:
-    """Write what later steps want to know about this data; return the name of the file."""
+def _write_summary(plan: Plan, options: PreprocessOptions, folder: Path, summary: Summary) -> str:
+    """Write the metadata that later steps read; return the name of the file."""
     content = {
         "handler": options.handler_name,
         "prompt_type": options.prompt_type,
@@ -196,7 +200,7 @@ def _write_facts(plan: Plan, options: PreprocessOptions, folder: Path, summary: 
 
 
 def _stop_ids(plan: Plan, options: PreprocessOptions) -> tuple[int, ...]:
-    """Return the tokens at which a sample may end."""
+    """Return the tokens that may end a sample."""
     handler = find_handler(options.handler_name)
     if handler is not None and handler.needs_chat:
         return make_chat(plan).stop_ids
@@ -205,7 +209,7 @@ def _stop_ids(plan: Plan, options: PreprocessOptions) -> tuple[int, ...]:
 
 
 def merge_groups(options: PreprocessOptions) -> dict[str, int]:
-    """Join, for every key, the pairs whose names hold it; return how many went into which."""
+    """Merge, for every key, the pairs whose names contain it; return the number of pairs."""
     folder = Path(options.input or "")
     if not folder.is_dir():
         raise ConfigError(f"--input {folder}: --merge-group-keys needs a folder of .bin/.idx pairs")
@@ -218,7 +222,7 @@ def merge_groups(options: PreprocessOptions) -> dict[str, int]:
             found = ", ".join(name.name for name in names[:5]) or "none"
             raise ConfigError(
                 f"--merge-group-keys {key}: no pair in {folder} has that in its name; "
-                f"there are {found}"
+                f"found: {found}"
             )
     return {f"{options.output_prefix}_{key}": _merge(options, key, g) for key, g in groups.items()}
 
@@ -243,11 +247,11 @@ def _merge(options: PreprocessOptions, key: str, members: list[Path]) -> int:
 
 
 def _append(writer: TokenWriter, part: IndexedTokens) -> None:
-    """Copy a pair in pieces; documents keep their borders."""
+    """Copy a pair in chunks; documents keep their boundaries."""
     documents = part.documents
     for first in range(0, len(documents) - 1, CHUNK):
-        borders = documents[first : first + CHUNK + 1]
-        start, end = int(borders[0]), int(borders[-1])
-        tokens = [part[place] for place in range(start, end)]
+        ends = documents[first : first + CHUNK + 1]
+        start, end = int(ends[0]), int(ends[-1])
+        tokens = [part[index] for index in range(start, end)]
         joined = np.concatenate([*tokens, np.zeros(0, part.dtype)], dtype=part.dtype)
-        writer.append(joined, part.lengths[start:end], borders[1:] - start)
+        writer.append(joined, part.lengths[start:end], ends[1:] - start)

@@ -1,7 +1,7 @@
 """Megatron's indexed token files: `.bin` holds tokens, `.idx` where each sequence begins.
 
 An `.idx` is: 9 bytes of magic, u64 version 1, u8 dtype code, u64 sequence count, u64 document
-count + 1, int32 lengths, int64 byte offsets, int64 document borders (the first is 0).
+count + 1, int32 lengths, int64 byte offsets, int64 document boundaries (the first is 0).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mindspeed.checkpoint.fsync import fsync_path
 from mindspeed.config import ConfigError
 
 Array = npt.NDArray[Any]
-IGNORED = -100
-"""The label of what is not trained."""
+IGNORE_INDEX = -100
+"""The label of tokens that are not trained."""
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, np.dtype[Any]] = {
@@ -33,10 +33,10 @@ CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 """The types of token ids; Megatron also numbers floats (6 and 7), which no token id is."""
-SYNCED_AT_ONCE = 16 << 20
-"""Bytes of tokens that are written before they are brought to the disk."""
+FSYNC_BYTES = 16 << 20
+"""Bytes of tokens that are written between two flushes to the disk."""
 CHUNK = 1 << 20
-"""Sequences handled at a time where an index may be larger than memory."""
+"""Sequences handled at once where an index may be larger than memory."""
 
 
 def smallest_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -66,38 +66,38 @@ class IndexedTokens:
         if version != 1 or code not in CODES or documents < 1:
             raise ConfigError(
                 f"{path} is damaged: version {version} (known: 1), type {code} (token ids: "
-                f"{', '.join(map(str, CODES))}), {documents} document borders: preprocess again"
+                f"{', '.join(map(str, CODES))}), {documents} document boundaries: preprocess again"
             )
         expected = HEADER.size + 12 * sequences + 8 * documents
-        # Multimodal indices carry one more byte per sequence, which tells nothing about text.
+        # Multimodal indices carry one more byte per sequence, which is of no use for text.
         if path.stat().st_size not in (expected, expected + sequences):
             raise ConfigError(
                 f"{path} is damaged: {sequences} sequences need {expected} bytes, "
                 f"it has {path.stat().st_size}"
             )
         content = np.memmap(path, np.uint8, "r")
-        places = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
+        starts = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
         self.dtype = CODES[code]
-        self.lengths: Array = content[places[0] : places[1]].view("<i4")
-        self.offsets: Array = content[places[1] : places[2]].view("<i8")
-        self.documents: Array = content[places[2] : places[3]].view("<i8")
+        self.lengths: Array = content[starts[0] : starts[1]].view("<i4")
+        self.offsets: Array = content[starts[1] : starts[2]].view("<i8")
+        self.documents: Array = content[starts[2] : starts[3]].view("<i8")
 
     def _check(self, index_path: Path, data_path: Path, size: int) -> None:
-        """Refuse an index whose sequences do not lie one after the other and fill the data."""
+        """Refuse an index whose sequences are not contiguous or do not fill the data."""
         end = 0
         for start in range(0, len(self.lengths), CHUNK):
             lengths = self.lengths[start : start + CHUNK].astype(np.int64)
             ends = end + np.cumsum(lengths) * self.dtype.itemsize
-            begins = np.concatenate(([end], ends[:-1]))
-            wrong = (self.offsets[start : start + CHUNK] != begins) | (lengths < 0) | (ends > size)
+            starts = np.concatenate(([end], ends[:-1]))
+            wrong = (self.offsets[start : start + CHUNK] != starts) | (lengths < 0) | (ends > size)
             if wrong.any():
-                raise _no_fit(index_path, data_path, f"sequence {start + int(wrong.argmax())}")
+                raise _mismatch(index_path, data_path, f"sequence {start + int(wrong.argmax())}")
             end = int(ends[-1])
         if end != size:
-            raise _no_fit(index_path, data_path, f"it ends at byte {end} of {size} and")
-        borders = self.documents
-        if borders[0] != 0 or borders[-1] > len(self.lengths) or (np.diff(borders) < 0).any():
-            raise ConfigError(f"{index_path} is damaged: its document borders are out of order")
+            raise _mismatch(index_path, data_path, f"it ends at byte {end} of {size} and")
+        ends = self.documents
+        if ends[0] != 0 or ends[-1] > len(self.lengths) or (np.diff(ends) < 0).any():
+            raise ConfigError(f"{index_path} is damaged: its document boundaries are out of order")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -115,7 +115,7 @@ class IndexedTokens:
         return int(self.lengths.sum(dtype=np.int64))
 
 
-def _no_fit(index_path: Path, data_path: Path, what: str) -> ConfigError:
+def _mismatch(index_path: Path, data_path: Path, what: str) -> ConfigError:
     return ConfigError(
         f"{index_path}: {what} does not fit {data_path}: one of them is damaged or belongs to "
         "another run; preprocess again"
@@ -125,14 +125,14 @@ def _no_fit(index_path: Path, data_path: Path, what: str) -> ConfigError:
 class TokenWriter:
     """Appends sequences to files in a work folder; `build_index` makes the index of them.
 
-    Lengths and document borders go to files of their own, so that memory does not grow with the
-    data, and so that cutting each file to an earlier size takes the writer back to that moment.
+    Lengths and document ends go to files of their own, so that memory does not grow with the
+    data, and so that truncating each file to an earlier size restores the writer of that moment.
     """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
         self._paths = [folder / f"{name}.{kind}" for kind in ("bin", "lengths", "borders")]
-        # Without buffers: after a disk was full, closing must not try to write what is left.
+        # Unbuffered: after the disk was full, closing must not try to write what remains.
         self._files = [open(path, "ab", buffering=0) for path in self._paths]
         self._sequences = self._paths[1].stat().st_size // 4
         self._unsynced = 0
@@ -147,37 +147,36 @@ class TokenWriter:
         """The file of lengths."""
         return self._paths[1]
 
-    def append(self, tokens: Array, lengths: Array, borders: Array | None = None) -> None:
-        """Add sequences that lie one after the other in `tokens`.
+    def append(self, tokens: Array, lengths: Array, document_ends: Array | None = None) -> None:
+        """Append the sequences that are concatenated in `tokens`.
 
-        `borders` counts the sequences up to the end of each document, within this call; without
-        it every sequence is a document.
+        `document_ends` counts the sequences up to the end of each document, within this call;
+        without it every sequence is a document.
         """
-        if borders is None:
-            borders = np.arange(1, len(lengths) + 1, dtype=np.int64)
+        if document_ends is None:
+            document_ends = np.arange(1, len(lengths) + 1, dtype=np.int64)
         parts = (
             np.ascontiguousarray(tokens, self.dtype),
             np.ascontiguousarray(lengths, "<i4"),
-            np.ascontiguousarray(borders + self._sequences, "<i8"),
+            np.ascontiguousarray(document_ends + self._sequences, "<i8"),
         )
         for file, part in zip(self._files, parts):
             _write_all(file, part.view(np.uint8).data)
         self._sequences += len(lengths)
         self._unsynced += parts[0].nbytes
-        if self._unsynced > SYNCED_AT_ONCE:
-            os.fsync(
-                self._files[0].fileno()
-            )  # now, while others encode, rather than all at the end
+        if self._unsynced > FSYNC_BYTES:
+            # Now, while workers encode, rather than all at the end.
+            os.fsync(self._files[0].fileno())
             self._unsynced = 0
 
     def sizes(self) -> dict[str, int]:
-        """Bring everything to the disk and return the name and size of each file."""
+        """Flush everything to the disk and return the name and size of each file."""
         for file in self._files:
             os.fsync(file.fileno())
         return {path.name: file.tell() for path, file in zip(self._paths, self._files)}
 
-    def cut(self, sizes: Mapping[str, int]) -> None:
-        """Go back to the moment when `sizes` was taken; without an entry, to the beginning."""
+    def truncate(self, sizes: Mapping[str, int]) -> None:
+        """Restore the state when `sizes` was taken; without an entry, the empty state."""
         for path, file in zip(self._paths, self._files):
             file.truncate(sizes.get(path.name, 0))
             file.seek(0, os.SEEK_END)
@@ -192,57 +191,58 @@ class TokenWriter:
         """Write the index of everything that was appended, and close."""
         self.sizes()
         self.close()
-        _, lengths_path, borders_path = self._paths
-        documents = borders_path.stat().st_size // 8 + 1
+        _, lengths_path, ends_path = self._paths
+        documents = ends_path.stat().st_size // 8 + 1
         code = next(code for code, dtype in CODES.items() if dtype == self.dtype)
         with open(path, "wb") as file:
             file.write(HEADER.pack(MAGIC, 1, code, self._sequences, documents))
-            for lengths in _pieces(lengths_path, "<i4"):
+            for lengths in _chunks(lengths_path, "<i4"):
                 file.write(lengths.tobytes())
             end = 0
-            for lengths in _pieces(lengths_path, "<i4"):
+            for lengths in _chunks(lengths_path, "<i4"):
                 ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
                 starts = np.concatenate(([end], ends[:-1]))
                 file.write(starts.astype("<i8").tobytes())
                 end = int(ends[-1])
             file.write(bytes(8))
-            for borders in _pieces(borders_path, "<i8"):
-                file.write(borders.tobytes())
+            for ends in _chunks(ends_path, "<i8"):
+                file.write(ends.tobytes())
             file.flush()
             os.fsync(file.fileno())
         fsync_path(path.parent)
 
 
-def _write_all(file: io.FileIO, rest: memoryview) -> None:
-    while rest:
-        rest = rest[file.write(rest) :]
+def _write_all(file: io.FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
-def _pieces(path: Path, dtype: str) -> Iterator[Array]:
-    """Read a file of numbers a piece at a time."""
+def _chunks(path: Path, dtype: str) -> Iterator[Array]:
+    """Read a file of numbers a chunk at a time."""
     with open(path, "rb") as file:
-        while len(piece := np.fromfile(file, dtype, CHUNK)):
-            yield piece
+        while len(chunk := np.fromfile(file, dtype, CHUNK)):
+            yield chunk
 
 
 BLOCK = 1 << 18
-"""Tokens looked at in one go: they stay in a cache of the processor."""
+"""Tokens checked at once: they stay in the processor's cache."""
 
 
 class TokenFile(NamedTuple):
-    """A file of token ids, or of labels, which may be IGNORED too."""
+    """A file of token ids, or of labels, which may be IGNORE_INDEX too."""
 
     path: Path
     dtype: np.dtype[Any]
     is_labels: bool = False
 
 
-def find_outside(
+def find_out_of_range(
     file: TokenFile, vocabulary: int, share: tuple[int, int] = (0, 1)
 ) -> tuple[int, int] | None:
-    """Return the place and the value of a token that is none of 0 .. vocabulary - 1, else None.
+    """Return the position and the value of an id outside 0 .. vocabulary - 1, None without one.
 
-    `share` is (number, count): of that many equal parts of the file only one is looked at.
+    It is one pass, a tenth of a second a gigabyte. `share` is (number, count): of that many equal
+    parts of the file only one is checked.
     """
     if not file.path.stat().st_size:
         return None
@@ -251,22 +251,22 @@ def find_outside(
     first, last = (len(tokens) * part // count for part in (number, number + 1))
     for start in range(first, last, BLOCK):
         block = tokens[start : min(start + BLOCK, last)]
-        if _is_suspect(block, vocabulary, file.is_labels):
+        if _may_hold_invalid(block, vocabulary, file.is_labels):
             wrong = (block < 0) | (block >= vocabulary)
             if file.is_labels:
-                wrong &= block != IGNORED
+                wrong &= block != IGNORE_INDEX
             if wrong.any():
-                place = int(wrong.argmax())
-                return start + place, int(block[place])
+                offset = int(wrong.argmax())
+                return start + offset, int(block[offset])
     return None
 
 
-def _is_suspect(block: Array, vocabulary: int, is_labels: bool) -> bool:
-    """Tell whether a block may hold a wrong token; ids below 0 are large without their sign."""
+def _may_hold_invalid(block: Array, vocabulary: int, is_labels: bool) -> bool:
+    """Return whether a block may hold an invalid id; negative ids are large when unsigned."""
     ids = block.view(f"<u{block.dtype.itemsize}")
     if not is_labels:
         return bool(ids.max() >= vocabulary)
-    # IGNORED becomes 0, what lies between it and 0 becomes 1 to 99, a token 100 or more.
-    ids = ids + ids.dtype.type(-IGNORED)
-    between = ids - ids.dtype.type(1) < -IGNORED - 1
-    return bool(ids.max() >= vocabulary - IGNORED or between.any())
+    # IGNORE_INDEX becomes 0, what lies between it and 0 becomes 1 to 99, a token 100 or more.
+    ids = ids + ids.dtype.type(-IGNORE_INDEX)
+    between = ids - ids.dtype.type(1) < -IGNORE_INDEX - 1
+    return bool(ids.max() >= vocabulary - IGNORE_INDEX or between.any())

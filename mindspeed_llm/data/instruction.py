@@ -1,4 +1,4 @@
-"""Samples of preprocessed data, for training: by prefix, mixed by weight, at any position.
+"""Preprocessed samples for training: by prefix, mixed by weight, at any position.
 
 stream = open_stream(["0.7", "out/a", "0.3", "out/b"], seed=1234)
 for samples in MicroBatches(stream, size=2, rank=0, world=1, consumed=0): ...
@@ -29,10 +29,10 @@ KINDS = {
     ),
     "prompts": ("input_ids", "attention_mask"),
 }
-"""The kinds of data and their files; a prefix is of the first kind whose files are all there."""
+"""The kinds of data and their files; a prefix is of the first kind whose files all exist."""
 
 PROBES, PROBE_BYTES = 64, 4096
-"""How many places of the tokens a fingerprint looks at, and how much of each."""
+"""Probes of the tokens that a fingerprint includes, and the size of each."""
 
 __all__ = [
     "KINDS",
@@ -58,7 +58,7 @@ class InstructionData(Sequence[Sample]):
         self._files = {key: IndexedTokens(self._name(key)) for key in KINDS[self.kind]}
         self._check_lengths()
         self.facts = self._read_facts()
-        """What preprocessing noted: seq_length, pack, pad_id, vocabulary, tokenizer, ...; or {}."""
+        """The metadata of preprocessing: seq_length, pack, pad_id, tokenizer, ...; or {}."""
 
     def __len__(self) -> int:
         return len(next(iter(self._files.values())))
@@ -82,11 +82,11 @@ class InstructionData(Sequence[Sample]):
 
     @property
     def is_packed(self) -> bool:
-        """Whether a sample is a row of several."""
+        """Whether a sample is a row of several samples."""
         return self.facts.get("pack") is not None
 
     def check_length(self, seq_length: int) -> None:
-        """Refuse a training length that would cut samples."""
+        """Refuse a sequence length that would truncate samples."""
         if self.longest > seq_length:
             lengths = next(iter(self._files.values())).lengths
             count = int((lengths > seq_length).sum())
@@ -98,7 +98,7 @@ class InstructionData(Sequence[Sample]):
 
     @property
     def fingerprint(self) -> str:
-        """A name for this data, from all lengths and from probes of the tokens."""
+        """A digest of this data: of all lengths and of probes of the tokens."""
         digest = hashlib.sha256()
         for key, tokens in self._files.items():
             path = Path(f"{self._name(key)}.bin")
@@ -106,8 +106,8 @@ class InstructionData(Sequence[Sample]):
             digest.update(f"{key} {tokens.dtype} {size}".encode())
             digest.update(tokens.lengths.tobytes())
             with path.open("rb") as file:
-                for place in range(0, size, max(PROBE_BYTES, size // PROBES)):
-                    file.seek(place)
+                for position in range(0, size, max(PROBE_BYTES, size // PROBES)):
+                    file.seek(position)
                     digest.update(file.read(PROBE_BYTES))
         return digest.hexdigest()[:16]
 
@@ -121,7 +121,7 @@ class InstructionData(Sequence[Sample]):
         raise ConfigError(self._not_found())
 
     def _not_found(self) -> str:
-        looked = f"looked for {self._name('input_ids')}.idx and its like"
+        expected = f"expected files such as {self._name('input_ids')}.idx"
         if Path(self.prefix).is_dir():
             found = sorted(
                 p.name for p in Path(self.prefix).glob("*_packed_input_ids_document.idx")
@@ -132,21 +132,21 @@ class InstructionData(Sequence[Sample]):
         for ending in (".idx", ".bin", "_document", "_packed"):
             if self.prefix.endswith(ending):
                 return (
-                    f"{self.prefix}: give the --output-prefix of preprocessing as it was; {looked}"
+                    f"{self.prefix}: give exactly the --output-prefix of preprocessing; {expected}"
                 )
-        if missing := self._missing_of_most():
+        if missing := self._missing_of_closest_kind():
             return f"{missing} is missing: preprocess again, or copy all files of {self.prefix}"
         if Path(f"{self.prefix}_text_document.idx").is_file():
-            return f"{self.prefix} holds plain documents, not samples; {looked}"
-        return f"{self.prefix}: there is no preprocessed data of that name; {looked}"
+            return f"{self.prefix} holds plain documents, not samples; {expected}"
+        return f"{self.prefix}: no preprocessed data has that prefix; {expected}"
 
     def missing(self, kind: str) -> list[str]:
-        """Return the index files that data of a kind has and this prefix has not."""
+        """Return the index files of a kind of data that this prefix lacks."""
         names = [f"{self._name(key)}.idx" for key in KINDS[kind]]
         return [name for name in names if not Path(name).is_file()]
 
-    def _missing_of_most(self) -> str | None:
-        """Return the first missing file of the kind that is there in part, if one is."""
+    def _missing_of_closest_kind(self) -> str | None:
+        """Return the first missing file of the kind that is closest to complete, if any."""
         missing = {kind: self.missing(kind) for kind in KINDS}
         parts = [names for kind, names in missing.items() if len(names) < len(KINDS[kind])]
         return min(parts, key=len)[0] if parts else None
@@ -158,7 +158,7 @@ class InstructionData(Sequence[Sample]):
             files = [self._files[key] for key in group if key in self._files]
             if any(not np.array_equal(files[0].lengths, file.lengths) for file in files[1:]):
                 raise ConfigError(
-                    f"{self.prefix}: {' and '.join(group)} do not fit each other: they are of "
+                    f"{self.prefix}: {' and '.join(group)} do not match: they are from "
                     "different runs; preprocess again"
                 )
         if len({len(file) for file in self._files.values()}) > 1:
@@ -181,7 +181,7 @@ def open_stream(
     epoch_multiple: int = 1,
     seq_length: int | None = None,
 ) -> SampleStream:
-    """Open what `--data-path` names: prefixes, each with or all without a weight in front.
+    """Open the data of `--data-path`: prefixes, all with or all without a weight before them.
 
     `part` is the share of every data set to take, from and to (see `split_parts`). With
     `seq_length`, data with longer samples is refused.
@@ -209,37 +209,37 @@ def open_stream(
 
 
 def split_weights(data_path: Sequence[str]) -> tuple[list[Fraction], list[str]]:
-    """Read "0.7 a 0.3 b", or prefixes only (no weights then: mixed by their sizes)."""
-    words = list(data_path)
-    if not words:
+    """Parse "0.7 a 0.3 b", or prefixes only (without weights data is mixed by size)."""
+    values = list(data_path)
+    if not values:
         raise ConfigError("--data-path is missing: give the --output-prefix of preprocessing")
-    if len(words) == 1 or _weight(words[0]) is None:
-        return [], words
-    weights = [_weight(word) for word in words[::2]]
+    if len(values) == 1 or _weight(values[0]) is None:
+        return [], values
+    weights = [_weight(value) for value in values[::2]]
     given = [weight for weight in weights if weight is not None and weight > 0]
-    if len(words) % 2 or len(given) < len(weights):
+    if len(values) % 2 or len(given) < len(weights):
         raise ConfigError(
-            f"--data-path {' '.join(words)}: give a weight above 0 in front of every prefix, or "
+            f"--data-path {' '.join(values)}: give a weight above 0 before every prefix, or "
             "no weights"
         )
-    return given, words[1::2]
+    return given, values[1::2]
 
 
 def split_parts(split: str) -> list[tuple[float, float]]:
-    """Read `--split 98,2,0`: the shares of training, evaluation and test, from and to."""
+    """Parse `--split 98,2,0`: the shares of training, evaluation and test, from and to."""
     try:
-        sizes = [float(word) for word in split.split(",")]
+        sizes = [float(value) for value in split.split(",")]
     except ValueError:
         sizes = []
     sizes += [0.0] * (3 - len(sizes))
     if len(sizes) != 3 or min(sizes) < 0 or sum(sizes) <= 0:
         raise ConfigError(f"--split {split}: give three numbers with commas, such as 98,2,0")
-    ends = [sum(sizes[: place + 1]) / sum(sizes) for place in range(3)]
+    ends = [sum(sizes[: position + 1]) / sum(sizes) for position in range(3)]
     return list(zip([0.0, *ends[:2]], ends))
 
 
-def _weight(word: str) -> Fraction | None:
+def _weight(value: str) -> Fraction | None:
     try:
-        return Fraction(word)
+        return Fraction(value)
     except (ValueError, ZeroDivisionError):
         return None

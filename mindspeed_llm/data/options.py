@@ -6,25 +6,25 @@ from mindspeed.config import ConfigError, Options
 
 
 class PreprocessOptions(Options):
-    """Everything that decides what `preprocess_data.py` writes."""
+    """Everything that decides the output of `preprocess_data.py`."""
 
     input: str | None = None
-    """Data: a json, jsonl, parquet, csv, tsv or txt file, a folder of them, or several with commas
-    between."""
+    """Data: a json, jsonl, parquet, csv, tsv or txt file, a folder of them, or several separated by
+    commas."""
     output_prefix: str | None = None
-    """Where to write, and how the names of the files begin: out/data gives out/data_..._document.
-    Training is given the same prefix."""
+    """Path and prefix of the output files: out/data gives out/data_..._document. Training takes the
+    same prefix."""
     tokenizer_name_or_path: str | None = None
     """Folder of a Hugging Face model (or a .gguf file) whose tokenizer to use."""
     tokenizer_type: str = "PretrainedFromHF"
-    """Kind of tokenizer; Hugging Face's are the ones there are."""
+    """Kind of tokenizer; only Hugging Face tokenizers are supported."""
     tokenizer_not_use_fast: bool = False
     """Accepted for existing scripts: fast and slow tokenizers give the same ids."""
     trust_remote_code: bool = False
     """Run Python code that comes with the tokenizer. Only for folders you trust."""
     handler_name: str = "GeneralPretrainHandler"
-    """What the records are: plain documents, or one of the instruction, pairwise, reward and prompt
-    layouts."""
+    """Layout of the records: plain documents, or one of the instruction, pairwise, reward and
+    prompt layouts."""
     json_keys: tuple[str, ...] = ("text",)
     """Columns with documents (GeneralPretrainHandler); each gets files of its own."""
     map_keys: str | None = None
@@ -36,44 +36,44 @@ class PreprocessOptions(Options):
     prompt_type_path: str | None = None
     """File of templates (default: configs/finetune/templates.json)."""
     enable_thinking: Literal["true", "false", "none"] = "none"
-    """Thoughts of reasoning templates: true puts an empty thought in front of answers without one,
-    and learns it; false removes thoughts; none leaves them."""
+    """Thoughts of reasoning templates: true prepends an empty thought to answers without one, and
+    trains it; false removes thoughts; none keeps them."""
     special_tokens: Literal["auto", "parse", "text"] = "auto"
     """Special tokens spelled out in the data: parse makes them tokens, text leaves them text. auto
     parses with --prompt-type empty only."""
     seq_length: int | None = None
-    """Longest sample, in tokens; --too-long says what happens to longer ones."""
+    """Longest sample, in tokens; --too-long decides about longer ones."""
     too_long: Literal["drop", "cut", "error"] = "drop"
     """Samples longer than --seq-length, packed or not: drop and count them; cut them, which may
-    cost answers their end; or error: stop at the first one."""
+    remove the end of answers; or error: stop at the first one."""
     pack: bool = False
     """Fill rows of --seq-length tokens with several samples."""
     neat_pack: bool = False
-    """With --pack: keep apart the samples of a row (the attention mask counts them)."""
+    """With --pack: separate the samples of a row (the attention mask counts them)."""
     append_eod: bool = False
-    """Put the end-of-text token behind every document or sample."""
+    """Append the end-of-text token to every document or sample."""
     placeholder_token: str = "ки"
-    """Token behind each step of a solution (process reward)."""
+    """Token after each step of a solution (process reward)."""
     reward_tokens: tuple[str, ...] = ()
     """Tokens that may be a verdict (process reward), such as + -."""
     on_bad_line: Literal["stop", "skip"] = "stop"
-    """Malformed records: stop and say where, or skip and count them."""
+    """Malformed records: stop at the first one, or skip and count them."""
     workers: int = 1
     """Processes that encode; never more than this machine has cores."""
     n_subs: int = 1
     """Parts of the data processed at once: the same as --workers (the larger counts). The output
     does not depend on either."""
     log_interval: int = 100
-    """At least so many records between two lines of progress."""
+    """Minimum number of records between two progress lines."""
     cache_dir: str | None = None
-    """Where facts about tokenizers are remembered (default: ~/.cache/mindspeed)."""
+    """Where descriptions of tokenizers are cached (default: ~/.cache/mindspeed)."""
     accelerator: Literal["auto", "off"] = "auto"
     """Use gigatoken if it is installed and gives the same ids as the tokenizer."""
     merge_group_keys: tuple[str, ...] = ()
-    """Instead of preprocessing, join the .bin/.idx pairs in the folder --input whose names hold a
-    key, into one pair per key."""
+    """Instead of preprocessing, merge the .bin/.idx pairs in the folder --input whose names contain
+    a key, into one pair per key."""
     dataset_impl: Literal["mmap", "lazy", "cached"] = "mmap"
-    """Accepted for existing scripts: there is one form of output."""
+    """Accepted for existing scripts: there is one output format."""
     overwrite_cache: bool = False
     """Accepted for existing scripts: nothing of the data is cached."""
     streaming: bool = False
@@ -81,10 +81,10 @@ class PreprocessOptions(Options):
 
 
 def check_options(options: PreprocessOptions) -> None:
-    """Refuse what cannot work together."""
+    """Refuse options that do not work together."""
     if options.tokenizer_type != "PretrainedFromHF":
         raise ConfigError(
-            f"--tokenizer-type {options.tokenizer_type} is not known: PretrainedFromHF is"
+            f"--tokenizer-type {options.tokenizer_type} is not supported: use PretrainedFromHF"
         )
     for name in ("placeholder_token", "reward_tokens", "json_keys", "map_keys", "prompt_type"):
         if any("\ud800" <= letter <= "\udfff" for letter in "".join(getattr(options, name) or ())):
@@ -94,7 +94,7 @@ def check_options(options: PreprocessOptions) -> None:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} is too small: give 1 or more")
     if options.neat_pack and not options.pack:
-        raise ConfigError("--neat-pack says how to pack: give --pack too")
+        raise ConfigError("--neat-pack needs --pack: give both, or drop --neat-pack")
     if options.pack and options.seq_length is None:
         raise ConfigError("--pack needs --seq-length: the length of the rows to fill")
     if not options.json_keys or len(set(options.json_keys)) < len(options.json_keys):

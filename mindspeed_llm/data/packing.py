@@ -1,4 +1,4 @@
-"""Packed rows: which samples share a row, and writing them."""
+"""Sample packing: assign samples to rows, the longest that still fits first, and write the rows."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed_llm.data.indexed import IGNORED, Array, TokenWriter
+from mindspeed_llm.data.indexed import IGNORE_INDEX, Array, TokenWriter
 
 
 def plan_rows(lengths: Sequence[int] | Array, capacity: int) -> list[list[int]]:
-    """Share out samples over rows of `capacity` tokens; every sample must fit a row.
+    """Pack samples into rows of `capacity` tokens, greedily; every sample must fit a row.
 
-    A row takes the longest sample left, then again the longest that fits in the rest. Finding it
-    costs next to nothing: `nearest[n]` leads to the longest length up to n of which one is left.
+    A row takes the longest remaining sample, then again the longest that fits in the rest. Finding
+    it is cheap: `nearest[n]` leads to the longest length up to n of which a sample remains.
     """
     sizes = np.asarray(lengths, np.int64)
     if sizes.size and not 0 < sizes.min() <= sizes.max() <= capacity:
         raise ValueError(f"samples must have 1 to {capacity} tokens")
     order = np.argsort(-sizes, kind="stable")
     counts = np.bincount(sizes, minlength=capacity + 1)
-    # The samples of length n are order[starts[n] : starts[n] + counts[n]], in their old order.
+    # The samples of length n are order[starts[n] : starts[n] + counts[n]], in their original order.
     starts = len(sizes) - np.cumsum(counts)
-    left, taken = counts.tolist(), starts.tolist()
+    remaining, taken = counts.tolist(), starts.tolist()
     nearest = list(range(capacity + 1))
 
-    def longest(room: int) -> int:
-        """Return the longest length up to `room` that is left, 0 if there is none."""
-        found = room
-        while found and not (nearest[found] == found and left[found]):
+    def longest(free: int) -> int:
+        """Return the longest remaining length up to `free`, 0 without one."""
+        found = free
+        while found and not (nearest[found] == found and remaining[found]):
             found = nearest[found] if nearest[found] != found else found - 1
-        while room != found:  # lead the way there directly next time
-            nearest[room], room = found, nearest[room] if nearest[room] != room else room - 1
+        while free != found:  # compress the path for the next search
+            nearest[free], free = found, nearest[free] if nearest[free] != free else free - 1
         return found
 
     rows: list[list[int]] = []
     while size := longest(capacity):
-        row, room = [], capacity
+        row, free = [], capacity
         while size:
             row.append(int(order[taken[size]]))
             taken[size] += 1
-            left[size] -= 1
-            room -= size
-            size = longest(room)
+            remaining[size] -= 1
+            free -= size
+            size = longest(free)
         rows.append(row)
     return rows
 
@@ -59,7 +59,7 @@ def write_rows(
     pad_id: int,
     neat: bool,
 ) -> tuple[dict[str, TokenWriter], int]:
-    """Fill rows of `capacity` tokens with samples; return their writers and how many there are.
+    """Fill rows of `capacity` tokens with samples; return their writers and the number of rows.
 
     The attention mask of neat rows counts the samples 1, 2, ... and is 0 on padding; that of plain
     rows is 1 throughout.
@@ -72,13 +72,13 @@ def write_rows(
     lengths = np.fromfile(first.lengths_path, "<i4")
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     rows = plan_rows(lengths, capacity)
-    filling = {"input_ids": pad_id, "labels": IGNORED, "attention_mask": 0 if neat else 1}
+    filling = {"input_ids": pad_id, "labels": IGNORE_INDEX, "attention_mask": 0 if neat else 1}
     writers = {}
     for key, writer in samples.items():
         writers[key] = TokenWriter(folder, f"rows_{key}", writer.dtype)
-        writers[key].cut({})
-        for place in range(0, len(rows), ROWS_AT_ONCE):
-            group = rows[place : place + ROWS_AT_ONCE]
+        writers[key].truncate({})
+        for first_row in range(0, len(rows), ROWS_AT_ONCE):
+            group = rows[first_row : first_row + ROWS_AT_ONCE]
             block = np.full((len(group), capacity), filling[key], writer.dtype)
             for row, members in zip(block, group):
                 _fill(row, members, stored[key], starts, key == "attention_mask" and neat)
@@ -87,8 +87,8 @@ def write_rows(
 
 
 def _fill(row: Array, members: list[int], tokens: Array, starts: Array, count: bool) -> None:
-    place = 0
+    position = 0
     for number, member in enumerate(members, 1):
         start, end = starts[member], starts[member + 1]
-        row[place : place + end - start] = number if count else tokens[start:end]
-        place += end - start
+        row[position : position + end - start] = number if count else tokens[start:end]
+        position += end - start

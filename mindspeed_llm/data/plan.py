@@ -1,4 +1,4 @@
-"""From options to a plan: everything a user can get wrong is found here, before work starts."""
+"""The plan of a run: options validated against the data and the tokenizer, before work starts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from mindspeed_llm.data.handlers import (
 )
 from mindspeed_llm.data.handlers.base import split_media
 from mindspeed_llm.data.options import PreprocessOptions, check_options
-from mindspeed_llm.data.readers import Problem, Source, find_sources, peek
-from mindspeed_llm.data.summary import where
+from mindspeed_llm.data.readers import Problem, Source, find_sources, first_rows
+from mindspeed_llm.data.summary import record_location
 from mindspeed_llm.data.template import TemplateEntry, load_template
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 
 logger = logging.getLogger(__name__)
 
-PEEKED_ROWS = 100
-"""Rows of every file that are looked at to learn which columns there are."""
-MUCH = 100 << 20
-"""Bytes of data for which an accelerator that is not installed is worth a line."""
+SAMPLED_ROWS = 100
+"""Rows of every file that are read to find the columns."""
+LARGE_INPUT_BYTES = 100 << 20
+"""Bytes of data from which an accelerator that is not installed is recommended."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every worker needs to know; it travels to other processes."""
+    """The configuration of every worker; it is sent to other processes."""
 
     handler: str
     facts: TokenizerFacts
@@ -58,14 +58,14 @@ class Plan:
 
 
 def outputs(plan: Plan) -> tuple[Output, ...]:
-    """Return the files that a plan writes: of documents, one a column."""
+    """Return the output files of a plan: for documents, one per column."""
     if plan.handler == PRETRAIN:
         return tuple(Output(key, track, "ids") for track, key in enumerate(plan.keys))
     return HANDLERS[plan.handler].outputs
 
 
 def make_chat(plan: Plan) -> ChatFormat:
-    """Build the format in which the plan writes conversations."""
+    """Build the chat format that renders the plan's conversations."""
     chat = make_chat_format(
         plan.facts, plan.template, parse_special=plan.parse_special, thinking=plan.thinking
     )
@@ -104,8 +104,8 @@ def make_plan(
     if plan.handler != PRETRAIN:
         _check_chat(plan, options)
     elif options.prompt_type or options.seq_length:
-        logger.info("documents are kept whole and plain: --prompt-type and --seq-length are unused")
-    if options.accelerator == "auto" and sum(source.size for source in sources) > MUCH:
+        logger.info("documents are stored whole: --prompt-type and --seq-length are ignored")
+    if options.accelerator == "auto" and sum(source.size for source in sources) > LARGE_INPUT_BYTES:
         if not is_installed() and is_supported(facts):
             logger.info("`pip install gigatoken` would make this many times faster")
     return plan, sources
@@ -157,21 +157,21 @@ def _plan(
 
 
 def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
-    """Look at the first rows of every file and find the columns that are meant."""
+    """Determine the columns from --map-keys and the first rows of every file."""
     try:
         map_keys = json.loads(options.map_keys) if options.map_keys else {}
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--map-keys {options.map_keys:.60} is not valid JSON: {error}") from None
     if not isinstance(map_keys, dict):
         raise ConfigError(f"--map-keys {options.map_keys:.60} is not a JSON object such as {{...}}")
-    rows = peek(sources, PEEKED_ROWS)
+    rows = first_rows(sources, SAMPLED_ROWS)
     names = [list(row) for _, _, row in rows if not isinstance(row, Problem)]
     present = list(dict.fromkeys(name for row in names for name in row))
     if not rows:
         raise ConfigError(f"--input {options.input} holds no records")
     if not present:
         source, line, problem = rows[0]
-        raise ConfigError(f"{where(source.path, line)}: {problem.reason}")
+        raise ConfigError(f"{record_location(source.path, line)}: {problem.reason}")
     if options.handler_name == PRETRAIN:
         return _document_columns(options.json_keys, map_keys, present)
     return HANDLERS[options.handler_name].find_columns(map_keys, present)
@@ -192,7 +192,7 @@ def _document_columns(
 
 
 def _check_chat(plan: Plan, options: PreprocessOptions) -> None:
-    """Say so if nothing in the samples can teach the model to stop."""
+    """Check the handler's tokens, and warn if no completion ends with an end-of-text token."""
     if not HANDLERS[plan.handler].needs_chat:
         make_handler(plan, make_encoder(plan), None)  # checks that reward tokens are single tokens
         return
@@ -200,15 +200,15 @@ def _check_chat(plan: Plan, options: PreprocessOptions) -> None:
     is_general = plan.template is not None and "format_tools" not in plan.template.model_fields_set
     if plan.columns["tools"] and is_general:
         logger.info(
-            "--prompt-type %s writes tools in a general form, which need not be that of the model: "
+            "--prompt-type %s renders tools in a generic form, which may not be that of the model: "
             "--prompt-type tokenizer uses the model's own",
             options.prompt_type,
         )
-    if HANDLERS[plan.handler].learns and not chat.teaches_eos and not plan.append_eod:
+    if HANDLERS[plan.handler].has_completion and not chat.trains_eos and not plan.append_eod:
         logger.warning(
-            "--prompt-type %s never puts an end-of-text token (%s) behind an answer: unless every "
-            "answer in the data ends with one, the model will not learn to stop; --append-eod "
-            "adds it",
+            "--prompt-type %s never appends an end-of-text token (%s) to an answer: unless every "
+            "answer in the data ends with one, the model will not be trained to stop; "
+            "--append-eod adds it",
             options.prompt_type,
             plan.facts.eos,
         )

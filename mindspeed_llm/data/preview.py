@@ -1,4 +1,4 @@
-"""Preprocessed samples as spans of text: what is trained, what is special, where packs begin."""
+"""Previews of preprocessed samples: spans of text that are trained, special, packed or cut."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed.config import ConfigError, parse_json
-from mindspeed_llm.data.indexed import IGNORED, Array, IndexedTokens
+from mindspeed_llm.data.indexed import IGNORE_INDEX, Array, IndexedTokens
 from mindspeed_llm.data.instruction import InstructionData
-from mindspeed_llm.data.samples import learns_to_end
+from mindspeed_llm.data.samples import ends_with_stop_token
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 
 ENDINGS = (".idx", ".bin")
@@ -20,15 +20,15 @@ ENDINGS = (".idx", ".bin")
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens in a row that have everything in common."""
+    """Consecutive tokens with the same properties."""
 
     ids: list[int]
     text: str
-    is_learnt: bool
+    is_trained: bool
     is_special: bool
-    segment: int
-    opens_segment: bool
-    is_lost: bool = False
+    sample_index: int
+    starts_sample: bool
+    is_truncated: bool = False
 
     @property
     def size(self) -> int:
@@ -36,8 +36,8 @@ class Span:
         return len(self.ids)
 
 
-class ShownSample:
-    """One sequence, ready to be shown."""
+class SamplePreview:
+    """One sequence as text."""
 
     def __init__(self, name: str, ids: Array, labels: Array, mask: Array, decoder: Decoder) -> None:
         self.name = name
@@ -45,42 +45,43 @@ class ShownSample:
         self.padding = len(ids) - self.size
         self._ids, self._labels, self._mask = ids[: self.size], labels[: self.size], mask
         self._decoder = decoder
-        self.segments = int(mask.max(initial=0))
-        self.is_ended = learns_to_end(self._labels, decoder.ends)
+        self.num_packed = int(mask.max(initial=0))
+        self.is_ended = ends_with_stop_token(self._labels, decoder.stop_ids)
         self.spans = list(self._spans())
 
     def tokens(self) -> Iterator[tuple[int, str, int | None]]:
         """Yield every token, its text, and the label if it is trained."""
         for token, label in zip(self._ids.tolist(), self._labels.tolist()):
-            yield token, self._decoder.text([token]), None if label == IGNORED else label
+            yield token, self._decoder.text([token]), None if label == IGNORE_INDEX else label
 
-    def cut_at(self, limit: int | None) -> Iterator[Span]:
-        """Yield the spans; what lies beyond `limit` is marked as lost."""
-        place = 0
+    def truncated_at(self, limit: int | None) -> Iterator[Span]:
+        """Yield the spans; what lies beyond `limit` is marked as truncated."""
+        position = 0
         for span in self.spans:
-            room = span.size if limit is None else max(0, min(span.size, limit - place))
-            place += span.size
-            for ids, lost in ((span.ids[:room], False), (span.ids[room:], True)):
+            kept = span.size if limit is None else max(0, min(span.size, limit - position))
+            position += span.size
+            for ids, truncated in ((span.ids[:kept], False), (span.ids[kept:], True)):
                 if ids:
                     text = self._decoder.text(ids)
-                    opens = span.opens_segment and (not lost or room == 0)
-                    yield replace(span, ids=ids, text=text, is_lost=lost, opens_segment=opens)
+                    starts = span.starts_sample and (not truncated or kept == 0)
+                    flags = {"is_truncated": truncated, "starts_sample": starts}
+                    yield replace(span, ids=ids, text=text, **flags)
 
     def _spans(self) -> Iterator[Span]:
         special = np.isin(self._ids, list(self._decoder.special))
-        learnt = self._labels != IGNORED
-        segment = self._mask[: self.size]
+        trained = self._labels != IGNORE_INDEX
+        sample_index = self._mask[: self.size]
         changes = np.flatnonzero(
-            (np.diff(special) != 0) | (np.diff(learnt) != 0) | (np.diff(segment) != 0)
+            (np.diff(special) != 0) | (np.diff(trained) != 0) | (np.diff(sample_index) != 0)
         )
-        borders = [0, *(changes + 1).tolist(), self.size] if self.size else []
-        before = 1
-        for start, end in zip(borders, borders[1:]):
-            ids, here = self._ids[start:end].tolist(), int(segment[start])
+        boundaries = [0, *(changes + 1).tolist(), self.size] if self.size else []
+        previous = 1
+        for start, end in zip(boundaries, boundaries[1:]):
+            ids, current = self._ids[start:end].tolist(), int(sample_index[start])
             text = self._decoder.text(ids)
-            flags = bool(learnt[start]), bool(special[start])
-            yield Span(ids, text, *flags, here, opens_segment=here != before)
-            before = here
+            flags = bool(trained[start]), bool(special[start])
+            yield Span(ids, text, *flags, current, starts_sample=current != previous)
+            previous = current
 
 
 class Decoder:
@@ -91,7 +92,7 @@ class Decoder:
 
         self._tokenizer = Tokenizer.from_str(facts.backend)
         self.special = set(facts.special.values())
-        self.ends = {facts.eos_id, *stop_ids}
+        self.stop_ids = {facts.eos_id, *stop_ids}
         self._size = facts.size
 
     def text(self, ids: list[int]) -> str:
@@ -101,8 +102,8 @@ class Decoder:
         return "".join(f"<{one}?>" for one in ids)
 
 
-class Shown(NamedTuple):
-    """Data that can be shown, sample by sample."""
+class Preview(NamedTuple):
+    """Preprocessed data as text, sample by sample."""
 
     data: Any
     decoder: Decoder
@@ -111,47 +112,47 @@ class Shown(NamedTuple):
         """The number of samples."""
         return len(self.data)
 
-    def samples(self, number: int) -> Iterator[ShownSample]:
+    def samples(self, number: int) -> Iterator[SamplePreview]:
         """Yield the sequences of one sample: one, or the chosen and the rejected."""
         row = self.data[number]
         if not isinstance(row, dict):
             ids = np.asarray(row).astype(np.int64)
-            yield ShownSample("", ids, ids, np.ones(len(ids), np.int32), self.decoder)
+            yield SamplePreview("", ids, ids, np.ones(len(ids), np.int32), self.decoder)
             return
         for side in ("chosen_", "rejected_") if "chosen_labels" in row else ("",):
             ids = row[f"{side}input_ids"]
-            labels = row.get(f"{side}labels", np.full(len(ids), IGNORED))
+            labels = row.get(f"{side}labels", np.full(len(ids), IGNORE_INDEX))
             mask = row.get(f"{side}attention_mask", np.ones(len(ids), np.int32))
             name = f" ({side.removesuffix('_')})" if side else ""
-            yield ShownSample(name, ids, labels, mask, self.decoder)
+            yield SamplePreview(name, ids, labels, mask, self.decoder)
 
 
-def open_shown(prefix: str, tokenizer: str = "", cache_dir: str = "") -> Shown:
+def open_preview(prefix: str, tokenizer: str = "", cache_dir: str = "") -> Preview:
     """Open samples or documents by their prefix; the tokenizer is that of preprocessing."""
     bare = next((prefix.removesuffix(e) for e in ENDINGS if prefix.endswith(e)), prefix)
     data: Any
     if Path(f"{bare}.idx").is_file():
-        data, facts_prefix = IndexedTokens(bare), bare.rpartition("_")[0].rpartition("_")[0]
+        data, output_prefix = IndexedTokens(bare), bare.rpartition("_")[0].rpartition("_")[0]
     elif Path(f"{bare}_text_document.idx").is_file():
-        data, facts_prefix = IndexedTokens(f"{bare}_text_document"), bare
+        data, output_prefix = IndexedTokens(f"{bare}_text_document"), bare
     else:
-        data, facts_prefix = InstructionData(bare), bare
-    noted = _notes(facts_prefix)
-    path = tokenizer or noted.get("tokenizer", "")
+        data, output_prefix = InstructionData(bare), bare
+    metadata = _read_metadata(output_prefix)
+    path = tokenizer or metadata.get("tokenizer", "")
     if not path:
         raise ConfigError(
-            f"{facts_prefix}.summary.json does not say which tokenizer it was: "
+            f"{output_prefix}.summary.json does not name the tokenizer: "
             "give --tokenizer-name-or-path"
         )
     facts = load_facts(path, cache_dir=cache_dir)
-    return Shown(data, Decoder(facts, noted.get("stop_ids", ())))
+    return Preview(data, Decoder(facts, metadata.get("stop_ids", ())))
 
 
-def _notes(prefix: str) -> dict[str, Any]:
-    """Return the tokenizer and the stop tokens that preprocessing noted, {} if it did not."""
+def _read_metadata(prefix: str) -> dict[str, Any]:
+    """Return the tokenizer and the stop tokens of preprocessing, {} if they are not known."""
     try:
-        noted = parse_json(Path(f"{prefix}.summary.json").read_bytes())
-        stop_ids = [int(token) for token in noted.get("stop_ids", ())]
-        return {"tokenizer": str(noted["tokenizer"]), "stop_ids": stop_ids}
+        metadata = parse_json(Path(f"{prefix}.summary.json").read_bytes())
+        stop_ids = [int(token) for token in metadata.get("stop_ids", ())]
+        return {"tokenizer": str(metadata["tokenizer"]), "stop_ids": stop_ids}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return {}

@@ -1,4 +1,4 @@
-"""Rendered conversations to token ids and labels, a block of records at a time."""
+"""Encode rendered conversations: token ids and labels of records, truncation, prompts."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mindspeed_llm.data.chat import Part, Piece, Thinking
+from mindspeed_llm.data.chat import Part, Segment, Thinking
 from mindspeed_llm.data.chat_jinja import make_chat_format
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.indexed import IGNORED, Array, smallest_dtype
+from mindspeed_llm.data.indexed import IGNORE_INDEX, Array, smallest_dtype
 from mindspeed_llm.data.template import load_template
 from mindspeed_llm.data.tokenizer import TokenizerFacts
 
-REMEMBERED, SHORT = 20_000, 256
-"""How many texts of up to how many characters are remembered: headers and system prompts recur."""
+CACHED_TEXTS, MAX_CACHED_CHARS = 20_000, 256
+"""Texts kept in the cache, and their longest: headers and system prompts recur."""
 _NO_LABEL = -1
-"""Stands for the first label that a piece does not have."""
-_NOTHING: Array = np.zeros(0, np.int32)
+"""The first label of a segment without one."""
+_EMPTY: Array = np.zeros(0, np.int32)
 Key = str | int | tuple[str]
-"""What has ids: a text, a special token or, in a tuple, a text that goes on where another ended."""
+"""Cache key of token ids: a text, a special token or, in a tuple, the continuation of a text."""
 
 
-def learns_to_end(labels: Array, ends: Container[int | None]) -> bool:
-    """Say whether the last token that is trained is one of those at which a model stops.
+def ends_with_stop_token(labels: Array, stop_ids: Container[int | None]) -> bool:
+    """Return whether the last trained token is a stop token.
 
-    A chat template may put more behind it, such as a line break, which is not trained.
+    A chat template may append more, such as a line break, which is not trained.
     """
-    learnt = labels[labels != IGNORED]
-    return len(learnt) > 0 and int(learnt[-1]) in ends
+    trained = labels[labels != IGNORE_INDEX]
+    return len(trained) > 0 and int(trained[-1]) in stop_ids
 
 
-class EncodedPiece(NamedTuple):
-    """A piece as ids, one array per part."""
+class EncodedSegment(NamedTuple):
+    """A segment as token ids, one array per part."""
 
     parts: list[Array]
-    is_answer: bool
+    is_completion: bool
     first_label: int | None
 
     @property
@@ -48,71 +48,73 @@ class EncodedPiece(NamedTuple):
         return sum(map(len, self.parts))
 
 
-Track = list[EncodedPiece]
+Track = list[EncodedSegment]
 
 
 class Sequences(NamedTuple):
-    """Sequences one behind the other, in the form in which they travel between processes.
+    """Concatenated sequences, in the form in which they are sent between processes.
 
-    Labels are the ids once more but for what is not trained, so they are made on arrival.
+    Labels repeat the ids except where nothing is trained, so the receiver builds them.
     """
 
     ids: Array
     lengths: Array
-    borders: Array | None = None
-    """Of documents: how many sequences there are up to the end of each."""
-    stretches: Array = _NOTHING
-    """Of samples: the lengths of stretches that are trained as a whole or not at all."""
-    is_learnt: Array = _NOTHING
-    """Which of the stretches are."""
-    places: Array = _NOTHING
-    """Tokens whose label is another one."""
-    other_labels: Array = _NOTHING
+    document_ends: Array | None = None
+    """For documents: the number of sequences up to the end of each."""
+    segment_lengths: Array = _EMPTY
+    """For samples: the lengths of segments that are trained as a whole or not at all."""
+    is_trained: Array = _EMPTY
+    """Whether each segment is trained."""
+    override_positions: Array = _EMPTY
+    """Positions whose label is not the token there but that of `label_overrides`."""
+    label_overrides: Array = _EMPTY
 
     @property
     def labels(self) -> Array:
-        """What is to be trained in each place, or IGNORED."""
-        labels = np.full(len(self.ids), IGNORED, np.int32)
-        learnt = np.repeat(self.is_learnt, self.stretches)
-        np.copyto(labels, self.ids, casting="unsafe", where=learnt)
-        labels[self.places] = self.other_labels
+        """The label of each token, or IGNORE_INDEX."""
+        labels = np.full(len(self.ids), IGNORE_INDEX, np.int32)
+        trained = np.repeat(self.is_trained, self.segment_lengths)
+        np.copyto(labels, self.ids, casting="unsafe", where=trained)
+        labels[self.override_positions] = self.label_overrides
         return labels
 
     def column(self, content: Literal["ids", "labels", "ones"]) -> Array:
-        """Return what one file takes of the sequences."""
+        """Return the values that one output file stores."""
         if content == "ones":
             return np.ones(len(self.ids), np.int32)
         return self.labels if content == "labels" else self.ids
 
-    def count_learnt(self) -> tuple[Array, Array]:
-        """Return how many tokens of each sequence are trained, and the last of them or IGNORED."""
+    def count_trained(self) -> tuple[Array, Array]:
+        """Return how many tokens of each sequence are trained, and the last label."""
         labels = self.labels
-        places = np.flatnonzero(labels != IGNORED)
-        upto = np.searchsorted(places, np.cumsum(self.lengths))
+        positions = np.flatnonzero(labels != IGNORE_INDEX)
+        upto = np.searchsorted(positions, np.cumsum(self.lengths))
         counts = np.diff(upto, prepend=0)
-        return counts, np.append(labels[places], IGNORED)[np.where(counts > 0, upto - 1, -1)]
+        trained = np.append(labels[positions], IGNORE_INDEX)
+        return counts, trained[np.where(counts > 0, upto - 1, -1)]
 
 
 class Batch:
-    """Many sequences: which parts make a piece, and which pieces a sequence."""
+    """Many sequences: which parts make up a segment, and which segments a sequence."""
 
     def __init__(
         self,
-        tracks: Sequence[Sequence[Piece | EncodedPiece]],
+        tracks: Sequence[Sequence[Segment | EncodedSegment]],
         parts: list[Array],
-        dtype: np.dtype[Any] = _NOTHING.dtype,
+        dtype: np.dtype[Any] = _EMPTY.dtype,
     ) -> None:
-        """Take the pieces of each sequence, and the ids of all their parts in order."""
-        pieces: list[Piece | EncodedPiece] = list(chain.from_iterable(tracks))
-        count = len(pieces)
+        """Take the segments of each sequence, and the ids of all their parts in order."""
+        segments: list[Segment | EncodedSegment] = list(chain.from_iterable(tracks))
+        count = len(segments)
         self._tracks, self._parts, self.dtype = tracks, parts, dtype
-        self._pieces = np.fromiter(map(len, tracks), np.int64, len(tracks))
-        self._counts = np.fromiter([len(piece.parts) for piece in pieces], np.int64, count)
-        self._stretches = _sums(np.fromiter(map(len, parts), np.int64, len(parts)), self._counts)
-        self._is_answer = np.fromiter([piece.is_answer for piece in pieces], np.bool_, count)
-        labels = [_NO_LABEL if p.first_label is None else p.first_label for p in pieces]
+        self._segment_counts = np.fromiter(map(len, tracks), np.int64, len(tracks))
+        self._part_counts = np.fromiter([len(s.parts) for s in segments], np.int64, count)
+        part_lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        self._segment_lengths = _sums(part_lengths, self._part_counts)
+        self._is_completion = np.fromiter([s.is_completion for s in segments], np.bool_, count)
+        labels = [_NO_LABEL if s.first_label is None else s.first_label for s in segments]
         self._first_labels = np.fromiter(labels, np.int32, count)
-        self.sizes = _sums(self._stretches, self._pieces)
+        self.sizes = _sums(self._segment_lengths, self._segment_counts)
         """The number of tokens of each sequence."""
 
     def __len__(self) -> int:
@@ -122,202 +124,210 @@ class Batch:
         parts = iter(self._parts)
         for track in self._tracks:
             yield [
-                EncodedPiece(
-                    list(islice(parts, len(piece.parts))), piece.is_answer, piece.first_label
+                EncodedSegment(
+                    list(islice(parts, len(segment.parts))),
+                    segment.is_completion,
+                    segment.first_label,
                 )
-                for piece in track
+                for segment in track
             ]
 
-    def __getitem__(self, place: int) -> Track:
-        return next(islice(self, place, None))
+    def __getitem__(self, index: int) -> Track:
+        return next(islice(self, index, None))
 
     @cached_property
     def whole(self) -> Sequences:
-        """All sequences, one behind the other."""
+        """All sequences, concatenated."""
         return self._join(np.ones(len(self), bool))
 
     def join(self, chosen: Array) -> Sequences:
-        """Put the chosen sequences (a bool for each) one behind the other."""
+        """Concatenate the chosen sequences (a bool for each)."""
         return self.whole if chosen.all() else self._join(chosen)
 
     def _join(self, chosen: Array) -> Sequences:
-        of_pieces = np.repeat(chosen, self._pieces)
-        parts = compress(self._parts, np.repeat(of_pieces, self._counts))
-        stretches, first_labels = self._stretches[of_pieces], self._first_labels[of_pieces]
-        has_label = (first_labels != _NO_LABEL) & (stretches > 0)
+        chosen_segments = np.repeat(chosen, self._segment_counts)
+        parts = compress(self._parts, np.repeat(chosen_segments, self._part_counts))
+        segment_lengths = self._segment_lengths[chosen_segments]
+        first_labels = self._first_labels[chosen_segments]
+        has_label = (first_labels != _NO_LABEL) & (segment_lengths > 0)
         return Sequences(
-            ids=np.concatenate([*parts, _NOTHING], dtype=self.dtype, casting="unsafe"),
+            ids=np.concatenate([*parts, _EMPTY], dtype=self.dtype, casting="unsafe"),
             lengths=self.sizes[chosen],
-            stretches=stretches.astype(np.int32),
-            is_learnt=self._is_answer[of_pieces],
-            places=(np.cumsum(stretches) - stretches)[has_label],
-            other_labels=first_labels[has_label],
+            segment_lengths=segment_lengths.astype(np.int32),
+            is_trained=self._is_completion[chosen_segments],
+            override_positions=(np.cumsum(segment_lengths) - segment_lengths)[has_label],
+            label_overrides=first_labels[has_label],
         )
 
     @staticmethod
-    def of(tracks: Sequence[Track], dtype: np.dtype[Any] = _NOTHING.dtype) -> Batch:
-        """Take tracks that are encoded already."""
-        parts = [part for track in tracks for piece in track for part in piece.parts]
+    def of(tracks: Sequence[Track], dtype: np.dtype[Any] = _EMPTY.dtype) -> Batch:
+        """Build a batch from encoded tracks."""
+        parts = [part for track in tracks for segment in track for part in segment.parts]
         return Batch(tracks, parts, dtype)
 
 
 def build(track: Track) -> Sequences:
-    """Join the pieces of one sequence and label them."""
+    """Concatenate and label the segments of one sequence."""
     return Batch.of([track]).whole
 
 
 def _sums(values: Array, counts: Array) -> Array:
-    """Add up neighbours: as many at a time as each of `counts` says."""
+    """Sum consecutive groups of values; `counts` are the sizes of the groups."""
     upto = np.concatenate(([0], np.cumsum(values)))
     ends = np.cumsum(counts)
     sums: Array = upto[ends] - upto[ends - counts]
     return sums
 
 
-class Assembler:
-    """Encodes the texts of many sequences together, since most texts of a template recur."""
+class SampleEncoder:
+    """Encodes the texts of many sequences at once, with a cache: most texts of a template recur."""
 
-    def __init__(self, encoder: TextEncoder, final: int | None = None) -> None:
+    def __init__(self, encoder: TextEncoder, final_id: int | None = None) -> None:
         self._encoder = encoder
         facts = encoder.facts
-        self._final = [] if final is None else [Piece([final], True)]
-        self._before, self._after = set(facts.strip_before), set(facts.strip_after)
+        self._final = [] if final_id is None else [Segment([final_id], True)]
+        self._strips_before = set(facts.strip_before)
+        self._strips_after = set(facts.strip_after)
         self._dtype = smallest_dtype(facts.size)
-        self._known: dict[Key, Array] = {}
+        self._cache: dict[Key, Array] = {}
 
-    def encode(self, tracks: Sequence[Sequence[Piece]]) -> Batch:
-        """Turn the text of every track into ids; the order stays."""
-        if self._before or self._after:
+    def encode(self, tracks: Sequence[Sequence[Segment]]) -> Batch:
+        """Encode every track; the order is kept."""
+        if self._strips_before or self._strips_after:
             tracks = [self._strip(track) for track in tracks]
         if self._final:
             tracks = [[*track, *self._final] for track in tracks]
-        return Batch(tracks, self._look_up(self._keys(tracks)), self._dtype)
+        return Batch(tracks, self._lookup(self._keys(tracks)), self._dtype)
 
-    def _keys(self, tracks: Sequence[Sequence[Piece]]) -> list[Key]:
-        """Return what to look up for each part."""
+    def _keys(self, tracks: Sequence[Sequence[Segment]]) -> list[Key]:
+        """Return the cache key of each part."""
         if not self._encoder.facts.has_prefix:
-            return [part for track in tracks for piece in track for part in piece.parts]
+            return [part for track in tracks for segment in track for part in segment.parts]
         keys: list[Key] = []
         for track in tracks:
             before: Part | None = None
-            for part in chain.from_iterable(piece.parts for piece in track):
-                goes_on = isinstance(part, str) and self._goes_on(before)
-                keys.append((part,) if goes_on else part)  # type: ignore[arg-type]
+            for part in chain.from_iterable(segment.parts for segment in track):
+                is_continued = isinstance(part, str) and self._is_continued(before)
+                keys.append((part,) if is_continued else part)  # type: ignore[arg-type]
                 before = part
         return keys
 
-    def _goes_on(self, before: Part | None) -> bool:
-        """Tell whether a text is the middle of a text for a tokenizer that marks beginnings."""
+    def _is_continued(self, before: Part | None) -> bool:
+        """Return whether a text continues another for a tokenizer that marks beginnings."""
         if before is None:
             return False
         return isinstance(before, str) or not self._encoder.facts.prefixes_sections
 
-    def _look_up(self, keys: list[Key]) -> list[Array]:
-        known = self._known
-        fresh = set(keys).difference(known)
-        known.update((key, np.array([key], np.uint32)) for key in fresh if isinstance(key, int))
-        texts = [key for key in fresh if isinstance(key, str)]
-        known.update(zip(texts, self._encoder.encode(texts)))
-        later = [key for key in fresh if isinstance(key, tuple)]
-        known.update(zip(later, self._encoder.encode([key[0] for key in later], continued=True)))
-        found = list(map(known.__getitem__, keys))
-        is_full = len(known) > REMEMBERED
-        forgotten: list[Key] = [text for text in texts if is_full or len(text) > SHORT]
-        forgotten += [key for key in later if is_full or len(key[0]) > SHORT]
-        for key in forgotten:
-            del known[key]
+    def _lookup(self, keys: list[Key]) -> list[Array]:
+        cache = self._cache
+        missing = set(keys).difference(cache)
+        cache.update((key, np.array([key], np.uint32)) for key in missing if isinstance(key, int))
+        texts = [key for key in missing if isinstance(key, str)]
+        cache.update(zip(texts, self._encoder.encode(texts)))
+        continued = [key for key in missing if isinstance(key, tuple)]
+        encoded = self._encoder.encode([key[0] for key in continued], continued=True)
+        cache.update(zip(continued, encoded))
+        found = list(map(cache.__getitem__, keys))
+        is_full = len(cache) > CACHED_TEXTS
+        evicted: list[Key] = [text for text in texts if is_full or len(text) > MAX_CACHED_CHARS]
+        evicted += [key for key in continued if is_full or len(key[0]) > MAX_CACHED_CHARS]
+        for key in evicted:
+            del cache[key]
         return found
 
-    def _strip(self, track: Sequence[Piece]) -> list[Piece]:
-        """Take away the space that some special tokens swallow."""
-        flat = [part for piece in track for part in piece.parts]
+    def _strip(self, track: Sequence[Segment]) -> list[Segment]:
+        """Remove the white space that some special tokens strip."""
+        flat = [part for segment in track for part in segment.parts]
         stripped: list[Part] = []
-        for place, part in enumerate(flat):
+        for index, part in enumerate(flat):
             if isinstance(part, str):
-                if place and flat[place - 1] in self._after:
+                if index and flat[index - 1] in self._strips_after:
                     part = part.lstrip()
-                if place + 1 < len(flat) and flat[place + 1] in self._before:
+                if index + 1 < len(flat) and flat[index + 1] in self._strips_before:
                     part = part.rstrip()
             stripped.append(part)
         rest = iter(stripped)
-        pieces = []
-        for piece in track:
-            parts = [next(rest) for _ in piece.parts]
-            pieces.append(piece._replace(parts=[part for part in parts if part != ""]))
-        return pieces
+        segments = []
+        for segment in track:
+            parts = [next(rest) for _ in segment.parts]
+            segments.append(segment._replace(parts=[part for part in parts if part != ""]))
+        return segments
 
 
-def shorten(track: Track, limit: int) -> Track:
-    """Cut a sequence to `limit` tokens: turn by turn, the shorter of question and answer first.
+def truncate(track: Track, limit: int) -> Track:
+    """Truncate a sequence to `limit` tokens: turn by turn, the longer of prompt and completion.
 
-    Of a question the end of its longest text goes, so that what the template puts around it stays.
+    A prompt loses the end of its longest text, so that what the template puts around it stays.
     """
     kept: Track = []
     used = 0
-    for prompt, answer in _turns(track):
-        room = limit - used
-        asked, answered = sum(p.size for p in prompt), sum(p.size for p in answer)
-        if room < min(asked, 1) + min(answered, 1):
+    for prompt, completion in _split_turns(track):
+        budget = limit - used
+        prompt_size, completion_size = (sum(s.size for s in side) for side in (prompt, completion))
+        if budget < min(prompt_size, 1) + min(completion_size, 1):
             break
-        if asked + answered > room:
-            asked_room, answer_room = _share(asked, answered, room)
-            kept += [*_cut_longest(prompt, asked - asked_room), *_cut_end(answer, answer_room)]
+        if prompt_size + completion_size > budget:
+            for_prompt, for_completion = _split_budget(prompt_size, completion_size, budget)
+            kept += _truncate_longest_part(prompt, prompt_size - for_prompt)
+            kept += _truncate_end(completion, for_completion)
             break
-        kept += [*prompt, *answer]
-        used += asked + answered
+        kept += [*prompt, *completion]
+        used += prompt_size + completion_size
     return kept
 
 
-def _turns(track: Track) -> Iterator[tuple[Track, Track]]:
+def _split_turns(track: Track) -> Iterator[tuple[Track, Track]]:
     prompt: Track = []
-    answer: Track = []
-    for piece in track:
-        if answer and not piece.is_answer:
-            yield prompt, answer
-            prompt, answer = [], []
-        (answer if piece.is_answer else prompt).append(piece)
-    yield prompt, answer
+    completion: Track = []
+    for segment in track:
+        if completion and not segment.is_completion:
+            yield prompt, completion
+            prompt, completion = [], []
+        (completion if segment.is_completion else prompt).append(segment)
+    yield prompt, completion
 
 
-def _share(asked: int, answered: int, room: int) -> tuple[int, int]:
-    """Share the room of a turn: a short side stays whole, else both shrink alike."""
-    if not answered or not asked:
-        return (room, 0) if not answered else (0, room)
-    if 2 * answered < room:
-        return room - answered, answered
-    if 2 * asked < room:
-        return asked, room - asked
-    answer_room = max(1, room * answered // (asked + answered))
-    return room - answer_room, answer_room
+def _split_budget(prompt_size: int, completion_size: int, budget: int) -> tuple[int, int]:
+    """Split the tokens of a turn: a short side stays whole, else both shrink alike."""
+    if not completion_size or not prompt_size:
+        return (budget, 0) if not completion_size else (0, budget)
+    if 2 * completion_size < budget:
+        return budget - completion_size, completion_size
+    if 2 * prompt_size < budget:
+        return prompt_size, budget - prompt_size
+    for_completion = max(1, budget * completion_size // (prompt_size + completion_size))
+    return budget - for_completion, for_completion
 
 
-def _cut_longest(prompt: Track, surplus: int) -> Track:
-    pieces = [piece._replace(parts=list(piece.parts)) for piece in prompt]
+def _truncate_longest_part(prompt: Track, surplus: int) -> Track:
+    segments = [segment._replace(parts=list(segment.parts)) for segment in prompt]
     while surplus > 0:
-        places = [(len(part), i, j) for i, p in enumerate(pieces) for j, part in enumerate(p.parts)]
-        size, i, j = max(places)
+        sizes = [
+            (len(part), i, j) for i, s in enumerate(segments) for j, part in enumerate(s.parts)
+        ]
+        size, i, j = max(sizes)
         taken = min(surplus, size)
-        pieces[i].parts[j] = pieces[i].parts[j][: size - taken]
+        segments[i].parts[j] = segments[i].parts[j][: size - taken]
         surplus -= taken
-    return pieces
+    return segments
 
 
-def _cut_end(answer: Track, room: int) -> Track:
-    pieces: Track = []
-    for piece in answer:
+def _truncate_end(completion: Track, budget: int) -> Track:
+    segments: Track = []
+    for segment in completion:
         parts = []
-        for part in piece.parts:
-            parts.append(part[:room])
-            room -= len(parts[-1])
-        pieces.append(piece._replace(parts=parts))
-    return pieces
+        for part in segment.parts:
+            parts.append(part[:budget])
+            budget -= len(parts[-1])
+        segments.append(segment._replace(parts=parts))
+    return segments
 
 
 class PromptEncoder:
-    """Encodes a conversation that waits for an answer.
+    """Encodes a conversation up to its next completion, as in training.
 
     `prompt_type` is what preprocessing was given: a template's name or `tokenizer`. Special tokens
-    in what people type are text, except with `empty`, where they are the template.
+    in the messages are text, except with `empty`, where they are the template.
     """
 
     def __init__(
@@ -333,12 +343,12 @@ class PromptEncoder:
         template = None if is_own else load_template(prompt_type, prompt_type_path)
         self._chat = make_chat_format(facts, template, parse_special=parse, thinking=thinking)
         # One prompt at a time needs no accelerator, and it takes a moment to load.
-        self._assembler = Assembler(TextEncoder(facts, parse_special=parse, accelerate=False))
+        self._encoder = SampleEncoder(TextEncoder(facts, parse_special=parse, accelerate=False))
         self.stop_ids = self._chat.stop_ids
 
     def encode(self, messages: Sequence[Message], system: str = "") -> list[int]:
-        """Return the ids of everything up to where the model is to answer."""
+        """Return the token ids of the prompt for the next completion."""
         conversation = Conversation(tuple(messages), system).check(answered=False)
-        sample = build(self._assembler.encode([self._chat.render(conversation)])[0])
+        sample = build(self._encoder.encode([self._chat.render(conversation)])[0])
         ids: list[int] = sample.ids.tolist()
         return ids

@@ -1,7 +1,7 @@
-"""Which sample comes when: computed from the position, never stored, so it cannot be stale.
+"""Shuffling and mixing: the sample at a position is computed, never stored, so it cannot be stale.
 
-Neither the order nor the mixture depends on a library's random numbers: a run can be taken up years
-later and see the same samples.
+Neither depends on a library's random numbers: a run can be resumed years later and see the same
+samples.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ ROUNDS = 4
 
 
 class SampleOrder:
-    """The samples 0 .. size-1, in another order in every epoch.
+    """The samples 0 .. size-1, shuffled differently in every epoch.
 
-    With `multiple` an epoch is filled up to a multiple of that many with samples 0, 1, ...
+    With `multiple` an epoch is padded to a multiple of that many with samples 0, 1, ...
     """
 
     def __init__(
@@ -27,38 +27,38 @@ class SampleOrder:
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)
 
     def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self.epoch_size)
-        if place >= self._size:
-            return (place - self._size) % self._size
-        return self._permute(epoch, place) if self._shuffle else place
+        epoch, index = divmod(position, self.epoch_size)
+        if index >= self._size:
+            return (index - self._size) % self._size
+        return self._permute(epoch, index) if self._shuffle else index
 
-    def _permute(self, epoch: int, place: int) -> int:
-        """Return where a place goes: a Feistel network, which is a permutation whatever it hashes.
+    def _permute(self, epoch: int, index: int) -> int:
+        """Permute an index with a Feistel network, which is a permutation for any hash.
 
-        It permutes the next power of four; a value outside is sent on until it is inside.
+        It permutes the next power of four; a value outside is permuted again until it is inside.
         """
         mask = (1 << self._half) - 1
         while True:
-            left, right = place >> self._half, place & mask
+            left, right = index >> self._half, index & mask
             for step in range(ROUNDS):
                 key = _mix(self._seed ^ _mix(epoch * ROUNDS + step))
                 left, right = right, left ^ (_mix(key ^ right) & mask)
-            place = left << self._half | right
-            if place < self._size:
-                return place
+            index = left << self._half | right
+            if index < self._size:
+                return index
 
 
 class Mixture:
-    """Shares out positions among several data sets, always as close to the weights as can be."""
+    """Assigns positions to several data sets, always as close to the weights as possible."""
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
         self._weights = list(weights)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the data set at a position, and how often it came before.
+        """Return the data set at a position, and the number of its earlier positions.
 
         The first data set gets the positions at which its exact share passes a whole number; the
-        others share what is left in the same way.
+        others split the rest in the same way.
         """
         for part in range(len(self._weights) - 1):
             share = self._weights[part] / sum(self._weights[part:], Fraction())

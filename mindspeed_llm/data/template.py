@@ -1,4 +1,4 @@
-"""Chat templates: entries of a JSON file, checked, compiled for one tokenizer and rendered."""
+"""Chat templates: entries of a JSON file, validated, compiled for one tokenizer and rendered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mindspeed.config import ConfigError, did_you_mean, parse_json
-from mindspeed_llm.data.chat import Part, Piece, Thinking
+from mindspeed_llm.data.chat import Part, Segment, Thinking
 from mindspeed_llm.data.conversation import Conversation, Message, read_calls, tool_lines
 from mindspeed_llm.data.tokenizer import TokenizerFacts, special_matcher, split_special
 
@@ -22,7 +22,7 @@ FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
 
 
 class Slots(BaseModel):
-    """A stretch of a template: texts with {{fields}}, {"token": t}, ["bos_token"/"eos_token"]."""
+    """A section of a template: texts with {{fields}}, {"token": t}, ["bos_token"/"eos_token"]."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,42 +63,42 @@ class TemplateEntry(BaseModel):
 
 
 class Field(NamedTuple):
-    """The place of a value in a compiled stretch."""
+    """A placeholder for a value in compiled slots."""
 
     name: str
 
 
-Stretch = tuple[Part | Field, ...]
+CompiledSlots = tuple[Part | Field, ...]
 
 
 def load_template(name: str, path: str | None = None) -> TemplateEntry:
     """Read one template, by name, from the file of templates."""
-    place = Path(path) if path else (DEFAULT_PATH if DEFAULT_PATH.is_file() else SHIPPED_PATH)
-    entries = _read(place)
+    file = Path(path) if path else (DEFAULT_PATH if DEFAULT_PATH.is_file() else SHIPPED_PATH)
+    entries = _read_entries(file)
     if name not in entries:
         hint = did_you_mean(name, [*entries, "tokenizer"])
-        raise ConfigError(f"--prompt-type {name}: {place} has no such template; {hint}")
+        raise ConfigError(f"--prompt-type {name}: {file} has no such template; {hint}")
     try:
         return TemplateEntry.model_validate(entries[name])
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{place}: template {name}, {where}: {first['msg']}") from None
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{file}: template {name}, {field}: {first['msg']}") from None
 
 
-def _read(place: Path) -> dict[str, Any]:
+def _read_entries(file: Path) -> dict[str, Any]:
     try:
-        content = parse_json(place.read_bytes())
+        content = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{place}: the templates cannot be read: {error}") from None
+        raise ConfigError(f"{file}: the templates cannot be read: {error}") from None
     if not isinstance(content, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in content
     ):
-        raise ConfigError(f"{place}: it must be a list of objects, each with a name")
+        raise ConfigError(f"{file}: it must be a list of objects, each with a name")
     names = [entry["name"] for entry in content]
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise ConfigError(f"{place}: the template {doubles[0]} is there twice")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigError(f"{file}: the template {duplicates[0]} is defined twice")
     return dict(zip(names, content))
 
 
@@ -111,24 +111,24 @@ class Template:
         self._special = special_matcher(facts)
         self.eos_id = self._find_eos()
         self.user = self._compile(entry.format_user)
-        self.assistant = self._compile(entry.format_assistant or self._default_answer())
+        self.assistant = self._compile(entry.format_assistant or self._default_completion())
         self.system = self._compile(entry.format_system)
         self.function = self._compile(entry.format_function)
         self.observation = self._compile(entry.format_observation or entry.format_user)
-        self.between_observations = self._compile(entry.format_observation_separator)
+        self.observation_separator = self._compile(entry.format_observation_separator)
         self.tools = self._compile(entry.format_tools)
         self.separator = self._compile(entry.format_separator)
         self.prefix = self._compile(entry.format_prefix)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer when the model talks."""
+        """Tokens that end a completion in generation."""
         known = [self._facts.id_of(word) for word in self.entry.stop_words]
         return tuple(dict.fromkeys(one for one in (self.eos_id, *known) if one is not None))
 
     @property
-    def teaches_eos(self) -> bool:
-        """Whether an answer always ends with a token the model can stop at."""
+    def trains_eos(self) -> bool:
+        """Whether a completion always ends with a stop token."""
         ends = self.assistant[-1] if self.assistant else None
         return self.eos_id is not None and (self.entry.efficient_eos or ends in self.stop_ids)
 
@@ -139,7 +139,7 @@ class Template:
             raise ConfigError(f"template {self.entry.name}: replace_eos needs stop_words")
         return self._token(self.entry.stop_words[0])
 
-    def _default_answer(self) -> Slots:
+    def _default_completion(self) -> Slots:
         ending: list[Any] = [] if self.entry.efficient_eos else [["eos_token"]]
         return Slots(slots=["{{content}}", *ending])
 
@@ -152,7 +152,7 @@ class Template:
             )
         return found
 
-    def _compile(self, slots: Slots) -> Stretch:
+    def _compile(self, slots: Slots) -> CompiledSlots:
         parts: list[Part | Field] = []
         for slot in slots.slots:
             if isinstance(slot, dict):
@@ -165,25 +165,26 @@ class Template:
         return tuple(parts)
 
     def _compile_text(self, text: str) -> list[Part | Field]:
-        """Cut a text at its fields and at the special tokens it spells out."""
+        """Split a text at its fields and at the special tokens it spells out."""
         parts: list[Part | Field] = []
-        for place, piece in enumerate(FIELD.split(text)):
-            parts.extend([Field(piece)] if place % 2 else self.split(piece))
+        for index, text_or_field in enumerate(FIELD.split(text)):
+            is_field = index % 2
+            parts.extend([Field(text_or_field)] if is_field else self.split(text_or_field))
         return parts
 
     def split(self, text: str) -> list[Part]:
-        """Cut a text at the special tokens it spells out, and give their ids."""
+        """Split a text at the special tokens it spells out, which become ids."""
         return split_special(text, self._special, self._facts)
 
 
-class Form:
-    """A stretch made ready to be filled many times; its texts that touch are one part."""
+class SlotFormatter:
+    """Compiled slots ready to be filled many times; adjacent texts are one part."""
 
-    def __init__(self, stretch: Iterable[Part | Field]) -> None:
+    def __init__(self, slots: Iterable[Part | Field]) -> None:
         self._parts: list[Part] = []
-        self._gaps: dict[int, list[tuple[str, str]]] = {}
-        """The parts with fields: the name of each, and the text behind it."""
-        for part in stretch:
+        self._fields: dict[int, list[tuple[str, str]]] = {}
+        """By index of the part: the name of each of its fields, and the text after it."""
+        for part in slots:
             if isinstance(part, int):
                 self._parts.append(part)
             elif part != "":
@@ -192,80 +193,80 @@ class Form:
     def _add(self, part: str | Field) -> None:
         if not self._parts or isinstance(self._parts[-1], int):
             self._parts.append("")
-        place = len(self._parts) - 1
+        last = len(self._parts) - 1
         if isinstance(part, Field):
-            self._gaps.setdefault(place, []).append((part.name, ""))
-        elif place in self._gaps:
-            name, text = self._gaps[place][-1]
-            self._gaps[place][-1] = (name, text + part)
+            self._fields.setdefault(last, []).append((part.name, ""))
+        elif last in self._fields:
+            name, text = self._fields[last][-1]
+            self._fields[last][-1] = (name, text + part)
         else:
-            self._parts[place] += part  # type: ignore[operator]
+            self._parts[last] += part  # type: ignore[operator]
 
-    def fill(self, values: Mapping[str, str]) -> list[Part]:
-        """Put values in the places of the fields; texts that are empty are left out."""
+    def apply(self, values: Mapping[str, str]) -> list[Part]:
+        """Replace the fields by values; empty texts are omitted."""
         parts, has_empty = self._parts.copy(), False
-        for place, fields in self._gaps.items():
-            text = parts[place]
-            for name, behind in fields:
-                text = f"{text}{values.get(name, '')}{behind}"
-            parts[place] = text
+        for index, fields in self._fields.items():
+            text = parts[index]
+            for name, after in fields:
+                text = f"{text}{values.get(name, '')}{after}"
+            parts[index] = text
             has_empty = has_empty or not text
         return [part for part in parts if part != ""] if has_empty else parts
 
 
-def put_before_content(stretch: Stretch, front: Sequence[Part]) -> Stretch:
-    """Give a stretch more parts in front of its content."""
+def insert_before_content(slots: CompiledSlots, added: Sequence[Part]) -> CompiledSlots:
+    """Insert parts before the content of compiled slots."""
     content = Field("content")
-    return tuple(p for part in stretch for p in ((*front, part) if part == content else (part,)))
+    return tuple(p for part in slots for p in ((*added, part) if part == content else (part,)))
 
 
-FORMS = 100
-"""How many forms of prompts are remembered: those of as many system prompts."""
+CACHED_PROMPTS = 100
+"""Compiled prompts kept: those of as many system prompts."""
 
 
 class TemplateFormat:
-    """Writes conversations by a template."""
+    """Renders conversations by a template."""
 
     def __init__(self, template: Template, thinking: Thinking = "none") -> None:
         self._template = template
         self._entry = template.entry
         self._reasons = template.entry.template_class == "ReasoningTemplate"
         self._thinking = thinking
-        # Few prompts differ in more than the question: what is the same is put together once.
-        self._prompt = lru_cache(FORMS)(self._make_prompt)
-        self._answer = Form(template.assistant)
+        # Few prompts differ in more than the question: the rest is compiled once.
+        self._cached_prompt = lru_cache(CACHED_PROMPTS)(self._make_prompt)
+        self._completion = SlotFormatter(template.assistant)
         self.title = f"the template {template.entry.name}"
         self.eos_id = template.eos_id
         self.stop_ids = template.stop_ids
-        self.teaches_eos = template.teaches_eos
+        self.trains_eos = template.trains_eos
         if thinking == "true" and not self._reasons:
             raise ConfigError(
                 f"--enable-thinking true: the template {self._entry.name} has no thoughts; "
                 "use one of class ReasoningTemplate, such as qwen3"
             )
 
-    def render(self, conversation: Conversation) -> list[Piece]:
-        """Write prompts and answers in turn; a last prompt without answer is written too."""
-        pieces: list[Piece] = []
+    def render(self, conversation: Conversation) -> list[Segment]:
+        """Return prompts and completions in turn; the last prompt may have no completion."""
+        segments: list[Segment] = []
         messages, system, tools = conversation
         late_eos = self._entry.efficient_eos and self.eos_id is not None
-        for turn, (asked, answer) in enumerate(zip_longest(messages[::2], messages[1::2])):
-            goes_on = messages[2 * turn + 2 : 2 * turn + 3]
-            is_step = bool(goes_on) and goes_on[0].role == "observation"
-            thoughts, text = self._think(answer, is_step)
+        for turn, (prompt, completion) in enumerate(zip_longest(messages[::2], messages[1::2])):
+            following = messages[2 * turn + 2 : 2 * turn + 3]
+            is_step = bool(following) and following[0].role == "observation"
+            thoughts, text = self._split_thoughts(completion, is_step)
             opening = None if turn else (system, tools)
-            if asked.before:
-                form = self._make_prompt(opening, True, thoughts, asked.before)
+            if prompt.before:
+                form = self._make_prompt(opening, True, thoughts, prompt.before)
             else:
-                form = self._prompt(opening, asked.role == "observation", thoughts)
-            values = {"content": asked.content, "idx": str(turn)}
+                form = self._cached_prompt(opening, prompt.role == "observation", thoughts)
+            values = {"content": prompt.content, "idx": str(turn)}
             first_label = self.eos_id if late_eos and turn else None
-            pieces.append(Piece(form.fill(values), False, first_label))
-            if answer is not None:
-                pieces.append(Piece(self._write_answer(answer, text), True))
-        if late_eos and pieces[-1].is_answer:
-            pieces.append(Piece([self.eos_id], True))  # type: ignore[list-item]
-        return pieces
+            segments.append(Segment(form.apply(values), False, first_label))
+            if completion is not None:
+                segments.append(Segment(self._render_completion(completion, text), True))
+        if late_eos and segments[-1].is_completion:
+            segments.append(Segment([self.eos_id], True))  # type: ignore[list-item]
+        return segments
 
     def _make_prompt(
         self,
@@ -273,19 +274,19 @@ class TemplateFormat:
         is_tool: bool,
         thoughts: str,
         before: tuple[Message, ...] = (),
-    ) -> Form:
-        """Prepare a prompt; the first of a conversation opens with its system text and tools."""
+    ) -> SlotFormatter:
+        """Compile a prompt; the first of a conversation opens with its system prompt and tools."""
         template = self._template
-        stretch = template.observation if is_tool else template.user
-        between = Form(template.between_observations).fill({}) if before else []
+        slots = template.observation if is_tool else template.user
+        separator = SlotFormatter(template.observation_separator).apply({}) if before else []
         for message in reversed(before):
-            stretch = put_before_content(stretch, [message.content, *between])
+            slots = insert_before_content(slots, [message.content, *separator])
         if opening is None:
-            return Form([*Form(template.separator).fill({}), *stretch, thoughts])
+            return SlotFormatter([*SlotFormatter(template.separator).apply({}), *slots, thoughts])
         system = self._system(*opening)
         if self._entry.template_class == "Llama2Template":
-            stretch, system = put_before_content(stretch, system), []
-        return Form([*Form(template.prefix).fill({}), *system, *stretch, thoughts])
+            slots, system = insert_before_content(slots, system), []
+        return SlotFormatter([*SlotFormatter(template.prefix).apply({}), *system, *slots, thoughts])
 
     def _system(self, given: str, given_tools: str) -> list[Part]:
         default = self._entry.default_system
@@ -294,17 +295,17 @@ class TemplateFormat:
         if not (text or tools or self._entry.force_system):
             return []
         template = self._template
-        described = Form(template.tools).fill({"content": tools}) if tools else []
+        described = SlotFormatter(template.tools).apply({"content": tools}) if tools else []
         if not text and described and isinstance(described[0], str):
             described[0] = described[0].lstrip("\n")  # it separates tools from the system text
-        return Form(put_before_content(template.system, [text, *described])).fill({})
+        return SlotFormatter(insert_before_content(template.system, [text, *described])).apply({})
 
-    def _think(self, answer: Message | None, is_step: bool = False) -> tuple[str, str]:
-        """Return what of the thoughts goes to the prompt, and the text of the answer.
+    def _split_thoughts(self, completion: Message | None, is_step: bool = False) -> tuple[str, str]:
+        """Return the thoughts that belong to the prompt, and the text of the completion.
 
-        A step is an answer that calls tools and goes on with their results.
+        A step is a completion that calls tools and is followed by their results.
         """
-        text = answer.content if answer else ""
+        text = completion.content if completion else ""
         if not self._reasons:
             return "", text
         opening, closing = self._entry.thought_words
@@ -315,23 +316,23 @@ class TemplateFormat:
             has_thoughts = False
         if has_thoughts and not text[:start].strip():
             thoughts = text[start + len(opening.strip()) : end].strip("\n")
-            behind = text[end + len(closing.strip()) :].lstrip("\n")
-            return "", f"{opening}{thoughts}{closing}{behind}"
-        if has_thoughts or (answer is None and self._thinking != "false"):
+            after = text[end + len(closing.strip()) :].lstrip("\n")
+            return "", f"{opening}{thoughts}{closing}{after}"
+        if has_thoughts or (completion is None and self._thinking != "false"):
             return "", text
         if is_step and self._thinking == "none":
             return "", text  # as the models' own templates do
         empty = opening + closing
         return ("", empty + text) if self._thinking == "true" else (empty, text)
 
-    def _write_answer(self, answer: Message, text: str) -> list[Part]:
-        if not answer.calls:
-            return self._answer.fill({"content": text})
-        said: list[Part] = [text]
+    def _render_completion(self, completion: Message, text: str) -> list[Part]:
+        if not completion.calls:
+            return self._completion.apply({"content": text})
+        content: list[Part] = [text]
         has_text = bool(text) and not (
             self._reasons and text.endswith(self._entry.thought_words[1])
         )
-        for number, call in enumerate(read_calls(answer.calls)):
-            said += ["\n"] if number or has_text else []
-            said += Form(self._template.function).fill(call._asdict())
-        return Form(put_before_content(self._template.assistant, said)).fill({})
+        for number, call in enumerate(read_calls(completion.calls)):
+            content += ["\n"] if number or has_text else []
+            content += SlotFormatter(self._template.function).apply(call._asdict())
+        return SlotFormatter(insert_before_content(self._template.assistant, content)).apply({})

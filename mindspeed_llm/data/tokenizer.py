@@ -1,7 +1,7 @@
-"""What encoding needs to know of a tokenizer, taken once from transformers and then plain data.
+"""Tokenizers as plain data: what encoding needs, read once through transformers.
 
 transformers loads torch, which costs seconds and hundreds of megabytes in every worker, so a
-process of its own reads the tokenizer, and what it found is remembered until the files change.
+subprocess reads the tokenizer, and the result is cached until the tokenizer's files change.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mindspeed.config import ConfigError, one_of, parse_json
 logger = logging.getLogger(__name__)
 
 VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
-"""Files one of which every tokenizer has; without it transformers asks for other packages."""
+"""Every tokenizer has one of these files; without it transformers asks for other packages."""
 FORMAT = 3
-"""Counted up when `TokenizerFacts` changes, so that nothing remembered is misread."""
+"""Incremented when `TokenizerFacts` changes, so that no stale cache entry is read."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class TokenizerFacts:
     added: dict[str, int] = field(default_factory=dict)
     """Every added token, special or not, and its id."""
     strip_before: tuple[int, ...] = ()
-    """Tokens that swallow the space in front of them."""
+    """Tokens that strip the white space before them."""
     strip_after: tuple[int, ...] = ()
-    """Tokens that swallow the space behind them."""
+    """Tokens that strip the white space after them."""
     chat_template: str | None = field(default=None, repr=False)
     tool_template: str | None = field(default=None, repr=False)
-    """The chat template for conversations with tools, where it is one of its own."""
+    """The chat template for conversations with tools, if it is a separate one."""
     has_prefix: bool = False
-    """Whether a space is put in front of a text."""
+    """Whether a space is prepended to a text."""
     prefixes_sections: bool = False
-    """Whether a text behind a special token gets that space too, not only the first text."""
+    """Whether a text after a special token gets that space too, not only the first text."""
 
     def id_of(self, token: str | None) -> int | None:
-        """Return the id of a special or added token, None for text that is none."""
+        """Return the id of a special or added token, None for other text."""
         return self.added.get(token) if token is not None else None
 
     @property
@@ -73,7 +73,7 @@ class TokenizerFacts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A name for exactly this tokenizer."""
+        """A digest of everything about this tokenizer but its path."""
         others = asdict(self) | {"source": "", "backend": ""}
         content = json.dumps(others, sort_keys=True) + self.backend
         return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -88,15 +88,15 @@ def special_matcher(facts: TokenizerFacts) -> re.Pattern[str] | None:
 def split_special(
     text: str, special: re.Pattern[str] | None, facts: TokenizerFacts
 ) -> list[str | int]:
-    """Cut a text at special tokens, and give their ids."""
+    """Split a text at special tokens, which become ids."""
     if special is None:
         return [text] if text else []
-    pieces = special.split(text)
-    return [facts.special[p] if i % 2 else p for i, p in enumerate(pieces) if p]
+    parts = special.split(text)
+    return [facts.special[p] if i % 2 else p for i, p in enumerate(parts) if p]
 
 
 def facts_of(tokenizer: Any, source: str = "") -> TokenizerFacts:
-    """Take the facts out of a transformers tokenizer."""
+    """Describe a transformers tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _prefix_facts(content: dict[str, Any]) -> dict[str, bool]:
 
 
 def remove_prefix(content: dict[str, Any]) -> bool:
-    """Take away whatever puts a space in front of a text; tell whether anything did."""
+    """Remove the steps that prepend a space to a text; return whether there was one."""
     changed = False
     for step in _steps(content, "pre_tokenizer"):
         if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
@@ -157,26 +157,26 @@ def load_facts(
 ) -> TokenizerFacts:
     """Describe the tokenizer in a folder of Hugging Face files (or in a .gguf file)."""
     path = _check_path(path)
-    remembered = _cache_folder(cache_dir) / f"{_files_key(path, trust_remote_code)}.json"
-    found = _recall(remembered)
+    cache_file = _cache_dir(cache_dir) / f"{_files_key(path, trust_remote_code)}.json"
+    found = _read_cache(cache_file)
     if found is None:
-        found = _describe_elsewhere(path, trust_remote_code)
-        _remember(remembered, found)
+        found = _describe_in_subprocess(path, trust_remote_code)
+        _write_cache(cache_file, found)
     lists = {name: tuple(found[name]) for name in ("strip_before", "strip_after")}
     return TokenizerFacts(**{**found, **lists, "source": path})
 
 
-def _remember(place: Path, found: dict[str, Any]) -> None:
+def _write_cache(cache_file: Path, found: dict[str, Any]) -> None:
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, json.dumps(found).encode())
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(cache_file, json.dumps(found).encode())
     except OSError as error:
-        logger.warning("the tokenizer is read again each time: %s: %s", place, error.strerror)
+        logger.warning("cannot cache the tokenizer: %s: %s", cache_file, error.strerror)
 
 
-def _recall(remembered: Path) -> dict[str, Any] | None:
+def _read_cache(cache_file: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = parse_json(remembered.read_bytes())
+        found: dict[str, Any] = parse_json(cache_file.read_bytes())
         TokenizerFacts(**found)
         return found
     except (OSError, ValueError, TypeError):
@@ -188,21 +188,21 @@ def _check_path(path: str | None) -> str:
         raise ConfigError(
             "--tokenizer-name-or-path is missing: give the folder of a Hugging Face model"
         )
-    place = Path(path)
+    folder = Path(path)
     try:
-        place.stat()
+        folder.stat()
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:  # a name that is too long, or no name
+    except (OSError, ValueError) as error:  # too long for a name, or not one
         raise ConfigError(f"--tokenizer-name-or-path {path[:200]}: {error.args[-1]}") from None
-    if place.is_file() and place.suffix == ".gguf":
+    if folder.is_file() and folder.suffix == ".gguf":
         return path
-    if not place.is_dir():
-        what = "is a file" if place.exists() else "does not exist"
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(
             f"--tokenizer-name-or-path {path} {what}: give a folder with a tokenizer.json"
         )
-    if not any(any(place.glob(name)) for name in VOCABULARIES):
+    if not any(any(folder.glob(name)) for name in VOCABULARIES):
         raise ConfigError(
             f"--tokenizer-name-or-path {path} holds no tokenizer (no {one_of(VOCABULARIES)}): give "
             "a folder with a tokenizer.json"
@@ -210,24 +210,24 @@ def _check_path(path: str | None) -> str:
     return path
 
 
-def _cache_folder(cache_dir: str | None) -> Path:
+def _cache_dir(cache_dir: str | None) -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache_dir or f"{base}/mindspeed").expanduser() / "tokenizers"
 
 
 def _files_key(path: str, trust_remote_code: bool) -> str:
-    """Name the state of the tokenizer's files and of the code that reads them."""
-    place = Path(path)
-    files = [place] if place.is_file() else sorted(place.iterdir())
+    """Return a digest of the state of the tokenizer's files and of the code that reads them."""
+    given = Path(path)
+    files = [given] if given.is_file() else sorted(given.iterdir())
     small = [f for f in files if f.is_file() and f.suffix not in (".safetensors", ".bin", ".pt")]
-    states = [(file.name, (now := file.stat()).st_size, now.st_mtime_ns) for file in small]
+    states = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in small]
     version = importlib.metadata.version("transformers")
-    key = json.dumps([FORMAT, version, trust_remote_code, str(place.resolve()), states])
+    key = json.dumps([FORMAT, version, trust_remote_code, str(given.resolve()), states])
     return hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
-def _describe_elsewhere(path: str, trust_remote_code: bool) -> dict[str, Any]:
-    logger.info("reading the tokenizer in %s (once; remembered until its files change)", path)
+def _describe_in_subprocess(path: str, trust_remote_code: bool) -> dict[str, Any]:
+    logger.info("reading the tokenizer in %s (cached until its files change)", path)
     command = [sys.executable, "-m", __spec__.name, path, "1" if trust_remote_code else ""]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

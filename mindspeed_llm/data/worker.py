@@ -1,4 +1,4 @@
-"""Workers: encode blocks of records, in this process or in a pool, results in order."""
+"""Workers, which encode blocks of records, and the pool that keeps their results in order."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from typing import Any
 import numpy as np
 
 from mindspeed.launch.process import exit_with_parent
-from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.chat import Segment
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN
 from mindspeed_llm.data.handlers.base import as_text, check_media
 from mindspeed_llm.data.indexed import Array, smallest_dtype
 from mindspeed_llm.data.plan import Plan, make_chat, make_encoder, make_handler
 from mindspeed_llm.data.readers import Block, Problem, read
-from mindspeed_llm.data.samples import Assembler, Batch, Sequences, shorten
+from mindspeed_llm.data.samples import Batch, SampleEncoder, Sequences, truncate
 from mindspeed_llm.data.summary import BlockCounts, too_long_reason
 
-CHECKED_FIRST, CHECKED_LATER = 50_000, 250
+CHECKED_CHARS_FIRST, CHECKED_CHARS_LATER = 50_000, 250
 """Characters of the first and of later blocks on which the accelerator is compared."""
-AHEAD = 2
-"""Blocks in work per process: one at hand and one waiting."""
+BLOCKS_PER_PROCESS = 2
+"""Blocks in flight per process: one being encoded and one queued."""
 TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 @dataclass
 class Encoded:
-    """A block: its tokens, by the `track` of the files to write, and what became of its records."""
+    """An encoded block: tokens by the `track` of the output files, and counts of its records."""
 
     lines: int
     counts: BlockCounts
     tracks: list[Sequences] = field(default_factory=list)
     stopped: tuple[int, str] | None = None
-    """The line of the record that ends the run, with the reason and what to do."""
+    """The line of the record that stops the run, with the reason and what to do."""
 
 
 def make_worker(plan: Plan) -> Worker:
@@ -56,26 +56,26 @@ def make_worker(plan: Plan) -> Worker:
 
 
 class Worker(ABC):
-    """What both kinds of workers share: reading, and what to do with malformed records."""
+    """Base of both kinds of workers: reads records and handles malformed ones."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._encoder = make_encoder(plan)
-        self._to_check = CHECKED_FIRST
+        self._chars_to_check = CHECKED_CHARS_FIRST
 
     @abstractmethod
     def __call__(self, block: Block) -> Encoded:
         """Encode one block."""
 
     def _records(self, block: Block, encoded: Encoded) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the records of a block; malformed lines are counted or end the block."""
+        """Yield the records of a block; malformed lines are counted or stop the block."""
         rows, encoded.lines = read(block)
         for line, record in rows:
             encoded.counts.records += 1
             problem = self._problem(record)
             if problem is None:
                 yield line, record  # type: ignore[misc]
-            elif self._refuse(encoded, line, problem):
+            elif self._reject(encoded, line, problem):
                 return
 
     def _problem(self, record: dict[str, Any] | Problem) -> str | None:
@@ -87,7 +87,7 @@ class Worker(ABC):
             return str(error)
         return None
 
-    def _refuse(self, encoded: Encoded, line: int, reason: str) -> bool:
+    def _reject(self, encoded: Encoded, line: int, reason: str) -> bool:
         """Count a malformed record, or stop at it and return True."""
         if self._plan.skip_malformed:
             encoded.counts.malformed.append((line, reason))
@@ -97,20 +97,20 @@ class Worker(ABC):
         return True
 
     def _check(self, texts: Iterable[str]) -> None:
-        """Compare the accelerator on some of this block: more on the first, a little on others."""
-        left, samples = self._to_check, []
+        """Verify the accelerator on some of this block: more of the first, a little of others."""
+        remaining, samples = self._chars_to_check, []
         for text in texts:
-            samples.append(text[:left])
-            left -= len(samples[-1])
-            if left <= 0:
+            samples.append(text[:remaining])
+            remaining -= len(samples[-1])
+            if remaining <= 0:
                 break
         if samples:
             self._encoder.check(samples)
-            self._to_check = CHECKED_LATER
+            self._chars_to_check = CHECKED_CHARS_LATER
 
 
 class DocumentWorker(Worker):
-    """Encodes plain documents, a column a file."""
+    """Encodes plain documents, one output file per column."""
 
     def __call__(self, block: Block) -> Encoded:
         """Encode one block."""
@@ -121,7 +121,7 @@ class DocumentWorker(Worker):
             try:
                 found = [self._document(record, key) for key in self._plan.keys]
             except MalformedRecord as error:
-                if self._refuse(encoded, line, str(error)):
+                if self._reject(encoded, line, str(error)):
                     break
                 continue
             lines.append(line)
@@ -139,7 +139,7 @@ class DocumentWorker(Worker):
         return as_text(record[key], key)
 
     def _encode(self, texts: list[str], lines: list[int], counts: BlockCounts) -> Sequences:
-        """Encode documents as Megatron stores them: an empty one has no sequence but a border."""
+        """Encode documents as Megatron stores them: an empty one has an end but no sequence."""
         facts = self._plan.facts
         ids = self._encoder.encode(texts)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -151,15 +151,15 @@ class DocumentWorker(Worker):
             lengths[full] += 1
         tokens = np.concatenate([*ids, np.zeros(0, dtype)], dtype=dtype, casting="unsafe")
         if len(lengths):
-            place = int(lengths.argmax())
-            counts.measure(int(lengths[place]), lines[place])
+            index = int(lengths.argmax())
+            counts.measure(int(lengths[index]), lines[index])
         counts.tokens += len(tokens)
-        counts.learnt += len(tokens)
+        counts.trained += len(tokens)
         return Sequences(tokens, lengths[full], np.cumsum(full))
 
 
 class SampleWorker(Worker):
-    """Encodes conversations and what else has prompts and answers."""
+    """Encodes conversations and other records with prompts and completions."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -171,7 +171,7 @@ class SampleWorker(Worker):
         self._stop_ids = self._chat.stop_ids if self._chat else ()
         if eos_id is not None:
             self._stop_ids = (*self._stop_ids, eos_id)
-        self._assembler = Assembler(self._encoder, eos_id if plan.append_eod else None)
+        self._sample_encoder = SampleEncoder(self._encoder, eos_id if plan.append_eod else None)
 
     def __call__(self, block: Block) -> Encoded:
         """Encode one block."""
@@ -184,45 +184,45 @@ class SampleWorker(Worker):
             except UnusableRecord as error:
                 encoded.counts.drop(str(error), line)
             except MalformedRecord as error:
-                if self._refuse(encoded, line, str(error)):
+                if self._reject(encoded, line, str(error)):
                     break
         self._check(_texts(rendered[len(rendered) // 2 :]))
-        batch = self._assembler.encode([track for tracks in rendered for track in tracks])
-        self._fit(batch, lines, encoded)
+        batch = self._sample_encoder.encode([track for tracks in rendered for track in tracks])
+        self._fit_length(batch, lines, encoded)
         return encoded
 
-    def _fit(self, batch: Batch, lines: list[int], encoded: Encoded) -> None:
-        """Cut or drop what is too long or holds nothing to learn."""
+    def _fit_length(self, batch: Batch, lines: list[int], encoded: Encoded) -> None:
+        """Truncate or drop samples that are too long, and drop those with nothing to train on."""
         counts, limit, cuts = encoded.counts, self._plan.limit, self._plan.too_long == "cut"
         sizes = self._by_record(batch.sizes).max(axis=1)
         counts.measure(*max(zip(sizes.tolist(), lines), default=(0, 0)))
         is_long = sizes > (limit or sys.maxsize)
         if self._plan.too_long == "error" and is_long.any():
-            place = int(is_long.argmax())
+            index = int(is_long.argmax())
             encoded.stopped = (
-                lines[place],
-                f"has {sizes[place]} tokens, more than --seq-length {limit}: raise --seq-length, "
+                lines[index],
+                f"has {sizes[index]} tokens, more than --seq-length {limit}: raise --seq-length, "
                 "or choose --too-long drop or cut",
             )
             return
         if cuts and is_long.any():
             tracks = zip(batch, np.repeat(is_long, self._tracks))
-            cut = [shorten(track, limit or 0) if is_cut else track for track, is_cut in tracks]
+            cut = [truncate(track, limit or 0) if is_cut else track for track, is_cut in tracks]
             batch = Batch.of(cut, batch.dtype)
-        learnt, last = map(self._by_record, batch.whole.count_learnt())
+        trained, last = map(self._by_record, batch.whole.count_trained())
         reasons = {
             too_long_reason(limit): is_long & (not cuts),
-            "nothing to learn": (learnt.min(axis=1) == 0) & self._handler.learns,
+            "nothing to train on": (trained.min(axis=1) == 0) & self._handler.has_completion,
             "no tokens": self._by_record(batch.sizes).min(axis=1) == 0,
         }
         dropped = np.select([*reasons.values()], range(1, 1 + len(reasons)))
-        for place in np.flatnonzero(dropped):
-            counts.drop([*reasons][dropped[place] - 1], lines[place])
+        for index in np.flatnonzero(dropped):
+            counts.drop([*reasons][dropped[index] - 1], lines[index])
         kept = dropped == 0
         ended = np.all(np.isin(last, self._stop_ids), axis=1)
-        counts.truncated += [lines[place] for place in np.flatnonzero(kept & is_long)]
+        counts.truncated += [lines[index] for index in np.flatnonzero(kept & is_long)]
         counts.written = int(kept.sum())
-        counts.learnt += int(learnt[kept].sum())
+        counts.trained += int(trained[kept].sum())
         counts.ended += int(ended[kept].sum())
         for track in range(self._tracks):
             is_track = np.arange(len(batch)) % self._tracks == track
@@ -230,41 +230,41 @@ class SampleWorker(Worker):
             counts.tokens += len(encoded.tracks[-1].ids)
 
     def _by_record(self, values: Array) -> Array:
-        """Arrange what there is of each sequence: a row a record."""
+        """Reshape values of sequences: one row per record."""
         return values.reshape(-1, self._tracks)
 
 
-def _texts(rendered: list[list[list[Piece]]]) -> Iterator[str]:
+def _texts(rendered: list[list[list[Segment]]]) -> Iterator[str]:
     for tracks in rendered:
-        for piece in tracks[0]:
-            yield from (part for part in piece.parts if isinstance(part, str))
+        for segment in tracks[0]:
+            yield from (part for part in segment.parts if isinstance(part, str))
 
 
 Result = tuple[Block, Encoded]
 _worker: Worker | None = None
-"""The worker of this process, where this process is one of the pool."""
+"""The worker of this process, if it belongs to the pool."""
 
 
 def encode_blocks(
-    plan: Plan, blocks: Iterable[Block], processes: int, let_go: Callable[[], None]
+    plan: Plan, blocks: Iterable[Block], processes: int, release: Callable[[], None]
 ) -> Generator[Result, None, None]:
     """Yield the blocks in order, each with its tokens; with one process it is this one.
 
-    A worker that is a copy of this process calls `let_go`: it gives up what only one may hold.
+    A worker that is forked from this process calls `release`: it drops what only one may hold.
     """
     if processes == 1:
         worker = make_worker(plan)
         yield from ((block, worker(block)) for block in blocks)
         return
-    with _no_threads_in_tokenizers():
-        pool = _make_pool(plan, processes, let_go)
+    with _single_threaded_tokenizers():
+        pool = _make_pool(plan, processes, release)
         try:
-            yield from _in_order(pool, blocks, processes * AHEAD)
+            yield from _ordered_results(pool, blocks, processes * BLOCKS_PER_PROCESS)
         except BrokenProcessPool:
             raise RuntimeError(
-                "a worker process ended by itself (was it out of memory?): use fewer --workers"
+                "a worker process died (out of memory?): use fewer --workers"
             ) from None
-        except BaseException:  # whoever interrupts does not want the blocks in work any more
+        except BaseException:  # interrupted: the blocks in flight are not needed
             for process in list((pool._processes or {}).values()):
                 process.terminate()
             raise
@@ -272,17 +272,17 @@ def encode_blocks(
             pool.shutdown(cancel_futures=True)
 
 
-def _make_pool(plan: Plan, processes: int, let_go: Callable[[], None]) -> ProcessPoolExecutor:
-    if _is_alone():
-        worker = make_worker(plan)  # loaded and checked once, for all
+def _make_pool(plan: Plan, processes: int, release: Callable[[], None]) -> ProcessPoolExecutor:
+    if _can_fork():
+        worker = make_worker(plan)  # loaded and checked once, inherited by all
         copies = multiprocessing.get_context("fork")
-        return ProcessPoolExecutor(processes, copies, _start, (lambda: worker, let_go))
+        return ProcessPoolExecutor(processes, copies, _init_worker, (lambda: worker, release))
     fresh = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, fresh, _start, (partial(make_worker, plan), None))
+    return ProcessPoolExecutor(processes, fresh, _init_worker, (partial(make_worker, plan), None))
 
 
-def _is_alone() -> bool:
-    """Tell whether this process can be copied: no other thread holds a lock the copy would miss.
+def _can_fork() -> bool:
+    """Return whether this process can be forked: no other thread may hold a lock.
 
     torch has threads that Python does not know of.
     """
@@ -291,8 +291,8 @@ def _is_alone() -> bool:
 
 
 @contextmanager
-def _no_threads_in_tokenizers() -> Iterator[None]:
-    """Let tokenizers work in the calling thread: the processes are the parallelism."""
+def _single_threaded_tokenizers() -> Iterator[None]:
+    """Keep tokenizers in the calling thread: the processes are the parallelism."""
     before = os.environ.get(TOKENIZER_THREADS)
     os.environ[TOKENIZER_THREADS] = "false"
     try:
@@ -304,20 +304,22 @@ def _no_threads_in_tokenizers() -> Iterator[None]:
             os.environ[TOKENIZER_THREADS] = before
 
 
-def _in_order(pool: ProcessPoolExecutor, blocks: Iterable[Block], ahead: int) -> Iterator[Result]:
+def _ordered_results(
+    pool: ProcessPoolExecutor, blocks: Iterable[Block], ahead: int
+) -> Iterator[Result]:
     pending: deque[tuple[Block, Future[Encoded]]] = deque()
     for block in blocks:
-        with _interrupts_later():
-            pending.append((block, pool.submit(_work, block)))
+        with _defer_sigint():
+            pending.append((block, pool.submit(_encode_block, block)))
         if len(pending) >= ahead:
-            yield _first(pending)
+            yield _next_result(pending)
     while pending:
-        yield _first(pending)
+        yield _next_result(pending)
 
 
 @contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Keep an interrupt from the processes that begin here, until they ignore it by themselves."""
+def _defer_sigint() -> Iterator[None]:
+    """Block SIGINT in the processes that start here, until they ignore it themselves."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -325,24 +327,24 @@ def _interrupts_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _first(pending: deque[tuple[Block, Future[Encoded]]]) -> Result:
+def _next_result(pending: deque[tuple[Block, Future[Encoded]]]) -> Result:
     block, future = pending.popleft()
     return block, future.result()
 
 
-def _start(get_worker: Callable[[], Worker], let_go: Callable[[], None] | None) -> None:
-    """Make this process a worker that ends when its parent does, however that ends."""
+def _init_worker(get_worker: Callable[[], Worker], release: Callable[[], None] | None) -> None:
+    """Make this process a worker that exits when its parent does, however that exits."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if let_go is not None:
-        let_go()
+    if release is not None:
+        release()
     exit_with_parent()
     _worker = get_worker()
-    gc.freeze()  # what is there now stays: looking through it again and again costs a tenth
+    gc.freeze()  # what is loaded now stays: scanning it in every collection costs a tenth
 
 
-def _work(block: Block) -> Encoded:
+def _encode_block(block: Block) -> Encoded:
     assert _worker is not None
     return _worker(block)

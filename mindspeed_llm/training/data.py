@@ -17,11 +17,11 @@ import torch
 from mindspeed.checkpoint.fsync import write_atomic
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.handlers import PRETRAIN
-from mindspeed_llm.data.indexed import TokenFile, find_outside
+from mindspeed_llm.data.indexed import TokenFile, find_out_of_range
 from mindspeed_llm.data.instruction import split_weights
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.plan import make_plan
-from mindspeed_llm.data.preprocess import FORMAT, HARMLESS, preprocess
+from mindspeed_llm.data.preprocess import FORMAT, NEUTRAL_OPTIONS, preprocess
 from mindspeed_llm.data.readers import FORMATS, Source
 from mindspeed_llm.training.options import RAW_FIELDS, TrainOptions
 
@@ -98,7 +98,7 @@ def _preprocess(options: PreprocessOptions) -> None:
         done.written,
         done.skipped_records,
         done.tokens,
-        done.learnt,
+        done.trained,
     )
     for reason, tally in done.skipped.items():
         logger.warning("skipped %d x %s (first: %s)", tally.count, reason, tally.first)
@@ -112,7 +112,7 @@ def _folder(options: PreprocessOptions) -> Path:
     """Return the folder named after all that decides what is in it."""
     plan, sources = make_plan(options)
     decides = asdict(plan) | {"facts": plan.facts.fingerprint, "accelerate": None}
-    others = options.model_dump(exclude=HARMLESS | {"input", "tokenizer_name_or_path"})
+    others = options.model_dump(exclude=NEUTRAL_OPTIONS | {"input", "tokenizer_name_or_path"})
     content = json.dumps([FORMAT, decides, others], sort_keys=True, default=str).encode()
     digest = hashlib.blake2b(content, digest_size=8)
     for source in sources:
@@ -183,7 +183,7 @@ def check_tokens(files: Sequence[TokenFile], vocabulary: int, cache_dir: str | N
 
 
 def _wrong(file: TokenFile, vocabulary: int, rank: int, world: int) -> str | None:
-    found = find_outside(file, vocabulary, (rank, world))
+    found = find_out_of_range(file, vocabulary, (rank, world))
     if found is None:
         return None
     position, token = found

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import IGNORED, Array
+from mindspeed_llm.data.indexed import IGNORE_INDEX, Array
 from mindspeed_mm.data.encoding import Sample, concatenate, media_sample, text_sample
 from mindspeed_mm.data.media import Modality
 from mindspeed_mm.data.processor import MediaProcessor
@@ -66,7 +66,7 @@ class Collator:
         batch = {
             "input_ids": _rows([sample.ids for sample in samples], size, self._pad_id),
             "attention_mask": _rows([sample.attention_mask for sample in samples], size, 0),
-            "labels": _rows([sample.labels for sample in samples], size, IGNORED),
+            "labels": _rows([sample.labels for sample in samples], size, IGNORE_INDEX),
         }
         whole = concatenate(samples)
         for name in whole.token_types:
@@ -82,7 +82,7 @@ class Collator:
             samples = [*samples, text_sample(np.full(padding, self._pad_id), is_trained=False)]
         whole = concatenate(samples)
         labels = whole.labels.copy()
-        labels[np.cumsum([0, *map(len, samples[:-1])])] = IGNORED  # no token precedes these
+        labels[np.cumsum([0, *map(len, samples[:-1])])] = IGNORE_INDEX  # no token precedes these
         return {
             "input_ids": torch.from_numpy(whole.ids)[None],
             "labels": torch.from_numpy(labels)[None],

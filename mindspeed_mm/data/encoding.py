@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.chat import CheckedFormat, Part, Piece, Thinking
+from mindspeed_llm.data.chat import CheckedFormat, Part, Segment, Thinking
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, UnusableRecord
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.indexed import IGNORED, Array
-from mindspeed_llm.data.samples import Assembler
+from mindspeed_llm.data.indexed import IGNORE_INDEX, Array
+from mindspeed_llm.data.samples import SampleEncoder
 from mindspeed_llm.data.template import Template, TemplateFormat, load_template
 from mindspeed_llm.data.tokenizer import TokenizerFacts, special_matcher, split_special
 from mindspeed_mm.data.media import Modality
@@ -48,10 +48,10 @@ class MediaFormat:
         self._chat = CheckedFormat(chat, facts, option="template")
         self._media_parts = {modality: self._rendered_by(own, modality) for modality in tokens}
 
-    def render(self, conversation: Conversation) -> list[Piece]:
+    def render(self, conversation: Conversation) -> list[Segment]:
         """Render the conversation as pieces of prompt and answer."""
-        pieces = self._chat.render(conversation)
-        return [piece._replace(parts=self._insert_media(piece.parts)) for piece in pieces]
+        segments = self._chat.render(conversation)
+        return [segment._replace(parts=self._insert_media(segment.parts)) for segment in segments]
 
     def _insert_media(self, parts: Sequence[Part]) -> list[Part]:
         inserted: list[Part] = []
@@ -86,7 +86,7 @@ class StructuredJinja(JinjaFormat):
     def _probe(self, modality: Modality) -> str:
         message = Message("user", f"(A{SENTINEL_OF[modality]}B)")
         try:
-            return self._run(self._messages(Conversation((message,))), None, generate=False)
+            return self._render_text(self._messages(Conversation((message,))), None, generate=False)
         except MalformedRecord:
             return ""
 
@@ -99,10 +99,10 @@ class StructuredJinja(JinjaFormat):
 
 
 def _content_parts(text: str) -> list[dict[str, str]]:
-    pieces = [piece for piece in SENTINEL.split(text) if piece]
+    segments = [segment for segment in SENTINEL.split(text) if segment]
     return [
-        {"type": SENTINELS[piece]} if piece in SENTINELS else {"type": "text", "text": piece}
-        for piece in pieces
+        {"type": SENTINELS[segment]} if segment in SENTINELS else {"type": "text", "text": segment}
+        for segment in segments
     ]
 
 
@@ -129,13 +129,13 @@ class Sample:
 
     def without_labels(self) -> Sample:
         """Return this sample without a loss."""
-        return replace(self, labels=np.full_like(self.labels, IGNORED))
+        return replace(self, labels=np.full_like(self.labels, IGNORE_INDEX))
 
 
 def text_sample(ids: Array, *, is_trained: bool) -> Sample:
     """Return a sample of text."""
     ids = ids.astype(np.int64)
-    labels = ids.copy() if is_trained else np.full_like(ids, IGNORED)
+    labels = ids.copy() if is_trained else np.full_like(ids, IGNORE_INDEX)
     return Sample(ids, labels, np.ones_like(ids))
 
 
@@ -145,7 +145,7 @@ def media_sample(expansion: Expansion, modality: Modality, *, is_attended: bool 
     tensors = {name: [tensor] for name, tensor in expansion.tensors.items()}
     return Sample(
         ids,
-        np.full_like(ids, IGNORED),
+        np.full_like(ids, IGNORE_INDEX),
         np.full_like(ids, int(is_attended)),
         expansion.token_types,
         tensors,
@@ -182,7 +182,7 @@ class Encoder:
         self._basic, self._processor = basic, processor
         facts = processor.facts
         text = TextEncoder(facts, parse_special=False, accelerate=False)
-        self._assembler = Assembler(text)
+        self._sample_encoder = SampleEncoder(text)
         self._parser = RecordParser(options.attr, text, basic.dataset_dir)
         self._format = MediaFormat(facts, processor.tokens, basic)
         self._prefix = processor.prefix if basic.template in OWN_TEMPLATES else []
@@ -198,35 +198,35 @@ class Encoder:
     def encode(self, record: Mapping[str, Any], folder: Path) -> Sample:
         """Encode a record; MalformedRecord or UnusableRecord says why it cannot be used."""
         parsed = self.parse(record, folder)
-        pieces = self._format.render(parsed.conversation)
+        segments = self._format.render(parsed.conversation)
         if self._basic.mask_history:
-            pieces = _only_last_answer(pieces)
+            segments = _only_last_answer(segments)
         media: dict[Modality, list[Expansion]] = {modality: [] for modality in self._slots.values()}
         for medium in parsed.media:
             media[medium.modality].append(self._processor.expand(medium))
-        parts = self._parts(self._with_prefix(pieces), media)
+        parts = self._parts(self._with_prefix(segments), media)
         limit = self._basic.cutoff_len
         sample = concatenate(parts if limit is None else _truncate(parts, limit))
-        if not (sample.labels != IGNORED).any():
+        if not (sample.labels != IGNORE_INDEX).any():
             raise UnusableRecord("no token with a loss is left")
         return sample
 
-    def _with_prefix(self, pieces: list[Piece]) -> list[Piece]:
+    def _with_prefix(self, segments: list[Segment]) -> list[Segment]:
         """Prepend the tokenizer's prefix tokens, unless the template did."""
-        prefix, first = self._prefix, pieces[0]
+        prefix, first = self._prefix, segments[0]
         if not prefix or first.parts[:1] == prefix[:1]:
-            return pieces
-        return [first._replace(parts=[*prefix, *first.parts]), *pieces[1:]]
+            return segments
+        return [first._replace(parts=[*prefix, *first.parts]), *segments[1:]]
 
     def _parts(
-        self, pieces: Sequence[Piece], media: Mapping[Modality, list[Expansion]]
+        self, segments: Sequence[Segment], media: Mapping[Modality, list[Expansion]]
     ) -> list[Sample]:
         """Encode the pieces; every media token becomes the expansion of the processor."""
         parts: list[Sample] = []
-        for piece in self._assembler.encode([pieces])[0]:
-            is_trained = piece.is_answer or self._basic.train_on_prompt
-            first_label = piece.first_label
-            for ids in piece.parts:
+        for segment in self._sample_encoder.encode([segments])[0]:
+            is_trained = segment.is_completion or self._basic.train_on_prompt
+            first_label = segment.first_label
+            for ids in segment.parts:
                 modality = self._slots.get(int(ids[0])) if len(ids) == 1 else None
                 if modality is None:
                     part = text_sample(ids, is_trained=is_trained)
@@ -243,12 +243,14 @@ class Encoder:
         return parts
 
 
-def _only_last_answer(pieces: Sequence[Piece]) -> list[Piece]:
+def _only_last_answer(segments: Sequence[Segment]) -> list[Segment]:
     """Train on the last answer only; a template may add a line break after it."""
-    last = max((index for index, piece in enumerate(pieces) if piece.is_answer), default=-1)
-    while last > 0 and pieces[last - 1].is_answer:
+    last = max(
+        (index for index, segment in enumerate(segments) if segment.is_completion), default=-1
+    )
+    while last > 0 and segments[last - 1].is_completion:
         last -= 1
-    return [Piece(p.parts, p.is_answer and i >= last) for i, p in enumerate(pieces)]
+    return [Segment(p.parts, p.is_completion and i >= last) for i, p in enumerate(segments)]
 
 
 def _truncate(parts: Sequence[Sample], limit: int) -> list[Sample]:

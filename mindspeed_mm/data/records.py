@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.chat import Segment
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.handlers.alpaca import AlpacaStyleInstructionHandler
@@ -23,7 +23,7 @@ from mindspeed_llm.data.handlers.messages import (
     SharegptStyleInstructionHandler,
 )
 from mindspeed_llm.data.readers import Problem, Source, blocks, find_sources, read
-from mindspeed_llm.data.summary import where
+from mindspeed_llm.data.summary import record_location
 from mindspeed_mm.data.media import MediaItem, Modality
 from mindspeed_mm.data.options import AttrOptions
 
@@ -63,7 +63,7 @@ class Records:
 
     def where(self, index: int) -> str:
         """Return the file of a record, and its line or its index in a JSON array."""
-        return where(self._paths[self._files[index]], self._lines[index])
+        return record_location(self._paths[self._files[index]], self._lines[index])
 
     def folder(self, index: int) -> Path:
         """Return the folder of the file that holds a record."""
@@ -130,10 +130,10 @@ class _CaptureFormat:
     title = ""
     eos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
-    teaches_eos = False
+    trains_eos = False
     conversation: Conversation
 
-    def render(self, conversation: Conversation) -> list[Piece]:
+    def render(self, conversation: Conversation) -> list[Segment]:
         self.conversation = conversation
         return []
 

@@ -16,46 +16,46 @@ DATA = ROOT / "examples/preprocess/chat_template_inside.jsonl"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     byte_level().save_pretrained(folder / "tokenizer")
     return folder
 
 
-def python(*words):
-    command = [sys.executable, *map(str, words)]
+def python(*arguments):
+    command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
 
 
-def the_documents_command(place, *more):
+def the_documents_command(workdir, *more):
     return python(
         *("./preprocess_data.py", "--input", DATA),
-        *("--tokenizer-name-or-path", place / "tokenizer"),
-        *("--output-prefix", place / "dataset"),
+        *("--tokenizer-name-or-path", workdir / "tokenizer"),
+        *("--output-prefix", workdir / "dataset"),
         *("--workers", "64", "--n-subs", "1", "--log-interval", "100"),
         *("--tokenizer-type", "PretrainedFromHF"),
         *("--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "empty"),
-        *("--seq-length", "65536", "--cache-dir", place / "tmp"),
+        *("--seq-length", "65536", "--cache-dir", workdir / "tmp"),
         *("--map-keys", '{"prompt":"prompt", "query":"", "response":"response"}'),
         *more,
     )
 
 
-def read(place, key):
-    data = IndexedDataset(str(place / f"dataset_packed_{key}_document"))
+def read(workdir, key):
+    data = IndexedDataset(str(workdir / f"dataset_packed_{key}_document"))
     return [data[number].tolist() for number in range(len(data))]
 
 
-def test_the_documents_command(place):
-    done = the_documents_command(place)
+def test_the_documents_command(workdir):
+    done = the_documents_command(workdir)
     assert done.returncode == 0, done.stderr
     assert "records    3 in = 3 written + 0 skipped" in done.stdout
     assert "ended      3 of 3 with an end-of-text token" in done.stdout
-    assert "will not learn to stop" in done.stderr
+    assert "will not be trained to stop" in done.stderr
     tokenizer = byte_level()
     records = [json.loads(line) for line in DATA.read_text().splitlines()]
     for record, ids, labels, mask in zip(
-        records, *(read(place, key) for key in ("input_ids", "labels", "attention_mask"))
+        records, *(read(workdir, key) for key in ("input_ids", "labels", "attention_mask"))
     ):
         prompt = tokenizer.encode(record["prompt"], add_special_tokens=False)
         answer = tokenizer.encode(record["response"], add_special_tokens=False)
@@ -64,18 +64,25 @@ def test_the_documents_command(place):
         assert mask == [1] * len(ids)
 
 
-def test_the_documents_packing(place):
-    done = the_documents_command(place, "--seq-length", "600", "--pack", "--neat-pack")
+def test_the_documents_packing(workdir):
+    done = the_documents_command(workdir, "--seq-length", "600", "--pack", "--neat-pack")
     assert done.returncode == 0, done.stderr
     assert re.search(r"packed     \d rows", done.stdout)
-    masks = read(place, "attention_mask")
+    masks = read(workdir, "attention_mask")
     assert sum(max(mask) for mask in masks) == 3
     assert all(len(mask) == 600 for mask in masks)
 
 
-def test_show_batch(place):
-    the_documents_command(place, "--seq-length", "600", "--pack", "--neat-pack")
-    command = ["-m", "mindspeed_llm", "show-batch", place / "dataset", "--cache-dir", place / "tmp"]
+def test_show_batch(workdir):
+    the_documents_command(workdir, "--seq-length", "600", "--pack", "--neat-pack")
+    command = [
+        "-m",
+        "mindspeed_llm",
+        "show-batch",
+        workdir / "dataset",
+        "--cache-dir",
+        workdir / "tmp",
+    ]
     shown = python(*command, "--count", "9")
     assert shown.returncode == 0, shown.stderr
     for line in DATA.read_text().splitlines():
@@ -84,51 +91,53 @@ def test_show_batch(place):
         assert "[[" + record["response"][:20] in shown.stdout
     assert "samples packed" in shown.stdout and "packed sample 2" in shown.stdout
     coloured = python(*command, "--count", "1", "--color", "always", "--seq-length", "100")
-    assert "\x1b[32m" in coloured.stdout, "what is learnt is green"
+    assert "\x1b[32m" in coloured.stdout, "what is trained is green"
     assert "\x1b[9;31m" in coloured.stdout, "what would be cut is red"
     assert "cut at 100" in coloured.stdout
     tokens = python(*command, "--count", "1", "--tokens").stdout
     assert re.search(r"<\|im_end\|>' +label \d+", tokens)
-    missing = python(*command[:3], place / "nothing")
-    assert missing.returncode == 2 and "looked for" in missing.stderr
+    missing = python(*command[:3], workdir / "nothing")
+    assert missing.returncode == 2 and "expected files such as" in missing.stderr
 
 
-def test_a_yaml_file_says_the_same(place):
-    done = the_documents_command(place)
+def test_a_yaml_file_says_the_same(workdir):
+    done = the_documents_command(workdir)
     expected = done.stdout.splitlines()[:3]
     options = {
         "input": str(DATA),
-        "tokenizer_name_or_path": str(place / "tokenizer"),
-        "output_prefix": str(place / "yaml"),
+        "tokenizer_name_or_path": str(workdir / "tokenizer"),
+        "output_prefix": str(workdir / "yaml"),
         "handler_name": "AlpacaStyleInstructionHandler",
         "prompt_type": "qwen",
         "seq_length": 65536,
-        "cache_dir": str(place / "tmp"),
+        "cache_dir": str(workdir / "tmp"),
     }
-    (place / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in options.items()))
-    command = ["-m", "mindspeed_llm", "preprocess", "--config", place / "run.yaml"]
+    (workdir / "run.yaml").write_text(
+        "".join(f"{key}: {value}\n" for key, value in options.items())
+    )
+    command = ["-m", "mindspeed_llm", "preprocess", "--config", workdir / "run.yaml"]
     flags_win = python(*command, "--prompt-type", "empty")
     assert flags_win.stdout.splitlines()[:3] == expected, flags_win.stderr
 
 
-def test_merging(place):
-    (place / "parts").mkdir()
+def test_merging(workdir):
+    (workdir / "parts").mkdir()
     for number in (1, 2):
         done = python(
             *("preprocess_data.py", "--input", DATA, "--json-keys", "response"),
-            *("--tokenizer-name-or-path", place / "tokenizer", "--cache-dir", place / "tmp"),
-            *("--output-prefix", place / "parts" / f"p{number}"),
+            *("--tokenizer-name-or-path", workdir / "tokenizer", "--cache-dir", workdir / "tmp"),
+            *("--output-prefix", workdir / "parts" / f"p{number}"),
         )
         assert done.returncode == 0, done.stderr
-    merge = ["preprocess_data.py", "--input", place / "parts", "--merge-group-keys"]
-    done = python(*merge, "response_document", "--output-prefix", place / "all")
+    merge = ["preprocess_data.py", "--input", workdir / "parts", "--merge-group-keys"]
+    done = python(*merge, "response_document", "--output-prefix", workdir / "all")
     assert "2 pairs joined" in done.stdout, done.stderr
-    joined = IndexedDataset(str(place / "all_response_document"))
-    single = IndexedDataset(str(place / "parts" / "p1_response_document"))
+    joined = IndexedDataset(str(workdir / "all_response_document"))
+    single = IndexedDataset(str(workdir / "parts" / "p1_response_document"))
     tokens = [single[number].tolist() for number in range(3)]
     assert [joined[number].tolist() for number in range(len(joined))] == tokens * 2
     assert joined.document_indices.tolist() == list(range(7))
-    wrong = python(*merge, "nope", "--output-prefix", place / "all")
+    wrong = python(*merge, "nope", "--output-prefix", workdir / "all")
     assert wrong.returncode == 2 and "no pair in" in wrong.stderr
 
 

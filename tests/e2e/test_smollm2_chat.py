@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.indexed import IGNORED
-from mindspeed_llm.data.samples import Assembler, build
+from mindspeed_llm.data.indexed import IGNORE_INDEX
+from mindspeed_llm.data.samples import SampleEncoder, build
 from mindspeed_llm.data.template import Template, TemplateFormat, load_template
 from mindspeed_llm.data.tokenizer import load_facts
 from tests.llm.smollm2 import smollm2_file
@@ -43,22 +43,22 @@ def test_tokens_of_the_chat_template(facts, system):
     encoder = TextEncoder(facts, parse_special=True)
     conversation = Conversation(TALK, system)
     chat = JinjaFormat(facts, parse_special=True)
-    assert chat.teaches_eos
-    sample = build(Assembler(encoder).encode([chat.render(conversation)])[0])
+    assert chat.trains_eos
+    sample = build(SampleEncoder(encoder).encode([chat.render(conversation)])[0])
     assert sample.ids.tolist() == expected
-    learnt = tokenizer.decode(sample.ids[sample.labels != IGNORED])
+    learnt = tokenizer.decode(sample.ids[sample.labels != IGNORE_INDEX])
     assert learnt == "".join(f"{m.content}{facts.eos}" for m in TALK[1::2])
 
     if system:
         by_template = TemplateFormat(Template(load_template("chatml"), facts))
-        ours = build(Assembler(encoder).encode([by_template.render(conversation)])[0])
+        ours = build(SampleEncoder(encoder).encode([by_template.render(conversation)])[0])
         assert ours.ids.tolist() == expected[: len(ours.ids)]
         assert tokenizer.decode(expected[len(ours.ids) :]) == "\n"
         assert ours.labels.tolist() == sample.labels[: len(ours.ids)].tolist()
 
     plain = JinjaFormat(facts)
     text = TextEncoder(facts, parse_special=False)
-    safe = build(Assembler(text).encode([plain.render(conversation)])[0])
+    safe = build(SampleEncoder(text).encode([plain.render(conversation)])[0])
     assert facts.special["<filename>"] in sample.ids
     assert facts.special["<filename>"] not in safe.ids
     assert tokenizer.decode(safe.ids) == tokenizer.decode(sample.ids)

@@ -191,14 +191,14 @@ def main() -> int:
     if not any(arguments.only in name for name in AREAS):
         parser.error(f"--only {arguments.only}: the areas are {', '.join(AREAS)}")
     forked.preload()
-    started, place = time.monotonic(), os.getcwd()
+    started, cwd = time.monotonic(), os.getcwd()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         fuzzer = Fuzzer(Path(folder).resolve(), arguments.seed, arguments.only)
         fuzzer.prepare()
         if arguments.case is not None:
             return _show_case(fuzzer, arguments.case)
         results = _run_all(fuzzer, arguments)
-        os.chdir(place)
+        os.chdir(cwd)
     show(results, time.monotonic() - started)
     return int(any(result.kind not in KINDS[:2] for result in results))
 

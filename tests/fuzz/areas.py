@@ -14,7 +14,7 @@ from hypothesis.internal.conjecture.data import ConjectureData
 from mindspeed_llm.cli import chat, convert, generate, posttrain, preprocess, pretrain, show_batch
 from mindspeed_mm.cli import convert as mm_convert
 from mindspeed_mm.cli import train as mm_train
-from tests.llm.mutants import PIECES, VALUES, as_json, changed, damaged, flags, known_flags
+from tests.llm.mutants import TOKENS, VALUES, as_json, changed, damaged, flags, known_flags
 
 WRITES = {"--save", "--log-file", "--tensorboard-dir", "--output", "--save-dir", "--output-prefix"}
 """Flags that say where to write: an odd value would write outside the test."""
@@ -32,7 +32,7 @@ class Case:
     more: tuple[str, ...] = ()
     files: dict[str, bytes] = field(default_factory=dict)
     check: str = ""
-    """How an accepted case is looked at, by a name of tests.fuzz.checks."""
+    """The check of an accepted case, by a name of tests.fuzz.checks."""
 
 
 class Draw:
@@ -153,9 +153,9 @@ def _structure(draw: Draw, path: str) -> bytes:
     if kind == "header":
         return bytes(draw(damaged(good[:data]))) + good[data:]
     if kind == "size":
-        place = draw(st.integers(data, len(good) - 1))
-        more = draw.one([b"", *PIECES])
-        return good[:place] + more + good[place:] if more else good[:place]
+        position = draw(st.integers(data, len(good) - 1))
+        more = draw.one([b"", *TOKENS])
+        return good[:position] + more + good[position:] if more else good[:position]
     text = as_json(draw(changed(json.loads(good[8:data]))))
     return len(text).to_bytes(8, "little") + text + good[data:]
 

@@ -47,7 +47,7 @@ def test_other_numbers_are_noticed(tmp_path):
     assert loss("numbers", ended("nothing"), reference, tmp_path)
 
 
-def test_ends_are_told_apart():
+def test_ends_are_distinguished():
     assert ended(code=2, err="x: error: a file is damaged\n").problem == ""
     assert ended(code=None).problem == "hang"
     assert ended(code=1, err="Traceback (most recent call last):\n").problem == "traceback"

@@ -16,8 +16,31 @@ from mindspeed_llm.cli.main import main
 from tests.budget import examples
 
 SECONDS = 20
-PIECES = (b"\x00", b"\xff\xfe", b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"\n", b"-", b"9")
-PIECES += (b"\\u", b"1e999", b"null", b"&a", b"*a", b"!!python/object", b"\xed\xa0\x80", b" " * 40)
+TOKENS = (
+    b"\x00",
+    b"\xff\xfe",
+    b'"',
+    b"'",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"\n",
+    b"-",
+    b"9",
+)
+TOKENS += (
+    b"\\u",
+    b"1e999",
+    b"null",
+    b"&a",
+    b"*a",
+    b"!!python/object",
+    b"\xed\xa0\x80",
+    b" " * 40,
+)
 ODD = (None, True, -1, 0, 1.5, 10**12, 10**400, float("nan"), float("inf"), "", "x", "\0", "../x")
 ODD += ([], [1], ["x", {}], {}, {"a": 1}, [[[[]]]])
 VALUES = [
@@ -57,21 +80,21 @@ def damaged(draw, content, end=None):
     """Cut, change, repeat or insert a few bytes, before `end` if it is given."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, min(len(data), end or len(data))))
+        position = draw(st.integers(0, min(len(data), end or len(data))))
         size = draw(st.sampled_from([0, 1, 2, 7, 50, 1000]))
         kind = draw(st.sampled_from(["delete", "insert", "replace", "flip", "repeat", "cut"]))
         if kind == "delete":
-            del data[place : place + size]
+            del data[position : position + size]
         elif kind == "insert":
-            data[place:place] = draw(st.sampled_from(PIECES) | st.binary(max_size=9))
+            data[position:position] = draw(st.sampled_from(TOKENS) | st.binary(max_size=9))
         elif kind == "replace":
-            data[place : place + size] = draw(st.sampled_from(PIECES))
-        elif kind == "flip" and place < len(data):
-            data[place] ^= 1 << draw(st.integers(0, 7))
+            data[position : position + size] = draw(st.sampled_from(TOKENS))
+        elif kind == "flip" and position < len(data):
+            data[position] ^= 1 << draw(st.integers(0, 7))
         elif kind == "repeat":
-            data[place:place] = data[place : place + size] * 2
+            data[position:position] = data[position : position + size] * 2
         elif kind == "cut" and draw(st.integers(0, 3)) == 0:
-            del data[place:]
+            del data[position:]
     return bytes(data)
 
 
@@ -103,13 +126,13 @@ def changed(draw, value):
 @st.composite
 def flags(draw, known, values):
     """Draw flags of a command, known and misspelt, with good and odd values."""
-    words = []
+    arguments = []
     for name in draw(st.lists(st.sampled_from(sorted(known)), max_size=4)):
-        word = name if draw(st.integers(0, 5)) else name[:-1]
-        words.append(word)
+        argument = name if draw(st.integers(0, 5)) else name[:-1]
+        arguments.append(argument)
         if known[name] and draw(st.integers(0, 7)):
-            words.append(draw(st.sampled_from(values)))
-    return words
+            arguments.append(draw(st.sampled_from(values)))
+    return arguments
 
 
 @dataclass
@@ -122,12 +145,12 @@ class End:
     """The line without what stands before the message."""
 
 
-def run(*words):
+def run(*arguments):
     """Run a command in this process; it must end soon, well or with one clear line."""
     out, err, started = io.StringIO(), io.StringIO(), time.process_time()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = main(list(map(str, words)))
+            code = main(list(map(str, arguments)))
         except SystemExit as exit:  # argparse's own: a line of usage, and the error
             code = exit.code
     assert time.process_time() - started < SECONDS  # not of a machine that others keep busy
@@ -142,7 +165,7 @@ def run(*words):
 
 
 def check_yaml(values, path, command, check_end):
-    """Run a command with mutants of a YAML file, and look at the end of each."""
+    """Run a command with mutants of a YAML file, and check the end of each."""
     kept = {key: value for key, value in values.items() if key in KEPT}
     other = {key: value for key, value in values.items() if key not in KEPT}
     odd = changed(other).map(yaml.safe_dump).map(str.encode)
@@ -164,9 +187,9 @@ def known_flags(command):
     parser = command.add_parser(argparse.ArgumentParser().add_subparsers())
     actions = [action for action in parser._actions if action.dest != "help"]
     found = {a.option_strings[0]: a.nargs != 0 for a in actions if a.option_strings}
-    left_out = {"--output-prefix", "--save-dir", "--cache-dir", "--tokenizer-name-or-path"}
-    left_out.add("--trust-remote-code")  # reads the tokenizer anew
-    return {name: has_value for name, has_value in found.items() if name not in left_out}
+    excluded = {"--output-prefix", "--save-dir", "--cache-dir", "--tokenizer-name-or-path"}
+    excluded.add("--trust-remote-code")  # reads the tokenizer again
+    return {name: has_value for name, has_value in found.items() if name not in excluded}
 
 
 def as_json(value):

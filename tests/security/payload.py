@@ -27,7 +27,7 @@ class Payload:
     name: str
     changed: tuple[str, ...]
     """The inputs that are changed, and so copied."""
-    said: str
+    named: str
     """What the error has to name: the file, or the folder that was given where it is one of many
     that transformers reads."""
     commands: tuple[str, ...]

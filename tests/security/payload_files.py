@@ -115,11 +115,11 @@ def _tracker(root: str, text: str) -> Poison:
     return poison
 
 
-def _gguf(place: int, content: bytes) -> Poison:
+def _gguf(offset: int, content: bytes) -> Poison:
     def poison(canary: str) -> None:
         path = Path("gguf/model.gguf")
         found = bytearray(path.read_bytes())
-        found[place : place + len(content)] = content
+        found[offset : offset + len(content)] = content
         path.write_bytes(found)
 
     return poison

@@ -28,20 +28,20 @@ ALL = tuple(TECHNIQUES)
 
 
 @dataclass(frozen=True)
-class Place:
+class PickleFile:
     """A file that holds a pickle."""
 
     name: str
     changed: tuple[str, ...]
-    said: str
+    named: str
     commands: tuple[str, ...]
     put: Callable[[bytes], object]
     techniques: tuple[str, ...] = SOME
     is_harmless: bool = False
 
 
-PLACES = (
-    Place(
+PICKLE_FILES = (
+    PickleFile(
         "a rank's .pt",
         ("mcore",),
         "model_optim_rng.pt",
@@ -49,23 +49,23 @@ PLACES = (
         lambda body: files.put_into_archive(files.RANK_FILE, body),
         ALL,
     ),
-    Place(
+    PickleFile(
         "an old .pt",
         ("mcore",),
         "model_optim_rng.pt",
         MCORE,
         lambda body: files.put_in_place_of(str(files.RANK_FILE), body),
     ),
-    Place("pytorch_model.bin", ("hf",), "pytorch_model.bin", HF, files.put_into_hf),
-    Place("pytorch_model.bin of mm", ("mm",), "pytorch_model.bin", MM_HF, files.put_into_hf),
-    Place(
+    PickleFile("pytorch_model.bin", ("hf",), "pytorch_model.bin", HF, files.put_into_hf),
+    PickleFile("pytorch_model.bin of mm", ("mm",), "pytorch_model.bin", MM_HF, files.put_into_hf),
+    PickleFile(
         "common.pt",
         ("saved",),
         "common.pt",
         SAVED[1:3],
         lambda body: files.put_into_archive(files.NEWEST / "common.pt", body),
     ),
-    Place(
+    PickleFile(
         ".metadata",
         ("saved",),
         ".metadata",
@@ -73,21 +73,21 @@ PLACES = (
         lambda body: files.put_into_metadata(files.NEWEST, body),
         ALL,
     ),
-    Place(
+    PickleFile(
         ".metadata of adapters",
         ("lora",),
         ".metadata",
         LORA,
         lambda body: files.put_into_metadata(Path("lora/iter_0000001"), body),
     ),
-    Place(
+    PickleFile(
         ".metadata of mm",
         ("mmsaved",),
         ".metadata",
         MM_SAVED,
         lambda body: files.put_into_metadata(files.MM_NEWEST, body),
     ),
-    Place(
+    PickleFile(
         "a byte entry",
         ("saved",),
         "iter_0000002",
@@ -95,7 +95,7 @@ PLACES = (
         lambda body: files.put_into_bytes(files.NEWEST, body),
         ALL,
     ),
-    Place(
+    PickleFile(
         "a byte entry that is not needed",
         ("saved",),
         "iter_0000002",
@@ -103,21 +103,21 @@ PLACES = (
         lambda body: files.put_into_bytes(files.NEWEST, body),
         is_harmless=True,
     ),
-    Place(
+    PickleFile(
         "a byte entry of mm",
         ("mmsaved",),
         "iter_0000002",
         MM_SAVED,
         lambda body: files.put_into_bytes(files.MM_NEWEST, body),
     ),
-    Place(
+    PickleFile(
         "a tensor entry",
         ("saved",),
         "iter_0000002",
         SAVED,
         lambda body: files.put_into_tensor(files.NEWEST, body),
     ),
-    Place(
+    PickleFile(
         "a tensor entry of mm",
         ("mmsaved",),
         "iter_0000002",
@@ -129,26 +129,26 @@ PLACES = (
 
 def pickles() -> Iterator[Payload]:
     """Yield every technique in every file that is a pickle."""
-    for place in PLACES:
-        for technique in place.techniques:
+    for file in PICKLE_FILES:
+        for technique in file.techniques:
             code = TECHNIQUES[technique]
-            commands = place.commands if technique == BODY else place.commands[:1]
+            commands = file.commands if technique == BODY else file.commands[:1]
 
             def poison(
-                canary: str, place: Place = place, code: Callable[..., bytes] = code
+                canary: str, file: PickleFile = file, code: Callable[..., bytes] = code
             ) -> None:
-                place.put(code(canary))
+                file.put(code(canary))
 
-            name = f"{technique} in {place.name}"
-            more = place.is_harmless
-            yield Payload(name, place.changed, place.said, commands, poison, more)
+            name = f"{technique} in {file.name}"
+            more = file.is_harmless
+            yield Payload(name, file.changed, file.named, commands, poison, more)
 
 
 def _body(canary: str) -> bytes:
     return TECHNIQUES[BODY](canary)
 
 
-def _in_place(path: str) -> Poison:
+def _replaced(path: str) -> Poison:
     return lambda canary: files.put_in_place_of(path, _body(canary))
 
 
@@ -175,86 +175,86 @@ def _arrow(canary: str) -> None:
 
 
 FOREIGN = (
-    Payload("a pickle as .idx", ("sft",), ".idx", TOKENS, _in_place(SFT[0])),
+    Payload("a pickle as .idx", ("sft",), ".idx", TOKENS, _replaced(SFT[0])),
     Payload("an .npy of objects as .idx", ("sft",), ".idx", TOKENS, _objects(SFT[0])),
-    Payload("a pickle as .bin", ("sft",), "labels_document", TOKENS, _in_place(SFT[1])),
-    Payload("a pickle as .idx of documents", ("docs",), ".idx", DOCUMENTS, _in_place(TEXT)),
+    Payload("a pickle as .bin", ("sft",), "labels_document", TOKENS, _replaced(SFT[1])),
+    Payload("a pickle as .idx of documents", ("docs",), ".idx", DOCUMENTS, _replaced(TEXT)),
     Payload("an .npy of objects as documents", ("docs",), ".idx", DOCUMENTS, _objects(TEXT)),
     Payload(
         "a pickle as safetensors",
         ("hf",),
         "model.safetensors",
         HF,
-        _in_place("hf/model.safetensors"),
+        _replaced("hf/model.safetensors"),
     ),
     Payload(
         "a pickle as safetensors of mm",
         ("mm",),
         "model.safetensors",
         MM_HF,
-        _in_place("mm/model/model.safetensors"),
+        _replaced("mm/model/model.safetensors"),
     ),
     Payload(
         "a pickle as adapters",
         ("peft",),
         "adapter_model",
         ("posttrain lora",),
-        _in_place("peft/adapter_model.safetensors"),
+        _replaced("peft/adapter_model.safetensors"),
     ),
     Payload(
         "a pickle as GGUF",
         ("gguf",),
         "model.gguf",
         ("import-gguf", "preprocess gguf"),
-        _in_place("gguf/model.gguf"),
+        _replaced("gguf/model.gguf"),
     ),
     Payload(
         "a pickle as tokenizer.json",
         ("tokenizer",),
         "tokenizer",
         TOKENIZER,
-        _in_place("tokenizer/tokenizer.json"),
+        _replaced("tokenizer/tokenizer.json"),
     ),
     Payload(
         "a pickle as training.json",
         ("saved",),
         "training.json",
         SAVED[1:3],
-        _in_place("saved/iter_0000002/training.json"),
+        _replaced("saved/iter_0000002/training.json"),
     ),
     Payload(
         "a pickle as tracker",
         ("saved",),
         "latest_checkpointed_iteration.txt",
         (SAVED[0], *SAVED[2:]),
-        _in_place("saved/latest_checkpointed_iteration.txt"),
+        _replaced("saved/latest_checkpointed_iteration.txt"),
     ),
-    Payload("a pickle as log", ("saved",), "log.jsonl", ("plot",), _in_place("saved/log.jsonl")),
+    Payload("a pickle as log", ("saved",), "log.jsonl", ("plot",), _replaced("saved/log.jsonl")),
     Payload(
         "a pickle as records",
         ("raw",),
         "good.jsonl",
         ("preprocess", "posttrain raw"),
-        _in_place("raw/good.jsonl"),
+        _replaced("raw/good.jsonl"),
     ),
     Payload(
         "a pickle as prompts",
         ("raw",),
         "prompts.jsonl",
         ("generate prompts",),
-        _in_place("raw/prompts.jsonl"),
+        _replaced("raw/prompts.jsonl"),
     ),
     Payload(
         "a pickle as templates",
         ("raw",),
         "templates.json",
         ("preprocess template file",),
-        _in_place("raw/templates.json"),
+        _replaced("raw/templates.json"),
     ),
     Payload(
         "a pickled type in parquet", ("raw",), "", ("preprocess parquet",), _arrow, is_harmless=True
     ),
-    Payload("a pickle as an image", ("mm",), ".png", ("mm train",), _in_place("mm/1.png")),
+    Payload("a pickle as an image", ("mm",), ".png", ("mm train",), _replaced("mm/1.png")),
 )
 
 

@@ -55,7 +55,7 @@ JSONS = {
 
 def jsons() -> Iterator[Payload]:
     """Yield JSON nested so deeply that a parser may fall over, and numbers without end."""
-    for path, (said, commands) in JSONS.items():
+    for path, (named, commands) in JSONS.items():
         for name, content in (("nested", DEEP), ("digits", '{"a": ' + "9" * 5000 + "}")):
 
             def poison(canary: str, path: str = path, content: str = content) -> None:
@@ -65,7 +65,7 @@ def jsons() -> Iterator[Payload]:
             yield Payload(
                 f"JSON: {name} in {path}",
                 (top,),
-                said,
+                named,
                 commands,
                 poison,
                 is_harmless=name == "digits",

@@ -69,8 +69,8 @@ def _case(good: Path, folder: Path, payload: Payload, command: str) -> Case:
         problems.append("was run")
     if end.code == 0 and not payload.is_harmless:
         problems.append("was accepted")
-    if end.code == 2 and payload.said not in end.error:
-        problems.append(f"{payload.said} is not named")
+    if end.code == 2 and payload.named not in end.error:
+        problems.append(f"{payload.named} is not named")
     return Case(payload.name, command, problems, end.err[-600:], round(end.seconds, 2))
 
 
@@ -80,12 +80,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of `payload x command`")
     arguments = parser.parse_args()
     forked.preload()
-    place, failed = os.getcwd(), False
+    cwd, failed = os.getcwd(), False
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(Path(folder).resolve(), arguments.only):
             print(json.dumps(asdict(case)), flush=True)
             failed = failed or bool(case.problems)
-        os.chdir(place)
+        os.chdir(cwd)
     return int(failed)
 
 

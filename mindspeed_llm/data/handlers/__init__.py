@@ -1,4 +1,4 @@
-"""What records of a data set mean: one class for every layout that `--handler-name` can name."""
+"""Handlers, which render records: one class for every layout that `--handler-name` can name."""
 
 from mindspeed_llm.data.handlers.base import Columns, Context, Handler, Output
 from mindspeed_llm.data.handlers.registry import HANDLERS, PRETRAIN, find_handler

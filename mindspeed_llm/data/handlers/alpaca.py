@@ -1,10 +1,10 @@
-"""One prompt and one answer a record, in columns of their own; or steps with their rewards."""
+"""Alpaca layouts: a prompt and a response per record, or reasoning steps with their rewards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.chat import Segment
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, UnusableRecord
 from mindspeed_llm.data.handlers.base import (
     INSTRUCTION,
@@ -15,7 +15,7 @@ from mindspeed_llm.data.handlers.base import (
     Output,
     Record,
     as_text,
-    only_last_answer,
+    train_last_completion,
 )
 from mindspeed_llm.data.readers import kind_of
 
@@ -24,7 +24,7 @@ LAYOUTS = (
     {"prompt": "prompt", "query": "input", "response": "response"},
     {"prompt": "prompt", "query": "input", "response": "answer"},
 )
-"""Names that are in use for the same three columns; the first whose columns are there is meant."""
+"""Common names of the same three columns; the first whose columns are present is used."""
 
 
 class AlpacaStyleInstructionHandler(Handler):
@@ -48,14 +48,14 @@ class AlpacaStyleInstructionHandler(Handler):
         else:
             names = dict(cls.roles)
         if map_keys:
-            # Whoever names columns means these; earlier turns and system prompts are opt-in then.
+            # With --map-keys, earlier turns and system prompts are opt-in.
             names |= {"history": "", "system": ""}
         return {r: n for r, n in names.items() if r in cls.required or n in present}
 
-    def render(self, record: Record) -> list[list[Piece]]:
-        """Write the conversation."""
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the conversation."""
         answer = Message("assistant", self._text(record, "response"))
-        return [self._write(self._conversation(record, answer).check())]
+        return [self._render_chat(self._conversation(record, answer).check())]
 
     def _conversation(self, record: Record, *answer: Message) -> Conversation:
         prompt, query = self._text(record, "prompt"), self._text(record, "query")
@@ -80,36 +80,36 @@ class AlpacaStyleInstructionHandler(Handler):
 
 
 class AlpacaStylePairwiseHandler(AlpacaStyleInstructionHandler):
-    """Questions with a better and a worse answer: chosen, rejected."""
+    """Prompts with a better and a worse response: chosen, rejected."""
 
     outputs = PAIRWISE
     roles = {**AlpacaStyleInstructionHandler.roles, "chosen": "chosen", "rejected": "rejected"}
     required = ("prompt", "chosen", "rejected")
 
-    def render(self, record: Record) -> list[list[Piece]]:
-        """Write the conversation twice, with either answer."""
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the conversation twice, with either response."""
         tracks = []
         for role in ("chosen", "rejected"):
             answer = Message("assistant", self._text(record, role))
-            pieces = self._write(self._conversation(record, answer).check())
-            tracks.append(only_last_answer(pieces))
+            segments = self._render_chat(self._conversation(record, answer).check())
+            tracks.append(train_last_completion(segments))
         return tracks
 
 
 class PPOAlpacaStyleInstructionHandler(AlpacaStyleInstructionHandler):
-    """Questions only: the answers are the model's own to find."""
+    """Prompts only: the model generates the completions."""
 
     outputs = PROMPTS
     required = ("prompt",)
-    learns = False
+    has_completion = False
 
-    def render(self, record: Record) -> list[list[Piece]]:
-        """Write the prompt."""
-        return [self._write(self._conversation(record).check(answered=False))]
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the prompt."""
+        return [self._render_chat(self._conversation(record).check(answered=False))]
 
 
 class AlpacaStyleProcessRewardHandler(Handler):
-    """{"input": text with a placeholder behind every step, "value": the verdict on each}."""
+    """{"input": text with a placeholder after every step, "value": the verdict on each}."""
 
     outputs = INSTRUCTION
     roles = {"prompt": "input", "value": "value"}
@@ -119,20 +119,23 @@ class AlpacaStyleProcessRewardHandler(Handler):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._placeholder = context.placeholder_token
-        self._mark = self._one_token("--placeholder-token", self._placeholder)
+        self._placeholder_id = self._one_token("--placeholder-token", self._placeholder)
         rewards = context.reward_tokens
         self._rewards = {reward: self._one_token("--reward-tokens", reward) for reward in rewards}
 
-    def render(self, record: Record) -> list[list[Piece]]:
-        """Write the steps; the place of a placeholder learns the verdict."""
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the steps; the label of a placeholder is the verdict."""
         steps = self._text(record, "prompt").split(self._placeholder)
         verdicts = self._verdicts(record)
         if len(verdicts) != len(steps) - 1:
             raise UnusableRecord("there are not as many verdicts as placeholders")
-        pieces = []
+        segments = []
         for step, verdict in zip(steps, verdicts):
-            pieces += [Piece([step] if step else [], False), Piece([self._mark], False, verdict)]
-        return [[*pieces, *([Piece([steps[-1]], False)] if steps[-1] else [])]]
+            segments += [
+                Segment([step] if step else [], False),
+                Segment([self._placeholder_id], False, verdict),
+            ]
+        return [[*segments, *([Segment([steps[-1]], False)] if steps[-1] else [])]]
 
     def _verdicts(self, record: Record) -> list[int]:
         column = self._columns["value"]
@@ -140,8 +143,8 @@ class AlpacaStyleProcessRewardHandler(Handler):
         if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
             raise MalformedRecord(f"{column} holds {kind_of(values)}, not a list of texts")
         if not self._context.reward_tokens:
-            fresh = dict.fromkeys(value for value in values if value not in self._rewards)
-            self._rewards |= {value: self._one_token(column, value) for value in fresh}
+            new_values = dict.fromkeys(value for value in values if value not in self._rewards)
+            self._rewards |= {value: self._one_token(column, value) for value in new_values}
         unknown = [value for value in values if value not in self._rewards]
         if unknown:
             raise MalformedRecord(f"{column} holds {unknown[0]!r}, which is no --reward-tokens")

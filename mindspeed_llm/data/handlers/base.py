@@ -1,4 +1,4 @@
-"""What every handler of conversations has: the columns it reads and the files it fills."""
+"""The base of handlers: the columns that they read and the files that they write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from mindspeed.config import ConfigError, did_you_mean
-from mindspeed_llm.data.chat import ChatFormat, Piece
+from mindspeed_llm.data.chat import ChatFormat, Segment
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, dump
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.readers import kind_of
@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 
 
 class Output(NamedTuple):
-    """One file of tokens: which of a record's sequences it takes, and what of it."""
+    """One file of tokens: the sequence of a record that it stores, and which values of it."""
 
     key: str
     track: int
@@ -39,12 +39,12 @@ PROMPTS = (Output("input_ids", 0, "ids"), Output("attention_mask", 0, "ones"))
 
 
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-"""Columns that training on text cannot use: a record that fills one is not silently cut to text."""
+"""Columns that training on text cannot use: a record with one is not silently reduced to text."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column of the data holds what; "" where there is none."""
+    """The column of the data for each role; "" for none."""
 
     names: Mapping[str, str]
     tags: Mapping[str, str]
@@ -57,7 +57,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Context:
-    """What a handler works with."""
+    """The dependencies of a handler."""
 
     columns: Columns
     encoder: TextEncoder
@@ -67,16 +67,16 @@ class Context:
 
 
 class Handler(ABC):
-    """Reads records of one layout; `render` gives one list of pieces per sequence of a record."""
+    """Renders records of one layout; `render` returns one list of segments per sequence."""
 
     outputs: ClassVar[tuple[Output, ...]]
     roles: ClassVar[Mapping[str, str]]
-    """What `--map-keys` may name, and the column that is meant when it does not."""
+    """The keys of `--map-keys`, and the default column of each."""
     required: ClassVar[tuple[str, ...]]
     tags: ClassVar[Mapping[str, str]] = {}
     needs_chat: ClassVar[bool] = True
-    learns: ClassVar[bool] = True
-    """Whether a record without anything to learn is useless."""
+    has_completion: ClassVar[bool] = True
+    """Whether a record without a trained token is dropped."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -84,14 +84,14 @@ class Handler(ABC):
 
     @classmethod
     def find_columns(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> Columns:
-        """Join `--map-keys` with the defaults, and check both against the columns there are."""
+        """Combine `--map-keys` with the defaults, and check both against the present columns."""
         media, map_keys = split_media(map_keys)
         _check_keys(map_keys, [*cls.roles, *(["tags"] if cls.tags else [])])
         given = {key: _text_value(key, map_keys[key]) for key in map_keys if key != "tags"}
         names = {**cls._defaults(map_keys, present), **given}
         for role in dict.fromkeys([*given, *cls.required]):
             if not names[role] and role in cls.required:
-                raise ConfigError(f"--map-keys: {cls.__name__} cannot do without {role}")
+                raise ConfigError(f"--map-keys: {cls.__name__} requires {role}")
             if names[role] and names[role] not in present:
                 raise _no_column(role, names[role], present)
         unused = tuple(column for column in media if column not in names.values())
@@ -99,7 +99,7 @@ class Handler(ABC):
 
     @classmethod
     def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
-        """Return the columns that are read where `--map-keys` says nothing."""
+        """Return the columns that are read without `--map-keys`."""
         required = cls.required
         return {r: name for r, name in cls.roles.items() if r in required or name in present}
 
@@ -113,10 +113,10 @@ class Handler(ABC):
         return {**cls.tags, **{key: _text_value(key, given[key]) for key in given}}
 
     @abstractmethod
-    def render(self, record: Record) -> list[list[Piece]]:
-        """Write the sequences of one record."""
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the sequences of one record."""
 
-    def _write(self, conversation: Conversation) -> list[Piece]:
+    def _render_chat(self, conversation: Conversation) -> list[Segment]:
         assert self._context.chat is not None
         return self._context.chat.render(conversation)
 
@@ -127,7 +127,7 @@ class Handler(ABC):
         return dump(tools) if isinstance(tools, (list, dict)) else as_text(tools, column)
 
     def _text(self, record: Record, role: str) -> str:
-        """Return the text of a column; null and a column that is not there are empty."""
+        """Return the text of a column; null and an absent optional column are empty."""
         column = self._columns.names.get(role)
         if not column:
             return ""
@@ -167,10 +167,12 @@ def check_media(record: Record, media: Sequence[str]) -> None:
             )
 
 
-def only_last_answer(pieces: Sequence[Piece]) -> list[Piece]:
-    """Let nothing be trained but what follows the last prompt."""
-    last = max((place for place, piece in enumerate(pieces) if not piece.is_answer), default=-1)
-    return [Piece(p.parts, p.is_answer and i > last) for i, p in enumerate(pieces)]
+def train_last_completion(segments: Sequence[Segment]) -> list[Segment]:
+    """Train only the completion of the last prompt."""
+    last = max(
+        (index for index, segment in enumerate(segments) if not segment.is_completion), default=-1
+    )
+    return [Segment(p.parts, p.is_completion and i > last) for i, p in enumerate(segments)]
 
 
 def _check_keys(given: Iterable[str], allowed: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
-"""A list of messages a record: ShareGPT's tags or the roles of OpenAI's chat interface."""
+"""Lists of messages: ShareGPT's tags, or the roles of OpenAI's chat completions API."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.chat import Segment
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, dump
 from mindspeed_llm.data.handlers.base import (
     INSTRUCTION,
@@ -12,7 +12,7 @@ from mindspeed_llm.data.handlers.base import (
     Output,
     Record,
     as_text,
-    only_last_answer,
+    train_last_completion,
 )
 from mindspeed_llm.data.readers import kind_of
 
@@ -39,9 +39,9 @@ class SharegptStyleInstructionHandler(Handler):
         "system_tag": "system",
     }
 
-    def render(self, record: Record) -> list[list[Piece]]:
-        """Write the conversation."""
-        return [self._write(self._conversation(record).check())]
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the conversation."""
+        return [self._render_chat(self._conversation(record).check())]
 
     def _conversation(self, record: Record) -> Conversation:
         column = self._columns["messages"]
@@ -60,9 +60,9 @@ class SharegptStyleInstructionHandler(Handler):
     def _read(self, entries: list[Any]) -> tuple[list[Message], str]:
         """Return the messages, and the system prompt if the first one is that."""
         messages, system = [], ""
-        for place, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             role, content = self._role_and_content(entry)
-            if place == 0 and role == self._columns.tags["system_tag"]:
+            if index == 0 and role == self._columns.tags["system_tag"]:
                 system = content
             else:
                 messages.append(self._message(role, content))
@@ -97,20 +97,20 @@ class SharegptStyleInstructionHandler(Handler):
 
 
 class SharegptStylePairwiseHandler(SharegptStyleInstructionHandler):
-    """Conversations that end with a question, and a better and a worse answer to it."""
+    """Conversations that end with a prompt, and a better and a worse response to it."""
 
     outputs = PAIRWISE
     roles = {**SharegptStyleInstructionHandler.roles, "chosen": "chosen", "rejected": "rejected"}
     required = ("messages", "chosen", "rejected")
 
-    def render(self, record: Record) -> list[list[Piece]]:
-        """Write the conversation twice, with either answer."""
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the conversation twice, with either response."""
         asked = self._conversation(record).check(answered=False)
         tracks = []
         for role in ("chosen", "rejected"):
             messages = (*asked.messages, self._answer(record, role))
             whole = Conversation(messages, asked.system, asked.tools).check()
-            tracks.append(only_last_answer(self._write(whole)))
+            tracks.append(train_last_completion(self._render_chat(whole)))
         return tracks
 
     def _answer(self, record: Record, role: str) -> Message:
@@ -134,15 +134,15 @@ class OpenAIInstructionHandler(Handler):
     roles = {"messages": "messages", "tools": "tools"}
     required = ("messages",)
 
-    def render(self, record: Record) -> list[list[Piece]]:
-        """Write the conversation."""
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the conversation."""
         column = self._columns["messages"]
         if column not in record:
             raise MalformedRecord(f"has no {column}; it has {', '.join(record) or 'nothing'}")
         entries = record[column]
         if not isinstance(entries, list):
             raise MalformedRecord(f"{column} holds {kind_of(entries)}, not a list of messages")
-        return [self._write(_conversation(entries, self._tools(record)).check())]
+        return [self._render_chat(_conversation(entries, self._tools(record)).check())]
 
 
 def _conversation(entries: list[Any], tools: str) -> Conversation:
@@ -155,7 +155,7 @@ def _conversation(entries: list[Any], tools: str) -> Conversation:
             system.append(_content(entry))
         else:
             messages.append(_message(entry))
-    return Conversation(tuple(_joined(messages)), "\n".join(system), tools)
+    return Conversation(tuple(_merge_turns(messages)), "\n".join(system), tools)
 
 
 def _message(entry: dict[str, Any]) -> Message:
@@ -181,22 +181,24 @@ def _content(entry: dict[str, Any]) -> str:
     content = entry.get("content")
     if not isinstance(content, list):
         return as_text(content, "content")
-    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-    for part, text in zip(content, texts):
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else kind_of(part)
             raise MalformedRecord(f"a message holds {kind}: only text can be trained on here")
+        texts.append(text)
     return "".join(texts)
 
 
-def _joined(messages: list[Message]) -> list[Message]:
-    joined: list[Message] = []
+def _merge_turns(messages: list[Message]) -> list[Message]:
+    merged: list[Message] = []
     for message in messages:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         if last is None or last.role != message.role or last.calls or message.calls:
-            joined.append(message)
+            merged.append(message)
         elif message.role == "observation":
-            joined[-1] = message._replace(before=(*last.before, last._replace(before=())))
+            merged[-1] = message._replace(before=(*last.before, last._replace(before=())))
         else:
-            joined[-1] = Message(last.role, f"{last.content}\n{message.content}")
-    return joined
+            merged[-1] = Message(last.role, f"{last.content}\n{message.content}")
+    return merged

@@ -1,4 +1,4 @@
-"""The handlers by the names that `--handler-name` takes."""
+"""The handlers by the names that `--handler-name` accepts."""
 
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.data.handlers.alpaca import (
@@ -15,7 +15,7 @@ from mindspeed_llm.data.handlers.messages import (
 )
 
 PRETRAIN = "GeneralPretrainHandler"
-"""Plain documents; they need no conversation, so a handler class has nothing to do for them."""
+"""Plain documents; they are not rendered, so they have no handler class."""
 HANDLERS: dict[str, type[Handler]] = {
     handler.__name__: handler
     for handler in (

@@ -7,10 +7,10 @@ from mindspeed_llm.data.readers.blocks import (
     Source,
     blocks,
     find_sources,
+    first_rows,
     kind_of,
-    peek,
     read,
-    unit,
+    record_unit,
 )
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "blocks",
     "find_sources",
     "kind_of",
-    "peek",
+    "first_rows",
     "read",
-    "unit",
+    "record_unit",
 ]

@@ -1,7 +1,7 @@
-"""Input files and their blocks of a few megabytes: the unit in which data is read and encoded.
+"""Input files and their blocks of a few megabytes: the unit of reading, encoding and writing.
 
-Lines are cut by byte ranges, so whoever processes a block reads it too; other formats can only be
-read from the front and travel as finished records.
+Lines are split by byte ranges, so the worker that encodes a block reads it too; other formats can
+only be read sequentially and are sent as parsed records.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 FORMATS = ("jsonl", "json", "parquet", "csv", "tsv", "txt")
 BLOCK_BYTES = 4 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SHOWN = 15
-"""Characters that are shown before a mistake, and behind it."""
+CONTEXT_CHARS = 15
+"""Characters that an error shows before and after the position of a mistake."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Source:
 
 
 def find_sources(given: str | None) -> list[Source]:
-    """Return the files meant by a file, a folder, or several of them with commas between."""
+    """Return the input files of a file, a folder, or several of them separated by commas."""
     if not given:
         raise ConfigError("--input is missing: give a file, a folder, or several with commas")
     names = [given] if Path(given).exists() else given.split(",")
@@ -51,27 +51,27 @@ def find_sources(given: str | None) -> list[Source]:
 
 def _find(path: Path) -> list[Source]:
     if path.is_dir():
-        return _in_folder(path)
+        return _sources_in_folder(path)
     if not path.is_file():
         raise ConfigError(f"--input {path} does not exist")
     if format_of(path) not in FORMATS:
-        raise ConfigError(f"--input {path}: its name must end in {_endings()}")
+        raise ConfigError(f"--input {path}: its name must end in {_known_endings()}")
     return [_source(path)]
 
 
-def _in_folder(folder: Path) -> list[Source]:
-    """Take every file of a known format in a folder, in the order of the names."""
+def _sources_in_folder(folder: Path) -> list[Source]:
+    """Return the files of known formats in a folder, sorted by name."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    # What an earlier run into the same folder noted is no data.
+    # The summary of an earlier run into the same folder is not data.
     files = [path for path in files if not path.name.endswith(".summary.json")]
     known = [path for path in files if format_of(path) in FORMATS]
     if not known:
         names = ", ".join(path.name for path in files[:5]) or "nothing"
         raise ConfigError(
-            f"--input {folder} holds no file that ends in {_endings()}: it has {names}"
+            f"--input {folder} holds no file that ends in {_known_endings()}: it has {names}"
         )
     if len(known) < len(files):
-        logger.info("%s: %d files of other kinds are left out", folder, len(files) - len(known))
+        logger.info("%s: %d files of other formats are ignored", folder, len(files) - len(known))
     return [_source(path) for path in known]
 
 
@@ -85,16 +85,16 @@ def _source(path: Path) -> Source:
 
 
 def format_of(path: str | Path) -> str:
-    """Return the ending of a file's name, which says how it is read."""
+    """Return the ending of a file's name, which names its format."""
     return Path(path).suffix.lower().removeprefix(".")
 
 
-def _endings() -> str:
+def _known_endings() -> str:
     return ", ".join(f".{name}" for name in FORMATS)
 
 
 class Problem(NamedTuple):
-    """Why a line is not a record."""
+    """The reason why a line is not a record."""
 
     reason: str
 
@@ -106,7 +106,7 @@ what it holds."""
 
 @dataclass(frozen=True)
 class Block:
-    """A part of one file: a byte range that is yet to be read, or rows."""
+    """A part of one file: a byte range still to be read, or parsed rows."""
 
     source: Source
     start: int = 0
@@ -117,9 +117,9 @@ class Block:
 def blocks(
     sources: Iterable[Source], columns: Sequence[str] = (), size: int = BLOCK_BYTES
 ) -> Iterator[Block]:
-    """Cut files into blocks; of tables only `columns` are read (all when none is named)."""
+    """Split files into blocks; of tables only `columns` are read (all if none is given)."""
     for source in sources:
-        if unit(source.path) == "line" and source.format not in ("csv", "tsv"):
+        if record_unit(source.path) == "line" and source.format not in ("csv", "tsv"):
             for start in range(0, source.size, size):
                 yield Block(source, start, min(start + size, source.size))
         else:
@@ -129,10 +129,10 @@ def blocks(
 
 
 def read(block: Block) -> tuple[Iterator[Row], int]:
-    """Return the rows of a block and how many lines it has.
+    """Return the rows of a block and its number of lines.
 
-    Nobody knows where in the file a byte range stands before those in front of it were read, so its
-    rows count from its own first line. Rows that came finished have true numbers, and 0 lines.
+    The line number at which a byte range starts is known only after those before it were read, so
+    its rows count from its own first line. Parsed rows have their final numbers, and 0 lines.
     """
     if block.rows is not None:
         return iter(block.rows), 0
@@ -147,7 +147,7 @@ def read(block: Block) -> tuple[Iterator[Row], int]:
 
 
 def _lines(data: bytes, rest: bytes) -> Iterator[bytes | memoryview]:
-    """Cut data at its line breaks, without copying it; `rest` is the end of the last line."""
+    """Split data at its line breaks, without copying; `rest` is the end of the last line."""
     view, start = memoryview(data), 0
     while (end := data.find(b"\n", start)) >= 0:
         yield view[start:end]
@@ -155,7 +155,7 @@ def _lines(data: bytes, rest: bytes) -> Iterator[bytes | memoryview]:
     yield data[start:] + rest.removesuffix(b"\n")
 
 
-def peek(sources: Sequence[Source], count: int) -> list[tuple[Source, int, Any]]:
+def first_rows(sources: Sequence[Source], count: int) -> list[tuple[Source, int, Any]]:
     """Return the first rows of every file, with the file."""
     found: list[tuple[Source, int, Any]] = []
     for source in sources:
@@ -165,8 +165,8 @@ def peek(sources: Sequence[Source], count: int) -> list[tuple[Source, int, Any]]
     return found
 
 
-def unit(path: str) -> Literal["line", "row", "record"]:
-    """Say what the records of a file are counted in: JSON may be one array, or an object a line."""
+def record_unit(path: str) -> Literal["line", "row", "record"]:
+    """Return the unit of record numbers: JSON may be one array, or one object per line."""
     kind = format_of(path)
     if kind != "json":
         return "row" if kind == "parquet" else "line"
@@ -180,23 +180,23 @@ def unit(path: str) -> Literal["line", "row", "record"]:
 
 
 def _read_range(block: Block) -> tuple[bytes, bytes]:
-    """Read the lines that begin inside the block's byte range, and what the last has behind it."""
+    """Read the lines that start inside the block's byte range, and the rest of the last one."""
     try:
         with open(block.source.path, "rb") as file:
             if block.start:
                 file.seek(block.start - 1)
-                file.readline()  # the line that began in the block before
-            missing = block.end - file.tell()
-            if missing <= 0:
+                file.readline()  # the line that started in the block before
+            remaining = block.end - file.tell()
+            if remaining <= 0:
                 return b"", b""
-            data = file.read(missing)
+            data = file.read(remaining)
             return data, b"" if data.endswith(b"\n") else file.readline()
     except OSError as error:
         raise ConfigError(f"{block.source.path} cannot be read: {error.strerror}") from None
 
 
 def _parse_object(line: bytes | memoryview) -> dict[str, Any] | Problem | None:
-    """Read one line; a blank one is nothing."""
+    """Parse one line; a blank one is None."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -213,14 +213,14 @@ def _not_json(line: bytes | memoryview, error: orjson.JSONDecodeError) -> Proble
         bytes(line).decode()
     except UnicodeDecodeError as wrong:
         return _not_text(wrong)
-    return Problem(f"is not valid JSON: {error.msg} (column {error.colno}{show(error)})")
+    return Problem(f"is not valid JSON: {error.msg} (column {error.colno}{error_context(error)})")
 
 
-def show(error: json.JSONDecodeError) -> str:
-    """Return the text around a mistake."""
-    text, place = error.doc, error.pos
-    hint = "; an apostrophe has no backslash in JSON" if text[place:].startswith("\\'") else ""
-    around = text[max(0, place - SHOWN) : place + SHOWN].strip()
+def error_context(error: json.JSONDecodeError) -> str:
+    """Return the text around a mistake, for an error message."""
+    text, position = error.doc, error.pos
+    hint = "; an apostrophe has no backslash in JSON" if text[position:].startswith("\\'") else ""
+    around = text[max(0, position - CONTEXT_CHARS) : position + CONTEXT_CHARS].strip()
     return f": ...{around}...{hint}" if around else ""
 
 
@@ -237,7 +237,7 @@ def _not_text(error: UnicodeDecodeError) -> Problem:
 
 
 def _rows(source: Source, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Read the other formats: the size of a row, and the row."""
+    """Read the sequential formats: the size of a row, and the row."""
     if source.format == "json":
         from mindspeed_llm.data.readers.formats import read_array as read
     elif source.format == "parquet":

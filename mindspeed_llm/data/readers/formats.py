@@ -1,4 +1,4 @@
-"""Formats that are read from the front: one JSON array, csv, tsv and parquet."""
+"""Formats that are read sequentially: one JSON array, csv, tsv and parquet."""
 
 import csv
 import json
@@ -9,14 +9,14 @@ from typing import Any, TextIO
 import orjson
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.readers.blocks import BLOCK_BYTES, Problem, Row, kind_of, show
+from mindspeed_llm.data.readers.blocks import BLOCK_BYTES, Problem, Row, error_context, kind_of
 
 CHUNK = 1 << 20
-NEAR_THE_END = 64
-"""A mistake this close to the end of what was read may be nothing but text not read yet."""
+LOOKAHEAD_CHARS = 64
+"""A mistake this close to the end of the text that was read may be only an incomplete value."""
 _SPACE = re.compile(r"[ \t\r\n]*")
-LONGEST_FIELD = 64 << 20
-"""A quote that is never closed would otherwise swallow the rest of the file."""
+MAX_FIELD_CHARS = 64 << 20
+"""Without a limit a quote that is never closed would consume the rest of the file."""
 
 
 def read_array(path: str) -> Iterator[tuple[int, Row]]:
@@ -29,22 +29,22 @@ def read_array(path: str) -> Iterator[tuple[int, Row]]:
 
 
 class _Scanner:
-    """Finds where each value ends; only the text from the current value on is kept."""
+    """Finds the end of each value; only the text from the current value on is kept in memory."""
 
     def __init__(self, path: str, file: TextIO) -> None:
         self._path, self._file = path, file
-        self._text, self._place, self._line, self._ended = "", 0, 1, False
+        self._text, self._position, self._line, self._ended = "", 0, 1, False
         self._record = 1
-        # Only the ends of values are wanted, and a number may have more digits than int() takes.
+        # Only the ends of values matter, and a number may have more digits than int() accepts.
         self._decoder = json.JSONDecoder(parse_int=str, parse_float=str)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         is_array = self._next_is("[")
         while self._has_value(is_array):
             end = self._end_of_value()
-            text = self._text[self._place : end]
+            text = self._text[self._position : end]
             self._move_to(end)
-            yield len(text), (self._record, _record(text))
+            yield len(text), (self._record, _parse_record(text))
             self._record += 1
             if is_array and not self._next_is(","):
                 self._expect_end("]")
@@ -66,53 +66,53 @@ class _Scanner:
             self._fail("a comma or a closing bracket is missing")
         self._skip_space()
         if not self._at_end():
-            self._fail("there is something after the array")
+            self._fail("there is more text after the array")
 
     def _next_is(self, character: str) -> bool:
         self._skip_space()
-        if self._at_end() or self._text[self._place] != character:
+        if self._at_end() or self._text[self._position] != character:
             return False
-        self._place += 1
+        self._position += 1
         return True
 
     def _skip_space(self) -> None:
         while True:
-            match = _SPACE.match(self._text, self._place)
-            self._move_to(match.end() if match else self._place)
-            if self._place < len(self._text) or not self._read_more():
+            match = _SPACE.match(self._text, self._position)
+            self._move_to(match.end() if match else self._position)
+            if self._position < len(self._text) or not self._read_more():
                 return
 
     def _at_end(self) -> bool:
-        return self._place >= len(self._text)
+        return self._position >= len(self._text)
 
     def _end_of_value(self) -> int:
-        """Return where the value that begins here ends, reading on until it does."""
+        """Return the end of the value that starts here, reading more text until it is complete."""
         while True:
             try:
-                _, end = self._decoder.raw_decode(self._text, self._place)
+                _, end = self._decoder.raw_decode(self._text, self._position)
                 return end
             except json.JSONDecodeError as error:
                 open_string = error.msg.startswith("Unterminated string")
-                may_go_on = open_string or error.pos > len(self._text) - NEAR_THE_END
+                may_go_on = open_string or error.pos > len(self._text) - LOOKAHEAD_CHARS
                 if not (may_go_on and self._read_more()):
                     self._move_to(error.pos)
-                    self._fail(f"{error.msg}{show(error)}")
+                    self._fail(f"{error.msg}{error_context(error)}")
             except RecursionError:
                 self._fail("it is nested too deeply")
 
     def _read_more(self) -> bool:
-        """Double what is held from the current value on, so that a long value costs no more."""
+        """Double the text from the current value on, so that a long value stays linear."""
         if self._ended:
             return False
-        rest = self._text[self._place :]
+        rest = self._text[self._position :]
         more = self._file.read(max(CHUNK, len(rest)))
         self._ended = not more
-        self._text, self._place = rest + more, 0
+        self._text, self._position = rest + more, 0
         return bool(more)
 
-    def _move_to(self, place: int) -> None:
-        self._line += self._text.count("\n", self._place, place)
-        self._place = place
+    def _move_to(self, position: int) -> None:
+        self._line += self._text.count("\n", self._position, position)
+        self._position = position
 
     def _fail(self, reason: str) -> None:
         raise ConfigError(
@@ -120,8 +120,8 @@ class _Scanner:
         )
 
 
-def _record(text: str) -> dict[str, Any] | Problem:
-    # Read again by the reader of lines, so that both formats accept exactly the same values.
+def _parse_record(text: str) -> dict[str, Any] | Problem:
+    # Parsed again by the parser of lines, so that both formats accept exactly the same values.
     try:
         value = orjson.loads(text)
     except (orjson.JSONDecodeError, UnicodeEncodeError) as error:
@@ -133,7 +133,7 @@ def _record(text: str) -> dict[str, Any] | Problem:
 
 def read_csv(path: str) -> Iterator[tuple[int, Row]]:
     """Yield the length and the row of every line below the header; the line is its last one."""
-    csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(MAX_FIELD_CHARS)
     delimiter = "\t" if path.lower().endswith("tsv") else ","
     line = 1
     try:
@@ -159,9 +159,9 @@ def _as_record(names: Sequence[str], fields: Sequence[str]) -> dict[str, str] | 
 def _header(path: str, names: list[str]) -> list[str]:
     if not names:
         raise ConfigError(f"{path} is empty: its first line must name the columns")
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise ConfigError(f"{path}: its first line names {', '.join(map(repr, doubles))} twice")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigError(f"{path}: its first line names {', '.join(map(repr, duplicates))} twice")
     return names
 
 

@@ -9,7 +9,7 @@ from tests.llm.smollm2 import smollm2_file
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, expected",
     [
         (None, "cannot be read (No such file or directory)"),
         (b"", "is not a GGUF file"),
@@ -17,13 +17,13 @@ from tests.llm.smollm2 import smollm2_file
         (b"GGUF" + b"\xff" * 60, "cannot read it"),
     ],
 )
-def test_bad_files_are_told_in_one_line(tmp_path, capsys, content, said):
+def test_bad_files_produce_a_one_line_error(tmp_path, capsys, content, expected):
     file = tmp_path / "model.gguf"
     if content is not None:
         file.write_bytes(content)
     assert main(["import-gguf", str(file), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert expected in error and error.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} <= {"model.gguf"}
 
 

@@ -35,7 +35,7 @@ RECORDS = [{"prompt": f'question {n}, "x"', "response": f"answer\n{n} é"} for n
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workdir(tmp_path_factory):
     """A folder with a tokenizer, data in every format, and token files."""
     folder = tmp_path_factory.mktemp("mutants")
     byte_level().save_pretrained(folder / "tokenizer")
@@ -52,8 +52,8 @@ def place(tmp_path_factory):
 
 def preprocess(folder, source, name, *more):
     values = preprocessing(folder, source, name)
-    words = [word for key, value in values.items() for word in (flag_name(key), value)]
-    return ["preprocess", *words, *more]
+    arguments = [argument for key, value in values.items() for argument in (flag_name(key), value)]
+    return ["preprocess", *arguments, *more]
 
 
 def preprocessing(folder, source, name):
@@ -82,46 +82,46 @@ def check_preprocessed(folder, end):
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
-def test_data(place, ending, policy):
-    good = (place / f"good.{ending}").read_bytes()
+def test_data(workdir, ending, policy):
+    good = (workdir / f"good.{ending}").read_bytes()
     codes = set()
 
     @mutants(2)
     @given(damaged(good))
     def check(content):
-        bad = place / f"bad.{ending}"
+        bad = workdir / f"bad.{ending}"
         bad.write_bytes(content)
-        end = run(*preprocess(place, bad, "out", "--on-bad-line", policy))
-        check_preprocessed(place, end)
+        end = run(*preprocess(workdir, bad, "out", "--on-bad-line", policy))
+        check_preprocessed(workdir, end)
         codes.add(end.code)
 
     check()
     assert codes == {0, 2}
 
 
-def test_records(place):
+def test_records(workdir):
     """Valid JSON whose values are not what a handler expects."""
 
     @mutants()
     @given(changed(RECORDS))
     def check(records):
-        (place / "bad.json").write_text(json.dumps(records))
-        check_preprocessed(place, run(*preprocess(place, place / "bad.json", "out")))
+        (workdir / "bad.json").write_text(json.dumps(records))
+        check_preprocessed(workdir, run(*preprocess(workdir, workdir / "bad.json", "out")))
 
     check()
 
 
-def test_templates(place):
+def test_templates(workdir):
     entries = json.loads(SHIPPED_PATH.read_bytes())
     qwen = [entry for entry in entries if entry["name"] == "qwen"]
 
     @mutants()
     @given(changed(qwen).map(json.dumps) | damaged(json.dumps(qwen).encode()).map(decoded))
     def check(text):
-        path = place / "templates.json"
+        path = workdir / "templates.json"
         path.write_text(text, encoding="utf-8", errors="surrogateescape")
-        words = preprocess(place, place / "good.jsonl", "out", "--prompt-type-path", path)
-        check_preprocessed(place, run(*words))
+        arguments = preprocess(workdir, workdir / "good.jsonl", "out", "--prompt-type-path", path)
+        check_preprocessed(workdir, run(*arguments))
 
     check()
 
@@ -130,19 +130,24 @@ def decoded(content):
     return content.decode(errors="surrogateescape")
 
 
-def test_yaml_of_preprocess(place):
-    values = preprocessing(place, place / "good.jsonl", "out") | {"workers": 1, "seq_length": 99}
-    check_yaml(values, place / "run.yaml", "preprocess", lambda end: check_preprocessed(place, end))
+def test_yaml_of_preprocess(workdir):
+    values = preprocessing(workdir, workdir / "good.jsonl", "out") | {
+        "workers": 1,
+        "seq_length": 99,
+    }
+    check_yaml(
+        values, workdir / "run.yaml", "preprocess", lambda end: check_preprocessed(workdir, end)
+    )
 
 
-def test_flags_of_preprocess(place):
+def test_flags_of_preprocess(workdir):
     known = known_flags(preprocess_command)
 
     @mutants(2)
     @given(flags(known, VALUES))
-    def check(words):
-        end = run(*preprocess(place, place / "good.jsonl", "out", *words))
-        for file in place.glob("out*"):
+    def check(arguments):
+        end = run(*preprocess(workdir, workdir / "good.jsonl", "out", *arguments))
+        for file in workdir.glob("out*"):
             assert end.code == 0
             file.unlink()
 
@@ -150,8 +155,8 @@ def test_flags_of_preprocess(place):
 
 
 @pytest.mark.parametrize("kind", ["idx", "bin", "summary.json"])
-def test_token_files(place, kind):
-    path = next(place.glob(f"shown*labels*.{kind}"), place / f"shown.{kind}")
+def test_token_files(workdir, kind):
+    path = next(workdir.glob(f"shown*labels*.{kind}"), workdir / f"shown.{kind}")
     good = path.read_bytes()
 
     @mutants(1.5)
@@ -161,7 +166,7 @@ def test_token_files(place, kind):
     )
     def check(content):
         path.write_bytes(content)
-        run("show-batch", place / "shown", "--cache-dir", place / "cache")
+        run("show-batch", workdir / "shown", "--cache-dir", workdir / "cache")
 
     try:
         check()
@@ -169,11 +174,11 @@ def test_token_files(place, kind):
         path.write_bytes(good)
 
 
-def test_flags_of_show_batch(place):
+def test_flags_of_show_batch(workdir):
     @mutants(1.5)
     @given(flags(known_flags(show_batch_command), VALUES))
-    def check(words):
-        run("show-batch", place / "shown", "--cache-dir", place / "cache", *words)
+    def check(arguments):
+        run("show-batch", workdir / "shown", "--cache-dir", workdir / "cache", *arguments)
 
     check()
 
@@ -187,14 +192,14 @@ PROCESSES = {
 }
 
 
-@pytest.mark.parametrize("words", PROCESSES.values(), ids=PROCESSES.keys())
-def test_processes(place, words):
-    (place / "cut.parquet").write_bytes((place / "good.parquet").read_bytes()[:-9])
-    (place / "bad.yaml").write_text("load_dir: [\n")
+@pytest.mark.parametrize("arguments", PROCESSES.values(), ids=PROCESSES.keys())
+def test_processes(workdir, arguments):
+    (workdir / "cut.parquet").write_bytes((workdir / "good.parquet").read_bytes()[:-9])
+    (workdir / "bad.yaml").write_text("load_dir: [\n")
     tokenizer = ["--tokenizer-name-or-path", "tokenizer", "--cache-dir", "cache"]
-    more = tokenizer if words[0] == "preprocess" else []
-    command = [sys.executable, "-m", "mindspeed_llm", *words, *more]
-    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=3 * SECONDS)
+    more = tokenizer if arguments[0] == "preprocess" else []
+    command = [sys.executable, "-m", "mindspeed_llm", *arguments, *more]
+    done = subprocess.run(command, cwd=workdir, capture_output=True, text=True, timeout=3 * SECONDS)
     assert done.returncode == 2 and done.stdout == ""
     lines = done.stderr.splitlines()
-    assert ": error: " in lines[-1] and len(lines) <= 2 and not list(place.glob("out*"))
+    assert ": error: " in lines[-1] and len(lines) <= 2 and not list(workdir.glob("out*"))

@@ -1,4 +1,4 @@
-"""Wrong flags of preprocess: each is told in one line, and nothing is written."""
+"""Wrong flags of preprocess: each produces a one-line error, and nothing is written."""
 
 import json
 
@@ -10,8 +10,8 @@ from tests.small_tokenizers import byte_level
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a tokenizer, whose facts are already remembered, and data."""
+def workdir(tmp_path_factory):
+    """A folder with a tokenizer, whose facts are already cached, and data."""
     folder = tmp_path_factory.mktemp("bad")
     byte_level().save_pretrained(folder / "tokenizer")
     records = [{"prompt": f"question {n}", "response": f"answer {n}"} for n in range(12)]
@@ -49,7 +49,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: flags[0])
-def test_wrong_flags(place, flags):
-    end = preprocess(place, "flags", *flags)
+def test_wrong_flags(workdir, flags):
+    end = preprocess(workdir, "flags", *flags)
     assert end.code == 2 and end.out == ""
-    assert not list(place.glob("flags*"))
+    assert not list(workdir.glob("flags*"))

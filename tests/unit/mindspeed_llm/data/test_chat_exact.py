@@ -8,8 +8,8 @@ import pytest
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.indexed import IGNORED
-from mindspeed_llm.data.samples import Assembler, build
+from mindspeed_llm.data.indexed import IGNORE_INDEX
+from mindspeed_llm.data.samples import SampleEncoder, build
 from mindspeed_llm.data.template import Template, TemplateFormat, load_template
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import byte_level, metaspace
@@ -110,7 +110,7 @@ CONVERSATIONS = {
 
 def encode(chat, facts, conversation, parse_special=False):
     encoder = TextEncoder(facts, parse_special=parse_special)
-    return build(Assembler(encoder).encode([chat.render(conversation)])[0])
+    return build(SampleEncoder(encoder).encode([chat.render(conversation)])[0])
 
 
 def conversation_of(messages, system):
@@ -157,9 +157,9 @@ def test_prompt_type_tokenizer_gives_the_tokens_of_the_chat_template(name, messa
         facts = facts_of(tokenizer, kind)
         sample = encode(JinjaFormat(facts), facts, conversation_of(messages, system))
         assert sample.ids.tolist() == expected(tokenizer, messages, system), kind
-        learnt = tokenizer.decode(sample.ids[sample.labels != IGNORED])
+        trained = tokenizer.decode(sample.ids[sample.labels != IGNORE_INDEX])
         for role, content in messages:
-            assert (content.strip() in learnt) == (role == "assistant"), (kind, learnt)
+            assert (content.strip() in trained) == (role == "assistant"), (kind, trained)
 
 
 IM_GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"

@@ -14,16 +14,16 @@ from mindspeed_llm.data.collate import (
     collate_prompts,
     collate_variable,
 )
-from mindspeed_llm.data.indexed import IGNORED
+from mindspeed_llm.data.indexed import IGNORE_INDEX
 
 
-def sample(ids, learnt_from=1):
+def sample(ids, trained_from=1):
     ids = np.array(ids, np.int32)
-    labels = np.where(np.arange(len(ids)) >= learnt_from, ids, IGNORED).astype(np.int32)
+    labels = np.where(np.arange(len(ids)) >= trained_from, ids, IGNORE_INDEX).astype(np.int32)
     return {"input_ids": ids, "labels": labels, "attention_mask": np.ones(len(ids), np.int32)}
 
 
-def learnt_pairs(batch):
+def trained_pairs(batch):
     """Every (token, what must follow it) of a batch, in order."""
     mask = batch["loss_mask"].bool()
     return list(zip(batch["tokens"][mask].tolist(), batch["labels"][mask].tolist()))
@@ -38,10 +38,10 @@ def test_fixed_and_variable():
     assert fixed["position_ids"].tolist() == [list(range(8))] * 2
     variable = collate_variable(samples, multiple=3, pad_id=3)
     assert variable["tokens"].shape == (2, 6)
-    assert learnt_pairs(variable) == learnt_pairs(fixed)
+    assert trained_pairs(variable) == trained_pairs(fixed)
     assert collate_variable(samples, multiple=8, limit=5, pad_id=3)["tokens"].shape == (2, 5)
-    in_place = collate_fixed(samples, seq_length=8, pad_id=3, shift=False)
-    assert in_place["labels"].tolist()[0][:3] == [0, 0, 7]
+    unshifted = collate_fixed(samples, seq_length=8, pad_id=3, shift=False)
+    assert unshifted["labels"].tolist()[0][:3] == [0, 0, 7]
     with pytest.raises(ConfigError, match="a sample has 5 tokens, more than the 4"):
         collate_fixed(samples, seq_length=4, pad_id=3)
 
@@ -51,7 +51,7 @@ def test_joined_samples_are_the_padded_ones(multiple):
     samples = [sample([5, 6, 7], 2), sample([8, 9, 10, 11, 12], 1), sample([13, 14], 1)]
     joined = collate_packed(samples, multiple=multiple, pad_id=3)
     padded = collate_variable(samples, multiple=1, pad_id=3)
-    assert learnt_pairs(joined) == learnt_pairs(padded)
+    assert trained_pairs(joined) == trained_pairs(padded)
     length = -(-10 // multiple) * multiple
     assert joined["tokens"].shape == (1, length)
     assert joined["tokens"][0, 10:].tolist() == [3] * (length - 10)
@@ -67,11 +67,11 @@ def pack(samples, length):
     ids = np.concatenate([s["input_ids"] for s in samples])
     labels = np.concatenate([s["labels"] for s in samples])
     mask = np.concatenate([np.full(len(s["input_ids"]), n) for n, s in enumerate(samples, 1)])
-    room = length - len(ids)
+    padding = length - len(ids)
     return {
-        "input_ids": np.pad(ids, (0, room), constant_values=3),
-        "labels": np.pad(labels, (0, room), constant_values=IGNORED),
-        "attention_mask": np.pad(mask, (0, room)),
+        "input_ids": np.pad(ids, (0, padding), constant_values=3),
+        "labels": np.pad(labels, (0, padding), constant_values=IGNORE_INDEX),
+        "attention_mask": np.pad(mask, (0, padding)),
     }
 
 
@@ -83,18 +83,18 @@ def pack(samples, length):
     ),
     first=st.integers(0, 2),
 )
-def test_packed_rows_learn_what_their_samples_learn(rows, first):
+def test_packed_rows_train_what_their_samples_train(rows, first):
     made = [[sample(ids, first) for ids in row] for row in rows]
     packed = collate_packed([pack(row, 20) for row in made])
     apart = [collate_variable([s], multiple=1, pad_id=3) for row in made for s in row]
-    assert learnt_pairs(packed) == [pair for batch in apart for pair in learnt_pairs(batch)]
+    assert trained_pairs(packed) == [pair for batch in apart for pair in trained_pairs(batch)]
     assert packed["tokens"].shape == (1, 20 * len(rows))
     borders = packed["cu_seqlens"].tolist()
     assert borders[0] == 0 and borders[-1] == 20 * len(rows) and borders == sorted(set(borders))
     lengths = [size for row in rows for size in [*map(len, row), 20 - sum(map(len, row))] if size]
     assert np.diff(borders).tolist() == lengths
     assert packed["max_seqlen"].item() == max(lengths)
-    positions = [place for size in lengths for place in range(size)]
+    positions = [position for size in lengths for position in range(size)]
     assert packed["position_ids"].tolist()[0] == positions
 
 
@@ -110,7 +110,7 @@ def test_a_plain_row_that_ends_with_the_end_of_text_has_no_empty_sample():
     assert batch["cu_seqlens"].tolist() == [0, 2, 4, 5, 8]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 0, 0, 1, 2]]
     assert batch["max_seqlen"].item() == 3
-    assert learnt_pairs(batch) == [(5, 2), (6, 2), (7, 8), (8, 2)]
+    assert trained_pairs(batch) == [(5, 2), (6, 2), (7, 8), (8, 2)]
 
 
 def test_pairs_and_prompts():

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_llm.data.encoder import KNOWN_SPLITS, TRICKY, Accelerator, TextEncoder, is_supported
+from mindspeed_llm.data.encoder import (
+    KNOWN_SPLITS,
+    PROBE_TEXTS,
+    Accelerator,
+    TextEncoder,
+    is_supported,
+)
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import TEXT, byte_level, metaspace
 
@@ -48,9 +54,9 @@ def test_a_text_that_goes_on_gets_no_space_in_front(kind):
 
 def test_characters_of_the_future():
     fast = Accelerator.load(facts_of(byte_level()), parse_special=False)
-    assert fast.takes("plain") and fast.takes("".join(TRICKY))
-    assert not fast.takes("a \U0003fffd"), "a code point without a character"
-    assert not fast.takes("\u0378")
+    assert fast.supports("plain") and fast.supports("".join(PROBE_TEXTS))
+    assert not fast.supports("a \U0003fffd"), "a code point without a character"
+    assert not fast.supports("\u0378")
 
 
 def changed(**changes):
@@ -87,7 +93,7 @@ def test_the_accelerator_gives_the_same_ids(kind, parse, texts):
     fast, slow = encoders(kind, parse)
     assert (fast.engine, slow.engine) == ("gigatoken", "tokenizers")
     assert is_supported(fast.facts)
-    samples = [*texts, *TRICKY, TEXT, "\U0003fffd \u0378", "x<|im_end|>y", ""]
+    samples = [*texts, *PROBE_TEXTS, TEXT, "\U0003fffd \u0378", "x<|im_end|>y", ""]
     for right, found in zip(slow.encode(samples), fast.encode(samples)):
         assert right.tolist() == found.tolist()
 
@@ -106,9 +112,9 @@ def test_the_accelerator_is_advised_where_it_works_only(caplog):
     assert not is_supported(facts)
     with caplog.at_level(logging.INFO):
         assert TextEncoder(facts, parse_special=False).engine == "tokenizers"
-    told = [record for record in caplog.records if record.name.endswith("encoder")]
-    assert [record.levelname for record in told] == ["INFO"]
-    assert "gigatoken does not support this tokenizer" in told[0].getMessage()
+    records = [record for record in caplog.records if record.name.endswith("encoder")]
+    assert [record.levelname for record in records] == ["INFO"]
+    assert "gigatoken does not support this tokenizer" in records[0].getMessage()
 
 
 def test_an_accelerator_that_differs_is_given_up(caplog):
@@ -118,7 +124,7 @@ def test_an_accelerator_that_differs_is_given_up(caplog):
         def encode(self, text):
             return np.array([1], np.uint32)
 
-        def takes(self, text):
+        def supports(self, text):
             return True
 
     encoder._fast = Wrong()

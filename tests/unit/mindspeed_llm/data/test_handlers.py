@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import IGNORED, IndexedTokens
+from mindspeed_llm.data.indexed import IGNORE_INDEX, IndexedTokens
 from mindspeed_llm.data.instruction import InstructionData
 from tests.small_tokenizers import byte_level
 
@@ -40,7 +40,7 @@ def decode(ids):
 def parts(sample, side=""):
     """The prompt and the answer of a sample, as text."""
     ids, labels = sample[f"{side}input_ids"], sample[f"{side}labels"]
-    return decode(ids[labels == IGNORED]), decode(ids[labels != IGNORED])
+    return decode(ids[labels == IGNORE_INDEX]), decode(ids[labels != IGNORE_INDEX])
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_openai_with_tools(run, write_lines):
     assert answered == f"{call}<|im_end|><think>\nNoon.\n</think>\n\nIt is noon.<|im_end|>"
 
 
-def test_pairs_learn_the_last_answer_only(run, write_lines):
+def test_pairs_train_the_last_completion_only(run, write_lines):
     alpaca = {"question": "Q", "system": "S", "chosen": "good", "rejected": "bad"}
     options = {"prompt_type": "chatml", "name": "alpaca"}
     map_keys = '{"prompt": "question", "query": "", "system": "system"}'
@@ -144,7 +144,7 @@ def test_process_reward(run, write_lines):
     options = {"handler_name": "AlpacaStyleProcessRewardHandler", "placeholder_token": "Z"}
     _, prefix = run(write_lines([record]), reward_tokens=("+", "-"), **options)
     sample = InstructionData(prefix)[0]
-    places = np.flatnonzero(sample["labels"] != IGNORED)
+    places = np.flatnonzero(sample["labels"] != IGNORE_INDEX)
     assert [decode([i]) for i in sample["input_ids"][places]] == ["Z", "Z"]
     assert decode(sample["labels"][places]) == "+-"
     with pytest.raises(ConfigError, match="--placeholder-token 'step' is .* tokens"):
@@ -245,7 +245,7 @@ def test_unusable_records_are_dropped_and_counted(run, write_lines, style, recor
         ({"handler_name": "GeneralPretrainHandler"}, "has no column text; it has input, in"),
     ],
 )  # fmt: skip
-def test_what_is_told_before_work_starts(run, write_lines, tmp_path, options, message):
+def test_errors_before_work_starts(run, write_lines, tmp_path, options, message):
     defaults = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chatml"}
     with pytest.raises(ConfigError, match=message):
         run(write_lines([ALPACA]), **{**defaults, **options})
@@ -272,7 +272,7 @@ def test_a_template_that_needs_other_tokens(run, write_lines, tmp_path):
 def test_a_template_without_an_end_is_warned_of(run, write_lines, caplog):
     options = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "empty"}
     summary, _ = run(write_lines([ALPACA]), **options)
-    assert "will not learn to stop" in caplog.text and summary.ended == 0
+    assert "will not be trained to stop" in caplog.text and summary.ended == 0
     caplog.clear()
     summary, _ = run(write_lines([ALPACA]), append_eod=True, **options)
     assert not caplog.text and summary.ended == 1

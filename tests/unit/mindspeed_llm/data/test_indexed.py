@@ -16,7 +16,7 @@ from mindspeed_llm.data.indexed import (
     IndexedTokens,
     TokenFile,
     TokenWriter,
-    find_outside,
+    find_out_of_range,
     smallest_dtype,
 )
 
@@ -33,12 +33,12 @@ def write_with_megatron(prefix, documents, dtype):
 
 def write(folder, documents, dtype, calls=1):
     writer = TokenWriter(folder, "ours", np.dtype(dtype))
-    writer.cut({})
+    writer.truncate({})
     for group in np.array_split(np.arange(len(documents)), calls):
-        sentences = [sentence for place in group for sentence in documents[place]]
+        sentences = [sentence for index in group for sentence in documents[index]]
         flat = np.array([token for sentence in sentences for token in sentence], dtype)
-        borders = np.cumsum([len(documents[place]) for place in group], dtype=np.int64)
-        writer.append(flat, np.array(list(map(len, sentences)), np.int32), borders)
+        document_ends = np.cumsum([len(documents[index]) for index in group], dtype=np.int64)
+        writer.append(flat, np.array(list(map(len, sentences)), np.int32), document_ends)
     writer.build_index(folder / "ours.idx")
     return folder / "ours"
 
@@ -57,7 +57,7 @@ def test_megatron_reads_ours(tmp_path):
     prefix = write(tmp_path, DOCUMENTS, np.int32)
     read = IndexedDataset(str(prefix))
     expected = [sentence for sentences in DOCUMENTS for sentence in sentences]
-    assert [read[place].tolist() for place in range(len(read))] == expected
+    assert [read[index].tolist() for index in range(len(read))] == expected
     assert read.document_indices.tolist() == [0, 2, 3, 3, 4]
 
 
@@ -90,7 +90,7 @@ def test_a_writer_goes_back(tmp_path):
     writer.append(np.arange(5), np.array([5]))
     writer.close()
     again = TokenWriter(tmp_path, "ours", np.dtype("<i4"))
-    again.cut(sizes)
+    again.truncate(sizes)
     again.append(np.array([9]), np.array([1]))
     again.build_index(tmp_path / "ours.idx")
     assert [t.tolist() for t in IndexedTokens(tmp_path / "ours")] == [[0], [1, 2], [9]]
@@ -174,10 +174,10 @@ def test_ids_outside_the_vocabulary_are_found(tmp_path_factory, dtype, is_labels
     path = Path(tmp_path_factory.mktemp("tokens") / "x.bin")
     np.array(tokens, dtype).tofile(path)
     right = {*range(VOCABULARY), *([-100] if is_labels else [])}
-    wrong = [(place, token) for place, token in enumerate(tokens) if token not in right]
+    wrong = [(index, token) for index, token in enumerate(tokens) if token not in right]
     file = TokenFile(path, np.dtype(dtype), is_labels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed, "BLOCK", 5)
-        assert find_outside(file, VOCABULARY) == (wrong[0] if wrong else None)
-        shares = [find_outside(file, VOCABULARY, (number, 3)) for number in range(3)]
+        assert find_out_of_range(file, VOCABULARY) == (wrong[0] if wrong else None)
+        shares = [find_out_of_range(file, VOCABULARY, (number, 3)) for number in range(3)]
     assert [one for one in shares if one][:1] == wrong[:1]

@@ -1,4 +1,4 @@
-"""What is learnt: the answers and their ends, nothing else, whatever the texts and the template."""
+"""Labels: completions and their stop tokens are trained, nothing else, for any template."""
 
 import json
 
@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.indexed import IGNORED
-from mindspeed_llm.data.samples import Assembler, EncodedPiece, build, learns_to_end, shorten
+from mindspeed_llm.data.indexed import IGNORE_INDEX
+from mindspeed_llm.data.samples import (
+    EncodedSegment,
+    SampleEncoder,
+    build,
+    ends_with_stop_token,
+    truncate,
+)
 from mindspeed_llm.data.template import SHIPPED_PATH, Template, TemplateFormat, load_template
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.budget import examples
@@ -42,40 +48,40 @@ def make(pairs, system=""):
 
 
 def encode(name, conversation):
-    return build(Assembler(ENCODER).encode([FORMATS[name].render(conversation)])[0])
+    return build(SampleEncoder(ENCODER).encode([FORMATS[name].render(conversation)])[0])
 
 
 def decode(ids):
     return byte_level("<|im_end|>", "<s>", CHAT).decode(ids, skip_special_tokens=False)
 
 
-def learnt_text(sample):
-    """The learnt tokens as text: what follows the token in front is what is learnt."""
-    return decode(sample.labels[sample.labels != IGNORED].tolist())
+def trained_text(sample):
+    """Return the trained tokens as text."""
+    return decode(sample.labels[sample.labels != IGNORE_INDEX].tolist())
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(pairs=turns, system=texts | st.just(""))
-def test_the_answers_are_learnt_and_nothing_else(name, pairs, system):
+def test_only_completions_are_trained(name, pairs, system):
     assume(name != "tokenizer" or all(a == a.strip() for _, a in pairs))
     sample = encode(name, make(pairs, system))
-    text = learnt_text(sample)
+    text = trained_text(sample)
     end = decode([FORMATS[name].eos_id])
     pad = " " if name == "llama2" else ""
     before = {"llama2": " ", "mixtral": " ", "deepseek2": " ", "glm4": "\n", "chatglm3": "\n "}
     end = "" if name == "empty" else end
     expected = "".join(f"{before.get(name, '')}{answer}{pad}{end}" for _, answer in pairs)
-    # qwen3 writes an empty thought in front of each answer, but in the prompt: it is not learnt
+    # qwen3 writes an empty thought in front of each answer, but in the prompt: it is not trained
     assert text == expected
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=examples(0.4))
 @given(pairs=turns, other=texts)
-def test_questions_do_not_change_what_is_learnt(name, pairs, other):
+def test_prompts_do_not_change_what_is_trained(name, pairs, other):
     one = encode(name, make(pairs, "be kind"))
     two = encode(name, make([(other, answer) for _, answer in pairs], "be brief"))
-    assert learnt_text(one) == learnt_text(two)
+    assert trained_text(one) == trained_text(two)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -95,7 +101,7 @@ def test_special_tokens_are_parsed_when_asked():
     conversation = make(
         [("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "yo<|im_end|>")]
     )
-    sample = build(Assembler(parsing).encode([FORMATS["empty"].render(conversation)])[0])
+    sample = build(SampleEncoder(parsing).encode([FORMATS["empty"].render(conversation)])[0])
     right = byte_level().backend_tokenizer.encode(
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
     )
@@ -105,37 +111,40 @@ def test_special_tokens_are_parsed_when_asked():
 
 @given(pairs=turns, limit=st.integers(1, 60), name=st.sampled_from(["qwen", "llama2", "glm4"]))
 def test_cut_samples_fit_and_keep_their_labels(pairs, limit, name):
-    track = Assembler(ENCODER).encode([FORMATS[name].render(make(pairs))])[0]
-    whole, cut = build(track), build(shorten(track, limit))
+    track = SampleEncoder(ENCODER).encode([FORMATS[name].render(make(pairs))])[0]
+    whole, cut = build(track), build(truncate(track, limit))
     assert len(cut.ids) <= limit
     assert len(cut.ids) == min(limit, len(whole.ids)) or len(cut.ids) < len(whole.ids)
     eos = FORMATS[name].eos_id
-    same = (cut.labels == cut.ids) | (cut.labels == IGNORED) | (cut.labels == eos)
+    same = (cut.labels == cut.ids) | (cut.labels == IGNORE_INDEX) | (cut.labels == eos)
     assert same.all()
     if limit >= len(whole.ids):
         assert np.array_equal(whole.ids, cut.ids) and np.array_equal(whole.labels, cut.labels)
 
 
-@pytest.mark.parametrize("asked, answered, room, expected", [
+@pytest.mark.parametrize("prompt_size, completion_size, budget, expected", [
     (10, 3, 8, (5, 3)),  # the answer is short: it stays whole
     (3, 10, 8, (3, 5)),  # the question is short
     (10, 10, 8, (4, 4)),  # both shrink alike
-    (100, 1, 1, (0, 1)),  # there is always something to learn
+    (100, 1, 1, (0, 1)),  # something is always trained
 ])  # fmt: skip
-def test_how_a_turn_shares_its_room(asked, answered, room, expected):
-    from mindspeed_llm.data.samples import _share
+def test_how_a_turn_splits_its_budget(prompt_size, completion_size, budget, expected):
+    from mindspeed_llm.data.samples import _split_budget
 
-    assert _share(asked, answered, room) == expected
+    assert _split_budget(prompt_size, completion_size, budget) == expected
 
 
 def test_the_end_of_the_longest_text_of_a_question_goes():
     header, text, footer, answer = (
         np.arange(n, n + k) for n, k in ((0, 2), (10, 6), (20, 1), (30, 4))
     )
-    track = [EncodedPiece([header, text, footer], False, None), EncodedPiece([answer], True, None)]
-    asked, answered = shorten(track, 10)
-    assert [part.tolist() for part in asked.parts] == [[0, 1], [10, 11, 12], [20]]
-    assert [part.tolist() for part in answered.parts] == [[30, 31, 32, 33]]
+    track = [
+        EncodedSegment([header, text, footer], False, None),
+        EncodedSegment([answer], True, None),
+    ]
+    prompt_size, completion_size = truncate(track, 10)
+    assert [part.tolist() for part in prompt_size.parts] == [[0, 1], [10, 11, 12], [20]]
+    assert [part.tolist() for part in completion_size.parts] == [[30, 31, 32, 33]]
 
 
 def test_efficient_eos_teaches_the_end_of_every_turn():
@@ -148,7 +157,7 @@ def test_efficient_eos_teaches_the_end_of_every_turn():
 
 
 @pytest.mark.parametrize(
-    "thinking, answer, prompt_end, learnt",
+    "thinking, answer, prompt_end, trained",
     [
         ("none", "yes", "<think>\n\n</think>\n\n", "yes"),
         ("none", "<think>\nhm\n</think>\n\nyes", "assistant\n", "<think>\nhm\n</think>\n\nyes"),
@@ -156,21 +165,21 @@ def test_efficient_eos_teaches_the_end_of_every_turn():
         ("false", "<think>\nhm\n</think>\n\nyes", "<think>\n\n</think>\n\n", "yes"),
     ],
 )
-def test_thoughts(thinking, answer, prompt_end, learnt):
+def test_thoughts(thinking, answer, prompt_end, trained):
     chat = TemplateFormat(Template(load_template("qwen3"), FACTS), thinking)
-    sample = build(Assembler(ENCODER).encode([chat.render(make([("q", answer)]))])[0])
-    assert decode(sample.ids[sample.labels == IGNORED].tolist()).endswith(prompt_end)
-    assert learnt_text(sample) == learnt + "<|im_end|>"
+    sample = build(SampleEncoder(ENCODER).encode([chat.render(make([("q", answer)]))])[0])
+    assert decode(sample.ids[sample.labels == IGNORE_INDEX].tolist()).endswith(prompt_end)
+    assert trained_text(sample) == trained + "<|im_end|>"
 
 
 def test_every_template_but_two_teaches_to_stop():
-    assert {name for name, chat in FORMATS.items() if not chat.teaches_eos} == {"empty"}
+    assert {name for name, chat in FORMATS.items() if not chat.trains_eos} == {"empty"}
     assert len(SPECIAL) == len(set(SPECIAL)) <= len(SPECIAL_IDS)
 
 
 def test_what_stands_behind_the_end_does_not_hide_it():
-    end, line_break = 7, IGNORED
-    assert learns_to_end(np.array([IGNORED, 5, end, line_break]), {end})
-    assert not learns_to_end(np.array([IGNORED, 5, line_break]), {end})
-    assert not learns_to_end(np.array([IGNORED, end, 5]), {end})
-    assert not learns_to_end(np.array([IGNORED]), {end})
+    end, line_break = 7, IGNORE_INDEX
+    assert ends_with_stop_token(np.array([IGNORE_INDEX, 5, end, line_break]), {end})
+    assert not ends_with_stop_token(np.array([IGNORE_INDEX, 5, line_break]), {end})
+    assert not ends_with_stop_token(np.array([IGNORE_INDEX, end, 5]), {end})
+    assert not ends_with_stop_token(np.array([IGNORE_INDEX]), {end})

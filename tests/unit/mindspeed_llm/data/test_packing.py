@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import IGNORED
+from mindspeed_llm.data.indexed import IGNORE_INDEX
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.packing import plan_rows
@@ -17,16 +17,16 @@ OPTIONS = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chat
 
 
 def greedy(lengths, capacity):
-    """The rule, told as slowly as it can be told."""
-    left = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
+    """The rule in its plainest form."""
+    remaining = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     rows = []
-    while left:
-        row, room = [], capacity
-        for place in list(left):
-            if lengths[place] <= room:
-                row.append(place)
-                left.remove(place)
-                room -= lengths[place]
+    while remaining:
+        row, free = [], capacity
+        for index in list(remaining):
+            if lengths[index] <= free:
+                row.append(index)
+                remaining.remove(index)
+                free -= lengths[index]
         rows.append(row)
     return rows
 
@@ -69,7 +69,7 @@ def test_packed_rows_hold_exactly_the_samples(run, write_lines, records, neat, f
             continue
         padding = mask == 0
         assert (row["input_ids"][padding] == facts.pad_id).all()
-        assert (row["labels"][padding] == IGNORED).all()
+        assert (row["labels"][padding] == IGNORE_INDEX).all()
         assert not padding[: (~padding).sum()].any(), "padding is behind the samples"
         for number in range(1, mask.max() + 1):
             inside = mask == number

@@ -53,8 +53,8 @@ def test_the_format_does_not_matter(run, write_lines, tmp_path):
         (folder / name).write_text(
             "\n".join(map(json.dumps, part)) if name == "1.jsonl" else json.dumps(part)
         )
-    for place, source in enumerate((tmp_path / "d.json", tmp_path / "d.parquet", folder)):
-        _, prefix = run(source, name=f"out{place}", **ALPACA)
+    for index, source in enumerate((tmp_path / "d.json", tmp_path / "d.parquet", folder)):
+        _, prefix = run(source, name=f"out{index}", **ALPACA)
         assert contents(prefix) == expected
 
 
@@ -104,8 +104,8 @@ def test_records_without_a_token_are_no_data(tmp_path, facts):
 def test_bad_lines_are_skipped_when_asked(tmp_path, facts, caplog):
     records = make_records(60)
     lines = [json.dumps(record) for record in records]
-    for place in range(5, 60, 4):
-        lines[place] = lines[place].replace("response", "respnse")
+    for index in range(5, 60, 4):
+        lines[index] = lines[index].replace("response", "respnse")
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     for size in (300, 4 << 20):
         caplog.clear()
@@ -118,10 +118,10 @@ def test_bad_lines_are_skipped_when_asked(tmp_path, facts, caplog):
         summary = preprocess(options, facts, block_bytes=size)
         assert (summary.records, summary.written, summary.skipped_records) == (60, 46, 14)
         assert summary.skipped["malformed"].first.endswith("line 6")
-        told = [record.getMessage() for record in caplog.records]
-        assert sum("skipped:" in text for text in told) == 10, "ten are named, the rest counted"
-        assert "line 6: has no response; it has prompt, respnse" in told[0]
-    good = [record for place, record in enumerate(records) if place < 5 or (place - 5) % 4]
+        messages = [record.getMessage() for record in caplog.records]
+        assert sum("skipped:" in text for text in messages) == 10, "ten are named, the rest counted"
+        assert "line 6: has no response; it has prompt, respnse" in messages[0]
+    good = [record for index, record in enumerate(records) if index < 5 or (index - 5) % 4]
     (tmp_path / "good.jsonl").write_text("\n".join(map(json.dumps, good)))
     whole = PreprocessOptions(
         input=str(tmp_path / "good.jsonl"), output_prefix=str(tmp_path / "good"), **ALPACA
@@ -285,8 +285,8 @@ def test_killed_at_random_moments(tmp_path, facts, write_lines):
             break
         kills += 1
         left, expected = contents(tmp_path / "out"), contents(tmp_path / "whole")
-        goes_on = (tmp_path / "out.partial" / "state.json").exists()
-        assert goes_on or not left or left == expected  # or it had just finished
+        is_continued = (tmp_path / "out.partial" / "state.json").exists()
+        assert is_continued or not left or left == expected  # or it had just finished
         assert all(expected[name] == content for name, content in left.items())
         if kills == 3:
             finished = subprocess.run(command, env=environment, timeout=120)

@@ -73,7 +73,7 @@ def test_lines_are_cut_anywhere(tmp_path_factory, texts, size, ending, last):
 @given(
     texts=st.lists(st.text(max_size=30), min_size=1, max_size=6), indent=st.sampled_from([None, 1])
 )
-def test_arrays_are_read_in_small_pieces(tmp_path_factory, texts, indent):
+def test_arrays_are_read_in_small_chunks(tmp_path_factory, texts, indent):
     from mindspeed_llm.data.readers import formats
 
     path = tmp_path_factory.mktemp("array") / "x.json"
@@ -209,9 +209,9 @@ def test_a_parquet_whose_damaged_page_is_skipped(tmp_path):
     write(path, RECORDS)
     for column in range(2):  # pyarrow takes a page of another kind for none, and yields no row
         content = bytearray(path.read_bytes())
-        place = pq.ParquetFile(path).metadata.row_group(1).column(column).data_page_offset
-        assert content[place : place + 2] == b"\x15\x00", "the kind of the page: data"
-        content[place + 1] = 2
+        offset = pq.ParquetFile(path).metadata.row_group(1).column(column).data_page_offset
+        assert content[offset : offset + 2] == b"\x15\x00", "the kind of the page: data"
+        content[offset + 1] = 2
         (tmp_path / "damaged.parquet").write_bytes(content)
         with pytest.raises(ConfigError, match="parquet, after row 3: is not valid parquet"):
             everything(tmp_path / "damaged.parquet")

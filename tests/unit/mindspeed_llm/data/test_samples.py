@@ -8,23 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_llm.data import samples
-from mindspeed_llm.data.chat import Piece
+from mindspeed_llm.data.chat import Segment
 from mindspeed_llm.data.chat_jinja import JinjaFormat
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
-from mindspeed_llm.data.indexed import IGNORED
+from mindspeed_llm.data.indexed import IGNORE_INDEX
 from mindspeed_llm.data.samples import (
-    Assembler,
     Batch,
-    EncodedPiece,
+    EncodedSegment,
     PromptEncoder,
+    SampleEncoder,
     build,
-    learns_to_end,
+    ends_with_stop_token,
 )
 from mindspeed_llm.data.template import (
     SHIPPED_PATH,
     Field,
-    Form,
+    SlotFormatter,
     Template,
     TemplateFormat,
     load_template,
@@ -34,19 +34,19 @@ from tests.small_tokenizers import byte_level, metaspace
 
 ids = st.lists(st.integers(0, 60000), max_size=4)
 parts = st.lists(ids.map(lambda found: np.array(found, np.uint32)), max_size=3)
-pieces = st.builds(EncodedPiece, parts, st.booleans(), st.none() | st.integers(0, 9))
-tracks = st.lists(st.tuples(st.lists(pieces, max_size=4), st.booleans()), max_size=5)
+segments = st.builds(EncodedSegment, parts, st.booleans(), st.none() | st.integers(0, 9))
+tracks = st.lists(st.tuples(st.lists(segments, max_size=4), st.booleans()), max_size=5)
 
 
 def labelled(track):
     """The ids and labels of one sequence, token by token."""
     found, labels = [], []
-    for parts, is_answer, first_label in track:
-        piece = [int(one) for part in parts for one in part]
-        own = piece if is_answer else [IGNORED] * len(piece)
-        if piece and first_label is not None:
+    for parts, is_completion, first_label in track:
+        segment = [int(one) for part in parts for one in part]
+        own = segment if is_completion else [IGNORE_INDEX] * len(segment)
+        if segment and first_label is not None:
             own = [first_label, *own[1:]]
-        found += piece
+        found += segment
         labels += own
     return found, labels
 
@@ -62,29 +62,33 @@ def test_a_batch_is_its_sequences(tracks):
     assert joined.column("labels").tolist() == [one for _, labels in right for one in labels]
     assert joined.lengths.tolist() == [len(found) for found, _ in right]
     assert batch.sizes.tolist() == [len(labelled(track)[0]) for track, _ in tracks]
-    counts, last = joined.count_learnt()
-    assert counts.tolist() == [sum(one != IGNORED for one in labels) for _, labels in right]
+    counts, last = joined.count_trained()
+    assert counts.tolist() == [sum(one != IGNORE_INDEX for one in labels) for _, labels in right]
     for end, (_, labels) in zip(last.tolist(), right):
-        assert learns_to_end(np.array(labels), {end}) or not any(n != IGNORED for n in labels)
+        assert ends_with_stop_token(np.array(labels), {end}) or not any(
+            n != IGNORE_INDEX for n in labels
+        )
 
 
 texts = st.sampled_from(["", " ", "The quick", " brown", "42", "x" * 300, "</s>"])
 some = st.lists(texts.filter(bool) | st.integers(1, 9), max_size=4)
-written = st.lists(st.builds(Piece, some, st.booleans(), st.none()), max_size=3)
+written = st.lists(st.builds(Segment, some, st.booleans(), st.none()), max_size=3)
 TOKENIZERS = {"bytes": byte_level(), "first": metaspace("first"), "always": metaspace("always")}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("remembered", [3, 20_000])
+@pytest.mark.parametrize("cached", [3, 20_000])
 @given(blocks=st.lists(st.lists(written, max_size=3), max_size=4))
-def test_what_is_remembered_changes_nothing(kind, remembered, blocks):
+def test_the_cache_changes_nothing(kind, cached, blocks):
     encoder = TextEncoder(facts_of(TOKENIZERS[kind]), parse_special=False, accelerate=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samples, "REMEMBERED", remembered)
-        assembler = Assembler(encoder)
+        patch.setattr(samples, "CACHED_TEXTS", cached)
+        sample_encoder = SampleEncoder(encoder)
         for block in blocks:
-            found = [[piece.parts for piece in track] for track in assembler.encode(block)]
-            fresh = [[piece.parts for piece in Assembler(encoder).encode([t])[0]] for t in block]
+            found = [[segment.parts for segment in track] for track in sample_encoder.encode(block)]
+            fresh = [
+                [segment.parts for segment in SampleEncoder(encoder).encode([t])[0]] for t in block
+            ]
             assert str(found) == str(fresh)
 
 
@@ -92,19 +96,19 @@ fields = st.sampled_from(["content", "idx"]).map(Field)
 
 
 @given(
-    stretch=st.lists(fields | st.sampled_from(["", "a", "b "]) | st.integers(0, 3), max_size=8),
+    slots=st.lists(fields | st.sampled_from(["", "a", "b "]) | st.integers(0, 3), max_size=8),
     content=st.sampled_from(["", "c", "d e"]),
 )
-def test_a_form_joins_texts_that_touch(stretch, content):
+def test_a_form_joins_texts_that_touch(slots, content):
     values = {"content": content}
     right = []
-    for part in stretch:
+    for part in slots:
         part = values.get(part.name, "") if isinstance(part, Field) else part
         if isinstance(part, str) and right and isinstance(right[-1], str):
             right[-1] += part
         else:
             right.append(part)
-    form = Form(stretch)
+    form = SlotFormatter(slots)
     assert form.fill(values) == [part for part in right if part != ""]
     assert form.fill(values) == form.fill(values), "filling leaves no trace"
 
@@ -132,9 +136,11 @@ def test_a_prompt_is_the_beginning_of_the_sample(name, tokenizer):
             Template(load_template(name), facts), "false" if name == "qwen3" else "none"
         )
     encoder = TextEncoder(facts, parse_special=name == "empty")
-    sample = build(Assembler(encoder).encode([chat.render(whole)])[0])
+    sample = build(SampleEncoder(encoder).encode([chat.render(whole)])[0])
     prompts = PromptEncoder(facts, name, thinking="false" if name == "qwen3" else "none")
     asked = prompts.encode(TALK, "Be.")
     assert sample.ids[: len(asked)].tolist() == asked
-    assert sample.labels[len(asked)] != IGNORED and sample.labels[len(asked) - 1] == IGNORED
+    assert (
+        sample.labels[len(asked)] != IGNORE_INDEX and sample.labels[len(asked) - 1] == IGNORE_INDEX
+    )
     assert name == "empty" or prompts.stop_ids

@@ -143,13 +143,13 @@ def test_wrong_splits(split):
         split_parts(split)
 
 
-def test_what_was_looked_for(prefixes, tmp_path):
+def test_missing_data(prefixes, tmp_path):
     a, _ = prefixes
     for prefix, message in (
         (str(tmp_path), "is a folder: give the prefix of data in it .such as .*a"),
-        (a + "_packed", "give the --output-prefix of preprocessing"),
-        (a + "_packed_input_ids_document.idx", "give the --output-prefix of preprocessing"),
-        (str(tmp_path / "none"), "there is no preprocessed data of that name; looked for"),
+        (a + "_packed", "give exactly the --output-prefix of preprocessing"),
+        (a + "_packed_input_ids_document.idx", "give exactly the --output-prefix of preprocessing"),
+        (str(tmp_path / "none"), "no preprocessed data has that prefix; expected files such as"),
     ):
         with pytest.raises(ConfigError, match=message):
             InstructionData(prefix)
@@ -178,7 +178,7 @@ def test_files_of_different_runs(prefixes):
         labels = f"_packed_labels_document{ending}"
         with open(b + labels, "rb") as source, open(a + labels, "wb") as target:
             target.write(source.read())
-    with pytest.raises(ConfigError, match="do not fit each other"):
+    with pytest.raises(ConfigError, match="do not match"):
         InstructionData(a)
 
 

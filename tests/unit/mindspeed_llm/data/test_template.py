@@ -23,7 +23,7 @@ def test_a_tool_speaks_in_its_own_form(facts):
     found = chat.render(Conversation(tuple(messages)))
     texts = ["".join(part for part in p.parts if isinstance(part, str)) for p in found]
     assert texts == ["<U>time?", "<F>clock", "<O>noon", "It is noon."]
-    assert [piece.is_answer for piece in found] == [False, True, False, True]
+    assert [segment.is_completion for segment in found] == [False, True, False, True]
 
 
 def test_the_longest_special_token_is_found(facts):

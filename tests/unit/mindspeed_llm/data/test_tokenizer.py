@@ -1,4 +1,4 @@
-"""Facts of a tokenizer: complete, remembered until its files change, and errors in one line."""
+"""Facts of a tokenizer: complete, cached until its files change, and errors in one line."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from mindspeed_llm.data.tokenizer import facts_of, load_facts
 from tests.small_tokenizers import byte_level
 
 
-def test_facts_come_from_the_folder_and_are_remembered(tmp_path, monkeypatch):
+def test_facts_are_read_from_the_folder_and_cached(tmp_path, monkeypatch):
     folder, cache = tmp_path / "tokenizer", str(tmp_path / "cache")
     tokenizer = byte_level("<|im_end|>", "<s>", "{{ messages }}")
     tokenizer.save_pretrained(folder)
@@ -25,7 +25,7 @@ def test_facts_come_from_the_folder_and_are_remembered(tmp_path, monkeypatch):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "</s>"}))
     for path in (tmp_path / "cache" / "tokenizers").iterdir():
-        path.write_text("{")  # what is remembered but damaged is not used
+        path.write_text("{")  # a damaged cache entry is not used
     changed = load_facts(str(folder), cache_dir=cache)
     assert changed.eos == "</s>" and changed.fingerprint != found.fingerprint
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.data.indexed import IGNORED
+from mindspeed_llm.data.indexed import IGNORE_INDEX
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import byte_level
@@ -83,11 +83,11 @@ def test_the_tokens_of_the_models_own_template(
     sample = encode(run, write_lines, record, OWN[name], prompt_type=chosen)
     assert decode(sample["input_ids"]).rstrip() == decode(right).rstrip()
     assert sample["input_ids"].tolist() == right[: len(sample["input_ids"])]
-    learnt = decode(sample["input_ids"][sample["labels"] != IGNORED])
+    trained = decode(sample["input_ids"][sample["labels"] != IGNORE_INDEX])
     answers = [message for message in messages if message["role"] == "assistant"]
-    assert learnt.count("<|im_end|>") == len(answers), "every answer and every call is learnt"
+    assert trained.count("<|im_end|>") == len(answers), "every answer and every call is trained"
     for call in (call for answer in answers for call in answer.get("tool_calls", ())):
-        assert f'{{"name": "{call["function"]["name"]}", "arguments"' in learnt
+        assert f'{{"name": "{call["function"]["name"]}", "arguments"' in trained
 
 
 def test_thoughts_in_front_of_calls(run, write_lines):
@@ -117,7 +117,10 @@ def test_an_answer_that_begins_like_the_thoughts_it_does_not_have(run, write_lin
     )
     record = {"messages": [ASKED, says("assistant", "<table>3</table>")]}
     sample = encode(run, write_lines, record, template, prompt_type="tokenizer")
-    assert decode(sample["input_ids"][sample["labels"] != IGNORED]) == "<table>3</table><|im_end|>"
+    assert (
+        decode(sample["input_ids"][sample["labels"] != IGNORE_INDEX])
+        == "<table>3</table><|im_end|>"
+    )
 
 
 SHAREGPT = [
