@@ -138,13 +138,13 @@ class Batch:
     @cached_property
     def whole(self) -> Sequences:
         """All sequences, concatenated."""
-        return self._join(np.ones(len(self), bool))
+        return self._concatenate(np.ones(len(self), bool))
 
-    def join(self, chosen: Array) -> Sequences:
+    def concatenate(self, chosen: Array) -> Sequences:
         """Concatenate the chosen sequences (a bool for each)."""
-        return self.whole if chosen.all() else self._join(chosen)
+        return self.whole if chosen.all() else self._concatenate(chosen)
 
-    def _join(self, chosen: Array) -> Sequences:
+    def _concatenate(self, chosen: Array) -> Sequences:
         chosen_segments = np.repeat(chosen, self._segment_counts)
         parts = compress(self._parts, np.repeat(chosen_segments, self._part_counts))
         segment_lengths = self._segment_lengths[chosen_segments]

@@ -226,7 +226,7 @@ class SampleWorker(Worker):
         counts.ended += int(ended[kept].sum())
         for track in range(self._tracks):
             is_track = np.arange(len(batch)) % self._tracks == track
-            encoded.tracks.append(batch.join(np.repeat(kept, self._tracks) & is_track))
+            encoded.tracks.append(batch.concatenate(np.repeat(kept, self._tracks) & is_track))
             counts.tokens += len(encoded.tracks[-1].ids)
 
     def _by_record(self, values: Array) -> Array:

@@ -100,7 +100,7 @@ def test_show_batch(workdir):
     assert missing.returncode == 2 and "expected files such as" in missing.stderr
 
 
-def test_a_yaml_file_says_the_same(workdir):
+def test_a_yaml_file_equals_the_flags(workdir):
     done = the_documents_command(workdir)
     expected = done.stdout.splitlines()[:3]
     options = {

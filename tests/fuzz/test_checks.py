@@ -14,7 +14,7 @@ def ended(out="", code=0, err=""):
     return End(code, out, err, 0.1)
 
 
-def test_lost_records_are_noticed(tmp_path):
+def test_lost_records_are_detected(tmp_path):
     path = tmp_path / "good.jsonl"
     path.write_text('{"a": 1}\n\n{"a": 2}\nx\n')
     check = f"records {path}"
@@ -24,7 +24,7 @@ def test_lost_records_are_noticed(tmp_path):
     assert loss(check, ended("done"), None, tmp_path)
 
 
-def test_other_weights_are_noticed(tmp_path, monkeypatch):
+def test_other_weights_are_detected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("out", "good"):
         (tmp_path / folder).mkdir()
@@ -40,7 +40,7 @@ def test_other_weights_are_noticed(tmp_path, monkeypatch):
         assert bool(loss("weights good", ended(), None, tmp_path)) is is_lost
 
 
-def test_other_numbers_are_noticed(tmp_path):
+def test_other_numbers_are_detected(tmp_path):
     reference = ended("lm loss: 6.1E+00 | grad norm: 2.0 |")
     assert loss("numbers", ended(reference.out), reference, tmp_path) == ""
     assert loss("numbers", ended("lm loss: 6.2E+00 | grad norm: 2.0 |"), reference, tmp_path)

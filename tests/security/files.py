@@ -118,17 +118,17 @@ def torchscript(path: Path, canary: str) -> None:
     class Program(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.place = canary
+            self.path = canary
 
         @torch.jit.export
         def __getstate__(self) -> tuple[str, bool]:
-            return self.place, self.training
+            return self.path, self.training
 
         @torch.jit.export
         def __setstate__(self, state: tuple[str, bool]) -> None:
-            self.place = state[0]
+            self.path = state[0]
             self.training = state[1]
-            torch.ops.aten.save(self.place, self.place)
+            torch.ops.aten.save(self.path, self.path)
 
         def forward(self) -> int:
             return 0

@@ -36,7 +36,7 @@ def test_half_a_file_leaves_nothing_behind(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
-def test_what_is_there_is_not_replaced(tmp_path, capsys):
+def test_existing_output_is_not_replaced(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("kept")
     assert main(["import-gguf", str(smollm2_file()), str(tmp_path / "out")]) == 2

@@ -36,13 +36,13 @@ PREPROCESS = ("mindspeed_llm", "preprocess", "--input", "a.jsonl", "--output-pre
         ("mindspeed.cli.features", ("mindspeed", "features")),
     ],
 )
-def test_while_the_command_is_loaded(module, words):
+def test_interrupts_while_the_command_loads(module, words):
     command = [sys.executable, "-c", WHILE_LOADING, module, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (INTERRUPTED, "")
 
 
-def test_preprocessing_says_how_to_go_on(tmp_path, monkeypatch, caplog):
+def test_interrupted_preprocessing_names_the_way_to_resume(tmp_path, monkeypatch, caplog):
     byte_level().save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     words = ["preprocess", "--input", str(tmp_path / "a.jsonl")]
@@ -53,9 +53,9 @@ def test_preprocessing_says_how_to_go_on(tmp_path, monkeypatch, caplog):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "finish", interrupt)
+        patch.setattr(run, "finalize", interrupt)
         assert main(words) == INTERRUPTED
-    assert f"the same command goes on with what is in {tmp_path / 'out.partial'}" in caplog.text
+    assert f"the same command resumes from {tmp_path / 'out.partial'}" in caplog.text
     assert not list(tmp_path.glob("*_document.*"))
     assert main(words) == 0
     assert len(list(tmp_path.glob("*_document.*"))) == 2

@@ -42,7 +42,7 @@ def test_a_model_that_is_there_is_kept_and_an_export_replaced_when_asked(capsys,
     assert (out / "config.json").read_text() != "{}" and not (out / "mg2hf").exists()
 
 
-def test_overwrite_replaces_nothing_but_models(capsys, qwen2, tmp_path):
+def test_overwrite_replaces_only_models(capsys, qwen2, tmp_path):
     mg, mine = tmp_path / "mg", tmp_path / "mine"
     assert run(capsys, qwen2, mg) == (0, "")
     code, message = run(capsys, mg, mg, *BACK, "--overwrite")
@@ -60,7 +60,7 @@ def test_overwrite_replaces_nothing_but_models(capsys, qwen2, tmp_path):
     assert (mg / "latest_checkpointed_iteration.txt").read_text() == "20"
 
 
-def test_of_two_that_write_at_once_the_second_fails(tmp_path):
+def test_the_second_of_two_writers_fails(tmp_path):
     final = tmp_path / "out"
     with pytest.raises(ConfigError, match="exists already"):
         with staged_directory(final) as aside:

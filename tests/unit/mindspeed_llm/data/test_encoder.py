@@ -41,7 +41,7 @@ def test_ids_are_those_of_transformers(kind, parse, texts):
 
 
 @pytest.mark.parametrize("kind", ["first", "always", "prepend"])
-def test_a_text_that_goes_on_gets_no_space_in_front(kind):
+def test_a_continued_text_gets_no_prefix_space(kind):
     facts = facts_of(TOKENIZERS[kind])
     encoder = TextEncoder(facts, parse_special=False)
     assert facts.has_prefix
@@ -52,7 +52,7 @@ def test_a_text_that_goes_on_gets_no_space_in_front(kind):
     assert not facts_of(byte_level()).has_prefix
 
 
-def test_characters_of_the_future():
+def test_characters_newer_than_this_unicode_table():
     fast = Accelerator.load(facts_of(byte_level()), parse_special=False)
     assert fast.supports("plain") and fast.supports("".join(PROBE_TEXTS))
     assert not fast.supports("a \U0003fffd"), "a code point without a character"
@@ -104,7 +104,7 @@ def encoders(kind, parse):
     return [TextEncoder(facts, parse_special=parse, accelerate=one) for one in (True, False)]
 
 
-def test_the_accelerator_is_advised_where_it_works_only(caplog):
+def test_the_accelerator_is_recommended_only_where_supported(caplog):
     for scheme in ("first", "prepend"):
         assert not is_supported(facts_of(metaspace(scheme)))
     odd = {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}, BYTES]}
@@ -117,7 +117,7 @@ def test_the_accelerator_is_advised_where_it_works_only(caplog):
     assert "gigatoken does not support this tokenizer" in records[0].getMessage()
 
 
-def test_an_accelerator_that_differs_is_given_up(caplog):
+def test_an_accelerator_that_differs_is_disabled(caplog):
     encoder = TextEncoder(facts_of(byte_level()), parse_special=False)
 
     class Wrong:
@@ -134,7 +134,7 @@ def test_an_accelerator_that_differs_is_given_up(caplog):
     assert encoder.encode([TEXT])[0].tolist() == byte_level().encode(TEXT)
 
 
-def test_padding_and_cutting_set_in_the_file_are_ignored():
+def test_padding_and_truncation_in_the_file_are_ignored():
     tokenizer = byte_level()
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     content["truncation"] = {

@@ -144,9 +144,9 @@ def test_process_reward(run, write_lines):
     options = {"handler_name": "AlpacaStyleProcessRewardHandler", "placeholder_token": "Z"}
     _, prefix = run(write_lines([record]), reward_tokens=("+", "-"), **options)
     sample = InstructionData(prefix)[0]
-    places = np.flatnonzero(sample["labels"] != IGNORE_INDEX)
-    assert [decode([i]) for i in sample["input_ids"][places]] == ["Z", "Z"]
-    assert decode(sample["labels"][places]) == "+-"
+    positions = np.flatnonzero(sample["labels"] != IGNORE_INDEX)
+    assert [decode([i]) for i in sample["input_ids"][positions]] == ["Z", "Z"]
+    assert decode(sample["labels"][positions]) == "+-"
     with pytest.raises(ConfigError, match="--placeholder-token 'step' is .* tokens"):
         run(write_lines([record]), **{**options, "placeholder_token": "step"})
     with pytest.raises(ConfigError, match="line 1: value holds '-', which is no --reward-tokens"):
@@ -233,14 +233,14 @@ def test_unusable_records_are_dropped_and_counted(run, write_lines, style, recor
         ({"map_keys": '{"respons": "x"}'}, "respons is not known; did you mean response"),
         ({"map_keys": '{"response": "otput"}'}, "no column otput for response; it has input"),
         ({"map_keys": '{"response": 3}'}, "response holds a number"),
-        ({"map_keys": '{"response": ""}'}, "cannot do without response"),
+        ({"map_keys": '{"response": ""}'}, "requires response"),
         ({"map_keys": "{"}, "is not valid JSON"),
         ({"map_keys": "[]"}, "is not a JSON object"),
-        ({"neat_pack": True}, "give --pack too"),
+        ({"neat_pack": True}, "needs --pack"),
         ({"pack": True}, "--pack needs --seq-length"),
         ({"seq_length": 0}, "--seq-length 0 is too small"),
         ({"workers": -1}, "--workers -1 is too small"),
-        ({"tokenizer_type": "BertWordPieceCase"}, "PretrainedFromHF is"),
+        ({"tokenizer_type": "BertWordPieceCase"}, "use PretrainedFromHF"),
         ({"handler_name": "GeneralPretrainHandler", "pack": True, "seq_length": 8}, "drop --pack"),
         ({"handler_name": "GeneralPretrainHandler"}, "has no column text; it has input, in"),
     ],
@@ -269,7 +269,7 @@ def test_a_template_that_needs_other_tokens(run, write_lines, tmp_path):
         run(write_lines([ALPACA]), prompt_type_path=str(tmp_path / "mine.json"), **options)
 
 
-def test_a_template_without_an_end_is_warned_of(run, write_lines, caplog):
+def test_a_template_without_a_stop_token_warns(run, write_lines, caplog):
     options = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "empty"}
     summary, _ = run(write_lines([ALPACA]), **options)
     assert "will not be trained to stop" in caplog.text and summary.ended == 0

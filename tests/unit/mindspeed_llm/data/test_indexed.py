@@ -83,7 +83,7 @@ def test_multimodal_index_is_read(tmp_path):
     assert IndexedTokens(tmp_path / "m")[0].tolist() == [1, 2]
 
 
-def test_a_writer_goes_back(tmp_path):
+def test_a_writer_restores_an_earlier_state(tmp_path):
     writer = TokenWriter(tmp_path, "ours", np.dtype("<i4"))
     writer.append(np.arange(3), np.array([1, 2]))
     sizes = writer.sizes()

@@ -96,7 +96,7 @@ def test_special_tokens_in_the_data_are_text(name, pairs):
         assert question in decode(sample.ids.tolist())
 
 
-def test_special_tokens_are_parsed_when_asked():
+def test_special_tokens_are_parsed_if_configured():
     parsing = TextEncoder(FACTS, parse_special=True)
     conversation = make(
         [("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "yo<|im_end|>")]
@@ -110,7 +110,7 @@ def test_special_tokens_are_parsed_when_asked():
 
 
 @given(pairs=turns, limit=st.integers(1, 60), name=st.sampled_from(["qwen", "llama2", "glm4"]))
-def test_cut_samples_fit_and_keep_their_labels(pairs, limit, name):
+def test_truncated_samples_fit_and_keep_their_labels(pairs, limit, name):
     track = SampleEncoder(ENCODER).encode([FORMATS[name].render(make(pairs))])[0]
     whole, cut = build(track), build(truncate(track, limit))
     assert len(cut.ids) <= limit
@@ -134,7 +134,7 @@ def test_how_a_turn_splits_its_budget(prompt_size, completion_size, budget, expe
     assert _split_budget(prompt_size, completion_size, budget) == expected
 
 
-def test_the_end_of_the_longest_text_of_a_question_goes():
+def test_the_longest_text_of_a_prompt_is_truncated():
     header, text, footer, answer = (
         np.arange(n, n + k) for n, k in ((0, 2), (10, 6), (20, 1), (30, 4))
     )
@@ -147,7 +147,7 @@ def test_the_end_of_the_longest_text_of_a_question_goes():
     assert [part.tolist() for part in completion_size.parts] == [[30, 31, 32, 33]]
 
 
-def test_efficient_eos_teaches_the_end_of_every_turn():
+def test_efficient_eos_trains_the_end_of_every_turn():
     sample = encode("baichuan2", make([("a", "b"), ("c", "d")]))
     text = [decode([i]) for i in sample.ids]
     second = len(text) - 1 - text[::-1].index("<reserved_106>")
@@ -172,12 +172,12 @@ def test_thoughts(thinking, answer, prompt_end, trained):
     assert trained_text(sample) == trained + "<|im_end|>"
 
 
-def test_every_template_but_two_teaches_to_stop():
+def test_every_template_but_two_trains_a_stop_token():
     assert {name for name, chat in FORMATS.items() if not chat.trains_eos} == {"empty"}
     assert len(SPECIAL) == len(set(SPECIAL)) <= len(SPECIAL_IDS)
 
 
-def test_what_stands_behind_the_end_does_not_hide_it():
+def test_text_after_the_stop_token_does_not_hide_it():
     end, line_break = 7, IGNORE_INDEX
     assert ends_with_stop_token(np.array([IGNORE_INDEX, 5, end, line_break]), {end})
     assert not ends_with_stop_token(np.array([IGNORE_INDEX, 5, line_break]), {end})

@@ -96,12 +96,12 @@ def test_records_without_a_token_are_no_data(tmp_path, facts):
         output_prefix=str(tmp_path / "out"),
         handler_name="GeneralPretrainHandler",
     )
-    with pytest.raises(ConfigError, match="3 records and not one token: check --json-keys"):
+    with pytest.raises(ConfigError, match="3 records without a single token: check --json-keys"):
         preprocess(options, facts)
     assert os.listdir(tmp_path) == ["d.jsonl"]
 
 
-def test_bad_lines_are_skipped_when_asked(tmp_path, facts, caplog):
+def test_bad_lines_are_skipped_if_configured(tmp_path, facts, caplog):
     records = make_records(60)
     lines = [json.dumps(record) for record in records]
     for index in range(5, 60, 4):
@@ -147,7 +147,7 @@ def test_documents_that_are_skipped_do_not_count_as_written(run, write_lines, fa
     assert data.tokens == summary.tokens
 
 
-def test_a_run_that_stopped_is_taken_up(tmp_path, facts, write_lines):
+def test_a_stopped_run_is_resumed(tmp_path, facts, write_lines):
     source = write_lines(make_records(100))
     whole = PreprocessOptions(input=source, output_prefix=str(tmp_path / "whole"), **ALPACA)
     full = preprocess(whole, facts, block_bytes=500)
@@ -172,7 +172,7 @@ def test_a_run_that_stopped_is_taken_up(tmp_path, facts, write_lines):
     assert not (tmp_path / "again.partial").exists()
 
 
-def test_other_data_is_not_taken_up(tmp_path, facts, write_lines):
+def test_other_data_is_not_resumed(tmp_path, facts, write_lines):
     source = write_lines(make_records(50))
     options = PreprocessOptions(input=source, output_prefix=str(tmp_path / "out"), **ALPACA)
 
@@ -186,7 +186,7 @@ def test_other_data_is_not_taken_up(tmp_path, facts, write_lines):
     assert preprocess(options, facts, block_bytes=500).records == 7
 
 
-def test_publishing_is_finished_by_the_next_run(tmp_path, facts, write_lines, monkeypatch):
+def test_publishing_is_resumed_by_the_next_run(tmp_path, facts, write_lines, monkeypatch):
     source = write_lines(make_records(20))
     options = PreprocessOptions(input=source, output_prefix=str(tmp_path / "out"), **ALPACA)
     preprocess(options, facts)
@@ -235,7 +235,7 @@ def test_wrong_output_prefixes(tmp_path, facts, write_lines, prefix, message):
         preprocess(options, facts)
 
 
-def test_a_disk_that_takes_no_more(tmp_path, facts, write_lines):
+def test_a_full_disk(tmp_path, facts, write_lines):
     """A limit on the size of files stands for a full disk: the same call fails in the same way."""
     source = write_lines(make_records(200))
     whole = PreprocessOptions(input=source, output_prefix=str(tmp_path / "whole"), **ALPACA)
@@ -244,7 +244,7 @@ def test_a_disk_that_takes_no_more(tmp_path, facts, write_lines):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(ConfigError, match="File too large; what was done so far is kept in"):
+        with pytest.raises(ConfigError, match="File too large; progress is kept in"):
             preprocess(options, facts, block_bytes=500, save_seconds=0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -293,8 +293,8 @@ def test_killed_at_random_moments(tmp_path, facts, write_lines):
             assert finished.returncode == 0
             break
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    noted = json.loads((tmp_path / "out.summary.json").read_bytes())["summary"]
-    assert noted["records"] == whole.records == 2000 and noted["written"] == whole.written
+    stored = json.loads((tmp_path / "out.summary.json").read_bytes())["summary"]
+    assert stored["records"] == whole.records == 2000 and stored["written"] == whole.written
 
 
 PAGE = (Path(__file__).parents[4] / "docs/llm/preprocess.md").read_text()

@@ -60,7 +60,7 @@ def test_every_format_gives_the_same_records(tmp_path, name, size):
     ending=st.sampled_from(["\n", "\r\n", "\n\n"]),
     last=st.booleans(),
 )
-def test_lines_are_cut_anywhere(tmp_path_factory, texts, size, ending, last):
+def test_blocks_may_split_lines_anywhere(tmp_path_factory, texts, size, ending, last):
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     lines = [json.dumps({"text": text}) for text in texts] or ["{}"]
     content = "\ufeff" + ending.join(lines) + (ending if last else "")
@@ -88,7 +88,7 @@ def test_arrays_are_read_in_small_chunks(tmp_path_factory, texts, indent):
     assert [number for number, _ in whole] == list(range(1, 1 + len(texts)))
 
 
-def test_text_files_are_a_record_a_line(tmp_path):
+def test_text_files_have_one_record_per_line(tmp_path):
     (tmp_path / "a.txt").write_bytes("one\r\n\n  \nzwö\n".encode())
     assert everything(tmp_path / "a.txt", 2) == [(1, {"text": "one"}), (4, {"text": "zwö"})]
 
@@ -146,7 +146,7 @@ BAD_FILES = [
         r"Invalid .escape: .*the user.'s.*no backslash in JSON",
     ),
     ("a.json", b'[{"a": 1}\n{"a": 2}]', "record 2, line 2: is not valid JSON: a comma"),
-    ("a.json", b'[{"a": 1}] x', "something after the array"),
+    ("a.json", b'[{"a": 1}] x', "more text after the array"),
     ("a.json", b'[{"a": 1},\n\n {"a": 1', "record 2, line 3"),
     ("a.json", b'[{"a": 1},\n', "the array is not closed"),
     ("a.json", b'[{"a": 1}\n', "a comma or a closing bracket is missing"),
@@ -177,7 +177,7 @@ def test_a_csv_row_of_another_width(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["", "nowhere.jsonl", "a.jsonl,nowhere.txt"])
-def test_an_input_that_is_not_there(tmp_path, monkeypatch, given):
+def test_missing_input(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match="--input"):

@@ -56,7 +56,7 @@ def test_a_batch_is_its_sequences(tracks):
     chosen = np.array([is_chosen for _, is_chosen in tracks], bool)
     batch = Batch.of([track for track, _ in tracks], np.dtype("<u2"))
     right = [labelled(track) for track, is_chosen in tracks if is_chosen]
-    joined = batch.join(chosen)
+    joined = batch.concatenate(chosen)
     assert joined.ids.dtype == "<u2" and joined.column("ones").tolist() == [1] * len(joined.ids)
     assert joined.ids.tolist() == [one for found, _ in right for one in found]
     assert joined.column("labels").tolist() == [one for _, labels in right for one in labels]
@@ -99,7 +99,7 @@ fields = st.sampled_from(["content", "idx"]).map(Field)
     slots=st.lists(fields | st.sampled_from(["", "a", "b "]) | st.integers(0, 3), max_size=8),
     content=st.sampled_from(["", "c", "d e"]),
 )
-def test_a_form_joins_texts_that_touch(slots, content):
+def test_adjacent_texts_are_one_part(slots, content):
     values = {"content": content}
     right = []
     for part in slots:
@@ -109,8 +109,8 @@ def test_a_form_joins_texts_that_touch(slots, content):
         else:
             right.append(part)
     form = SlotFormatter(slots)
-    assert form.fill(values) == [part for part in right if part != ""]
-    assert form.fill(values) == form.fill(values), "filling leaves no trace"
+    assert form.apply(values) == [part for part in right if part != ""]
+    assert form.apply(values) == form.apply(values), "filling leaves no trace"
 
 
 CHAT = (

@@ -32,26 +32,26 @@ OPTIONS = {"handler_name": "AlpacaStyleInstructionHandler", "prompt_type": "chat
 def test_every_epoch_has_every_sample_once(size, seed):
     order = SampleOrder(size, seed=seed)
     for epoch in range(3):
-        found = [order[epoch * size + place] for place in range(size)]
+        found = [order[epoch * size + index] for index in range(size)]
         assert sorted(found) == list(range(size))
 
 
 def test_epochs_and_seeds_differ_and_stay():
     def epoch(seed, number, size=200):
         order = SampleOrder(size, seed=seed)
-        return [order[number * size + place] for place in range(size)]
+        return [order[number * size + index] for index in range(size)]
 
     orders = [epoch(1, 0), epoch(1, 1), epoch(2, 0), list(range(200))]
     assert len({tuple(order) for order in orders}) == 4
     # Written down so that a later version that would break resuming is noticed.
     order = SampleOrder(1000, seed=1234)
-    assert [order[place] for place in range(6)] == [754, 838, 156, 801, 820, 803]
+    assert [order[index] for index in range(6)] == [754, 838, 156, 801, 820, 803]
 
 
 def test_the_order_is_well_shuffled():
     size = 4096
     order = SampleOrder(size, seed=7)
-    found = np.array([order[place] for place in range(size)])
+    found = np.array([order[index] for index in range(size)])
     assert abs(np.corrcoef(found, np.arange(size))[0, 1]) < 0.06
     assert abs(np.corrcoef(found[1:], found[:-1])[0, 1]) < 0.06
     assert 0 < (found == np.arange(size)).sum() + 1 < 12  # a random permutation has about 1
@@ -69,24 +69,24 @@ def test_data_sets_of_a_mixture_have_orders_of_their_own():
 
 def test_without_shuffling_and_with_filled_up_epochs():
     order = SampleOrder(5, shuffle=False, multiple=4)
-    assert [order[place] for place in range(10)] == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    assert [order[index] for index in range(10)] == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
     assert order.epoch_size == 8
 
 
 @given(weights=st.lists(st.integers(1, 50), min_size=1, max_size=5), count=st.integers(0, 300))
-def test_mixtures_keep_to_the_weights(weights, count):
+def test_mixtures_follow_the_weights(weights, count):
     mixture = Mixture([Fraction(weight) for weight in weights])
     seen = Counter()
     for position in range(count):
-        part, place = mixture.locate(position)
-        assert place == seen[part], "each data set is read without gaps"
+        part, index = mixture.locate(position)
+        assert index == seen[part], "each data set is read without gaps"
         seen[part] += 1
     for part, weight in enumerate(weights):
         exact = count * weight / sum(weights)
         assert abs(seen[part] - exact) < len(weights)
 
 
-def test_ranks_share_a_batch_whatever_their_number():
+def test_any_number_of_ranks_shares_a_batch():
     data = [{"input_ids": np.array([n])} for n in range(10)]
     stream = SampleStream([data], seed=3)
 
@@ -204,7 +204,7 @@ def test_a_few_are_made_ahead_and_no_more():
     items = Prefetcher((made.append(number) or number for number in count()), ahead=3)
     assert list(islice(items, 2)) == [0, 1]
     deadline = time.monotonic() + 10
-    while len(made) < 6 and time.monotonic() < deadline:  # 2 taken, 3 wait, 1 waits for a place
+    while len(made) < 6 and time.monotonic() < deadline:  # 2 taken, 3 wait, 1 waits for a slot
         time.sleep(0.001)
     time.sleep(0.05)
     assert made == list(range(6))

@@ -11,7 +11,7 @@ from mindspeed_llm.data.tokenizer import special_matcher, split_special
 CALL = '{"name": "clock", "arguments": {}}'
 
 
-def test_a_tool_speaks_in_its_own_form(facts):
+def test_tools_have_slots_of_their_own(facts):
     forms = {
         "format_user": Slots(slots=["<U>{{content}}"]),
         "format_observation": Slots(slots=["<O>{{content}}"]),
@@ -47,7 +47,7 @@ ASK, ANSWER, TOOL = Message("user", "q"), Message("assistant", "a"), Message("ob
         ((ASK, Message("assistant", "")), "empty"),
     ],
 )
-def test_conversations_that_are_none(messages, reason):
+def test_invalid_conversations(messages, reason):
     with pytest.raises(UnusableRecord, match=reason):
         Conversation(messages).check()
 

@@ -47,7 +47,7 @@ def test_every_rendering_has_a_budget_of_its_own():
         "{{ ('a' * 9999)|replace('a', 'b' * 99999) }}",
     ],
 )
-def test_what_has_no_end_is_refused_soon(source):
+def test_unbounded_work_is_refused_soon(source):
     started = time.process_time()
     with pytest.raises((BudgetExceeded, RecursionError)):
         BoundedEnvironment().from_string(source).render()

@@ -64,6 +64,6 @@ def test_a_file_is_no_folder(tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"), [("x" * 5000, "File name too long"), ("a\0b", "null byte")]
 )
-def test_what_cannot_be_a_path_is_one_line(path, message):
+def test_invalid_paths_are_one_line_errors(path, message):
     with pytest.raises(ConfigError, match=message):
         load_facts(path)

@@ -90,7 +90,7 @@ def test_the_tokens_of_the_models_own_template(
         assert f'{{"name": "{call["function"]["name"]}", "arguments"' in trained
 
 
-def test_thoughts_in_front_of_calls(run, write_lines):
+def test_thoughts_before_calls(run, write_lines):
     messages = [ASKED, called(("clock", {}), reasoning_content="Look."), says("tool", "12:00"),
                 {**says("assistant", "Noon."), "reasoning_content": "Easy."}]  # fmt: skip
     tools = wrapped(CLOCK)
@@ -149,7 +149,7 @@ def test_bare_tools_are_functions(run, write_lines, tools, prompt_type):
     assert sample["input_ids"].tolist() == right[: len(sample["input_ids"])]
 
 
-def test_arguments_in_a_text_are_written_as_an_object(run, write_lines):
+def test_arguments_in_a_text_are_rendered_as_an_object(run, write_lines):
     old = [ASKED, {"role": "assistant", "content": None, "function_call": {"name": "clock",
            "arguments": '{"zone":"UTC"}'}}, {"role": "function", "name": "clock", "content": "12"},
            says("assistant", "Noon.")]  # fmt: skip
@@ -170,21 +170,21 @@ def test_arguments_in_a_text_are_written_as_an_object(run, write_lines):
 CALLING = {"messages": CONVERSATIONS["called"], "tools": wrapped(CLOCK)}
 REFUSED = {
     "described": (WITHOUT_TOOLS, {**CALLING, "messages": CONVERSATIONS["described"]},
-                  r"describes tools \(clock\), which the tokenizer's chat template does not write"),
+                  r"describes tools \(clock\), which the tokenizer's chat template does not"),
     "called": (WITHOUT_TOOLS, {"messages": CONVERSATIONS["called"]}, r"calls tools \(clock\)"),
     "only described": (ONLY_DESCRIBED, CALLING, r"calls tools \(clock\)"),
     "results": (NO_RESULTS, {"messages": CONVERSATIONS["called"]}, "has results of tools"),
     "system": ("{% for m in messages if m.role != 'system' %}{{ m.content + eos_token }}"
                "{% endfor %}", {"messages": [SYSTEM, ASKED, says("assistant", "No.")]},
-               "has a system text, which the tokenizer's chat template does not write"),
+               "has a system text, which the tokenizer's chat template does not render"),
     "trimmed": (WITHOUT_TOOLS.replace("(m.content or '')", "(m.content[:0] if m.role == "
                 "'assistant' else m.content)"), {"messages": [ASKED, says("assistant", "No.")]},
-                "answer 1 of 1, written by the tokenizer's chat template, is nothing but an end"),
+                "answer 1 of 1, rendered by the tokenizer's chat template, is nothing but an end"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("template, record, reason", REFUSED.values(), ids=REFUSED)
-def test_what_the_template_would_lose_is_refused(run, write_lines, template, record, reason):
+def test_what_the_template_would_drop_is_refused(run, write_lines, template, record, reason):
     facts = facts_of(byte_level(template=template), "small")
     good = {"messages": [ASKED, says("assistant", "No.")]}
     records = [record] if "answer 1" in reason else [good, record]
@@ -215,7 +215,7 @@ def test_what_the_template_would_lose_is_refused(run, write_lines, template, rec
         ),
     ],
 )
-def test_every_handler_refuses_tools_that_would_be_lost(run, write_lines, handler, record):
+def test_every_handler_refuses_tools_that_would_be_dropped(run, write_lines, handler, record):
     facts = facts_of(byte_level(template=WITHOUT_TOOLS), "small")
     with pytest.raises(ConfigError, match=r"line 1: .*tools.* --prompt-type .*such as qwen"):
         run(write_lines([record]), facts=facts, handler_name=handler, prompt_type="tokenizer")

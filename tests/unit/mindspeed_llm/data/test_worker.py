@@ -91,7 +91,7 @@ def test_a_worker_that_is_killed_is_reported(tmp_path, facts, start, kind):
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 1
     assert errors.endswith(
-        "a worker process ended by itself (was it out of memory?): use fewer --workers\n"
+        "a worker process died (out of memory?): use fewer --workers\n"
     )
     assert outputs(tmp_path) == {}
 
@@ -107,7 +107,7 @@ def test_workers_end_with_their_parent(tmp_path, facts, start, kind, number):
     run.wait(120)
     assert run.returncode in (-number, 128 + number)
     assert outputs(tmp_path) == {}
-    # Nobody but the parent held the output, so it is free at once.
+    # Only the parent held the output, so it is free at once.
     options = PreprocessOptions(**{**start.options, "workers": 1})
     assert preprocess(options, facts, block_bytes=4000).records == 999
     _, errors = run.communicate(timeout=120)
