@@ -64,23 +64,40 @@ def _check_free(final: Path, overwrite: bool) -> None:
         )
 
 
-def atomic_write_text(path: Path, text: str) -> None:
-    """Write a small file that is never visible incomplete."""
+def atomic_write(path: Path, content: bytes) -> None:
+    """Write a small file so that a reader sees the old or the new content, never a part."""
     staging = path.with_name(f".{path.name}{STAGING}{os.getpid()}")
-    with staging.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staging, path)
-    _fsync(path.parent)
+    try:
+        with staging.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    finally:
+        staging.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write a small text file that is never visible incomplete."""
+    atomic_write(path, text.encode())
+
+
+def fsync_path(path: Path) -> None:
+    """Flush the content of a file, or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def fsync_tree(folder: Path) -> None:
     """Make the files and the names of a directory tree durable."""
     for parent, _, files in os.walk(folder):
         for name in files:
-            _fsync(Path(parent) / name)
-        _fsync(Path(parent))
+            fsync_path(Path(parent) / name)
+        fsync_path(Path(parent))
 
 
 def _replace(staging: Path, final: Path) -> None:
@@ -89,7 +106,7 @@ def _replace(staging: Path, final: Path) -> None:
     if final.exists():
         os.rename(final, old)
     os.rename(staging, final)
-    _fsync(final.parent)
+    fsync_path(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -113,11 +130,3 @@ def _is_running(path: Path) -> bool:
     except (ValueError, OSError, OverflowError):
         return False
     return True
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

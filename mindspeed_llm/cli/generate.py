@@ -81,8 +81,8 @@ def _show(answers: Iterable[Any], output: str | None) -> None:
         lines.append(json.dumps(asdict(answer) | {"tokens": len(answer.tokens)}))
     seconds = time.perf_counter() - start
     if output is not None:
-        from mindspeed.checkpoint.fsync import write_atomic
+        from mindspeed.checkpoint.commit import atomic_write
 
-        write_atomic(Path(output), "".join(f"{line}\n" for line in lines).encode())
+        atomic_write(Path(output), "".join(f"{line}\n" for line in lines).encode())
     speed = tokens / seconds
     print(f"{tokens} tokens in {seconds:.1f} s, {speed:.1f} tokens/s", file=sys.stderr)

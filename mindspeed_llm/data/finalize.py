@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed.checkpoint.fsync import fsync_path, write_atomic
+from mindspeed.checkpoint.commit import atomic_write, fsync_path
 from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.handlers import PRETRAIN, find_handler
 from mindspeed_llm.data.indexed import CHUNK, IndexedTokens, TokenWriter
@@ -90,7 +90,7 @@ class Workspace:
     def save(self, state: Mapping[str, Any]) -> None:
         """Save the progress of the run."""
         content = {"fingerprint": self._fingerprint, "state": state}
-        write_atomic(self.folder / "state.json", json.dumps(content).encode())
+        atomic_write(self.folder / "state.json", json.dumps(content).encode())
 
     def publish(self, files: Mapping[str, Path], state: Mapping[str, Any]) -> None:
         """Move finished files to their final names, and remove the folder.

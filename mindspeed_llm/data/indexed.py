@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mindspeed.checkpoint.fsync import fsync_path
+from mindspeed.checkpoint.commit import fsync_path
 from mindspeed.config import ConfigError
 
 Array = npt.NDArray[Any]

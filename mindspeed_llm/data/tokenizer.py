@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mindspeed.checkpoint.fsync import write_atomic
+from mindspeed.checkpoint.commit import atomic_write
 from mindspeed.config import ConfigError, one_of, parse_json
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def load_facts(
 def _write_cache(cache_file: Path, found: dict[str, Any]) -> None:
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(cache_file, json.dumps(found).encode())
+        atomic_write(cache_file, json.dumps(found).encode())
     except OSError as error:
         logger.warning("cannot cache the tokenizer: %s: %s", cache_file, error.strerror)
 

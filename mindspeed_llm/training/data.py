@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mindspeed.checkpoint.fsync import write_atomic
+from mindspeed.checkpoint.commit import atomic_write
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.handlers import PRETRAIN
 from mindspeed_llm.data.indexed import TokenFile, find_out_of_range
@@ -207,6 +207,6 @@ def _write_marks(marks: Sequence[Path]) -> None:
     try:
         for mark in marks:
             mark.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(mark, b"")
+            atomic_write(mark, b"")
     except OSError as error:
         logger.warning("token files are checked again each time: %s", error)

@@ -90,9 +90,7 @@ def test_a_worker_that_is_killed_is_reported(tmp_path, facts, start, kind):
     run = start("kill", kind)
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 1
-    assert errors.endswith(
-        "a worker process died (out of memory?): use fewer --workers\n"
-    )
+    assert errors.endswith("a worker process died (out of memory?): use fewer --workers\n")
     assert outputs(tmp_path) == {}
 
 
