@@ -162,9 +162,10 @@ def test_a_missing_file_is_named(prefixes):
 
     a, b = prefixes
     os.remove(f"{a}_packed_labels_document.idx")
-    trainer = SimpleNamespace(options=None)
+    options = SimpleNamespace(stage="sft")
+    trainer = SimpleNamespace(options=options, data_path=[a], data_kind=SFTTrainer.data_kind)
     with pytest.raises(ConfigError) as caught:
-        SFTTrainer.look_at(trainer, [InstructionData(a)])
+        SFTTrainer.configure_from_data(trainer)
     expected = f"{a}_packed_labels_document.idx is missing: --stage sft needs it"
     assert str(caught.value).startswith(expected)
     os.remove(f"{b}_packed_attention_mask_document.idx")
