@@ -1,4 +1,4 @@
-"""The flags of the features in `features_manager.FEATURES_LIST`, for a parser of somebody else."""
+"""The flags of the features in `features_manager.FEATURES_LIST`, for another project's parser."""
 
 import argparse
 

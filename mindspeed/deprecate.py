@@ -1,4 +1,4 @@
-"""Decorators that say when a function of set-up code runs."""
+"""Decorators that decide when a function of set-up code runs."""
 
 import functools
 import warnings
@@ -23,7 +23,7 @@ def NoExecuteFunction(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def Deprecated(function: Callable[P, R]) -> Callable[P, R]:
-    """Warn at every place that calls the function."""
+    """Warn at every call of the function."""
 
     @functools.wraps(function)
     def deprecated(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""`mindspeed features`: every feature with its flags and needs, every operator and what runs it."""
+"""`mindspeed features`: every switch with its flags and needs, every operator and what runs it."""
 
 import argparse
 import itertools
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"features": features, "ops": operators}, indent=2))
         return 0
     console = Console(width=WIDTH, highlight=False)
-    with console.capture() as text:  # rich turns a reader that leaves into exit code 1
+    with console.capture() as text:  # rich exits with 1 when the reader closes the pipe
         console.print(_table(listed))
         console.print(_operator_table(operators, here))
     print(text.get())

@@ -1,12 +1,9 @@
 """Typed, strict options with three front doors: flags, YAML files and keyword arguments."""
 
-from mindspeed.config.annotations import Alias, CommaSeparated
-from mindspeed.config.command_line import add_options, read_options
-from mindspeed.config.errors import ConfigError, kind_of, printable
+from mindspeed.config.errors import ConfigError, kind_of, parse_json, printable
 from mindspeed.config.explain import Spelling, build
-from mindspeed.config.flags import add_flags, flag_name, from_namespace
-from mindspeed.config.json_text import parse_json
-from mindspeed.config.options import Options
+from mindspeed.config.flags import add_flags, add_options, flag_name, from_namespace, read_options
+from mindspeed.config.options import Alias, CommaSeparated, Options
 from mindspeed.config.suggest import did_you_mean, nearest, one_of, suggest_flags
 from mindspeed.config.yaml_file import load_yaml
 

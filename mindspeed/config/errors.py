@@ -1,10 +1,12 @@
-"""The one error for everything a user can put right."""
+"""The error for everything a user can fix, and the texts and JSON that such errors are about."""
 
+import json
 import re
+from typing import Any
 
 
 class ConfigError(ValueError):
-    """Say what was given, what is allowed and what to do; commands print it and exit with 2."""
+    """What was given, what is allowed and what to do; commands print it and exit with 2."""
 
 
 def printable(text: str) -> str:
@@ -25,3 +27,11 @@ def kind_of(value: object) -> str:
         return "null" if value is None else "true or false"
     names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """Return what a JSON text holds; for one that no parser can take the error is a ValueError."""
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

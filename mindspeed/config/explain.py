@@ -6,17 +6,16 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from mindspeed.config.annotations import in_words, without_none
 from mindspeed.config.errors import ConfigError
-from mindspeed.config.options import Options
+from mindspeed.config.options import Options, in_words, without_none
 from mindspeed.config.suggest import did_you_mean
 from mindspeed.config.synonyms import by_meaning
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-# Errors about the type itself; all others (bounds, validators) carry a message of their own.
 LONGEST = 80
 """Letters of a value that an error shows."""
+# Errors about the type itself; all others (bounds, validators) carry a message of their own.
 TYPE_ERRORS = ("_type", "_parsing", "literal_error", "int_from_float")
 
 
@@ -44,7 +43,7 @@ def build(
     spelling: Spelling = Spelling.KEYWORD,
     source: str = "",
 ) -> OptionsT:
-    """Validate plain values; raise one ConfigError that tells everything that is wrong."""
+    """Validate plain values; raise one ConfigError that lists everything that is wrong."""
     try:
         return options_class.model_validate(dict(values))
     except ValidationError as error:
@@ -54,7 +53,7 @@ def build(
 
 def _explain(item: Any, options_class: type[Options], spelling: Spelling) -> str:
     given, kind = item["input"], item["type"]
-    owner, field, is_inside = _place(item["loc"], options_class)
+    owner, field, is_inside = _locate(item["loc"], options_class)
     if not field:
         return _message(item)
     name = field.rpartition(".")[2]
@@ -77,7 +76,7 @@ def _explain(item: Any, options_class: type[Options], spelling: Spelling) -> str
     return f"{shown} is not allowed: {_message(item)}"
 
 
-def _place(loc: tuple[Any, ...], owner: type[Options]) -> tuple[type[Options], str, bool]:
+def _locate(loc: tuple[Any, ...], owner: type[Options]) -> tuple[type[Options], str, bool]:
     """Return the class whose field is wrong, its dotted name, and if an element of it is meant."""
     for depth, name in enumerate(loc, 1):
         inner = _section(owner, str(name))

@@ -1,4 +1,7 @@
-"""Megatron-style command-line flags, generated from an options class."""
+"""Megatron-style command-line flags, generated from an options class.
+
+`add_options` and `read_options` are for a command that also takes a YAML file: a flag wins over it.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -6,9 +9,17 @@ from typing import Any, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from mindspeed.config.annotations import CommaSeparated, choices, element, without_none
+from mindspeed.config.errors import ConfigError
 from mindspeed.config.explain import Spelling, build
-from mindspeed.config.options import Options, aliases
+from mindspeed.config.options import (
+    CommaSeparated,
+    Options,
+    aliases,
+    choices,
+    element,
+    without_none,
+)
+from mindspeed.config.yaml_file import load_yaml
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
@@ -51,13 +62,41 @@ def from_namespace(
     return build(options_class, values, Spelling.FLAG)
 
 
+def add_options(
+    parser: argparse.ArgumentParser,
+    options_class: type[Options],
+    sections: Sequence[type[Options]] = (),
+) -> None:
+    """Add --config and a flag for every option, under the titles of its sections if there are."""
+    parser.usage = "%(prog)s [--config FILE] [flags]"  # all of them would fill a screen
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
+    for section in sections:
+        title = section.__name__.removesuffix("Options").lower()
+        add_flags(parser.add_argument_group(title, section.__doc__), section)
+    add_flags(parser.add_argument_group("mindspeed") if sections else parser, options_class)
+    for action in parser._actions:
+        if action.dest in options_class.model_fields:
+            action.default = argparse.SUPPRESS  # what is not given may be in the file
+
+
+def read_options(namespace: argparse.Namespace, options_class: type[OptionsT]) -> OptionsT:
+    """Build the options that were given, by a flag or in the file; the others count as not set."""
+    if namespace.config:
+        values = load_yaml(namespace.config, options_class).model_dump(exclude_unset=True)
+        for name, value in values.items():
+            if "\0" in str(value):  # no path and no command line can hold it
+                raise ConfigError(f"{namespace.config}: {name} holds a NUL character")
+        namespace = argparse.Namespace(**values | vars(namespace))
+    return from_namespace(options_class, namespace)
+
+
 def _keywords(info: FieldInfo, default: Any) -> dict[str, Any]:
     """Return the add_argument keywords of a field."""
     keywords: dict[str, Any] = {"default": default, "help": _help(info, default)}
     annotation, is_optional = without_none(info.annotation)
     if annotation is bool:
-        # A switch that is off by default needs no --no-x; one that is on, or that the machine
-        # decides when nobody does, needs a way to be off.
+        # A switch that is off by default needs no --no-x; one that is on, or that the device
+        # decides when it is not given, needs a way to be off.
         both = default or is_optional
         return keywords | {"action": argparse.BooleanOptionalAction if both else "store_true"}
     if CommaSeparated in info.metadata:

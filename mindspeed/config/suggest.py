@@ -46,7 +46,7 @@ def suggest_flags(parser: argparse.ArgumentParser) -> None:
     def error(message: str) -> NoReturn:
         known = {*parser._option_string_actions, *_choices(parser)}
         hints = [
-            f"{word}: {hint}" for word in _unknown_words(message) if (hint := _hint(word, known))
+            f"{word}: {hint}" for word in _unknown_names(message) if (hint := _hint(word, known))
         ]
         text = "; ".join([message, *dict.fromkeys(hints or ["--help lists what there is"])])
         parser.exit(2, f"{parser.prog}: error: {printable(text)}\n")
@@ -55,14 +55,14 @@ def suggest_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _hint(word: str, known: Collection[str]) -> str | None:
-    """Say what an unknown flag or choice may be: by its meaning elsewhere, else by its letters."""
+    """Suggest a flag or choice: by its meaning in other libraries, else by its letters."""
     fields = {flag.lstrip("-").replace("-", "_"): flag for flag in known if flag.startswith("--")}
     if word.startswith("-") and (hint := by_meaning(word, fields, fields.__getitem__)):
         return hint
     return did_you_mean(word, known) if nearest(word, known) else None
 
 
-def _unknown_words(message: str) -> list[str]:
+def _unknown_names(message: str) -> list[str]:
     _, _, rest = message.partition("unrecognized arguments: ")
     flags = [word.partition("=")[0] for word in rest.split() if word.startswith("-")]
     return flags + re.findall(r"invalid choice: '([^']+)'", message)

@@ -63,7 +63,7 @@ class Feature:
     """The field that switches the feature on; None where a flag of Megatron does."""
     default_devices: ClassVar[tuple[str, ...]] = ()
     """Devices where the feature is on without being asked for, as long as its `check` passes. The
-    field is `bool | None` then, and None where nobody said yes or no."""
+    field is `bool | None` then, and None where it is not given."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Features that must be on as well."""
     conflicts: ClassVar[Mapping[str, str]] = {}
@@ -75,11 +75,11 @@ class Feature:
     devices: ClassVar[tuple[str, ...]] = ALL_DEVICES
 
     def is_on(self, options: Any, context: Context) -> bool:
-        """Say whether the options ask for this feature."""
+        """Return whether the options request this feature."""
         return self.enabled_by is None or bool(getattr(options, self.enabled_by))
 
     def is_undecided(self, options: Any) -> bool:
-        """Say whether the options leave it to the device, with neither yes nor no."""
+        """Return whether the options leave it to the device."""
         if self.enabled_by is None or not self.default_devices:
             return False
         return getattr(options, self.enabled_by) is None

@@ -1,4 +1,4 @@
-"""The exchanges of gated delta layers under context parallelism, which are not built yet."""
+"""The exchanges of gated delta layers under context parallelism, not implemented yet."""
 
 from typing import Any, NoReturn
 
@@ -10,10 +10,10 @@ _INSTEAD = "use megatron-core 0.18 or newer, which has it, or context_parallel_s
 
 
 def tensor_a2a_cp2hp(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Say that sequences cannot be exchanged for heads here."""
+    """Refuse: exchanging sequences for heads is not implemented."""
     unavailable("tensor_a2a_cp2hp", _INSTEAD)
 
 
 def tensor_a2a_hp2cp(*arguments: Any, **keywords: Any) -> NoReturn:
-    """Say that heads cannot be exchanged for sequences here."""
+    """Refuse: exchanging heads for sequences is not implemented."""
     unavailable("tensor_a2a_hp2cp", _INSTEAD)

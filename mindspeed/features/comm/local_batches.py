@@ -11,7 +11,7 @@ from mindspeed.patching import Patch
 
 
 class LocalBatches(Feature):
-    """Hand batches on without broadcasts where a tensor-parallel group has one rank."""
+    """Return batches without broadcasts where a tensor-parallel group has one rank."""
 
     name = "local_batches"
     title = "Batches without broadcasts"

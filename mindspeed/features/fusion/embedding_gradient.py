@@ -26,7 +26,7 @@ class EmbeddingGradient(Feature):
         fused and the vocabulary is not split. Default: on CUDA."""
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Take the place of the lookup where its gradient goes to main_grad."""
+        """Replace the lookup where its gradient goes to main_grad."""
         layer = "megatron.core.tensor_parallel.layers:VocabParallelEmbedding"
         own = "mindspeed.parallel.tensor.embedding"
         yield Patch.wrap(

@@ -42,9 +42,9 @@ class FlashAttention(Feature):
         """A causal layer must not need its mask tensor: documents kept apart by it would mix."""
         is_local = context.argument("transformer_impl") == "local"
         if is_local and context.argument("reset_attention_mask"):
-            word = context.spelling.name_of("use_flash_attn")
+            flag = context.spelling.name_of("use_flash_attn")
             raise ConfigError(
-                f"{word} and --reset-attention-mask cannot be used together with "
+                f"{flag} and --reset-attention-mask cannot be used together with "
                 "--transformer-impl local, whose causal attention takes no mask: drop one"
             )
 

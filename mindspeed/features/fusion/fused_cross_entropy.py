@@ -11,7 +11,7 @@ _OPERATOR = "mindspeed.ops.cross_entropy.megatron"
 
 
 class FusedCrossEntropy(Feature):
-    """Compute the loss in one reading of the logits, and the gradient in their place."""
+    """Compute the loss in one pass over the logits, and the gradient in place."""
 
     name = "fused_cross_entropy"
     title = "Fused cross entropy"

@@ -29,9 +29,9 @@ class FusedRmsnorm(Feature):
         """The model must be normalised by RMSNorm."""
         given = context.argument("normalization")
         if given is not None and given != "RMSNorm":
-            word = context.spelling.name_of("use_fused_rmsnorm")
+            flag = context.spelling.name_of("use_fused_rmsnorm")
             raise ConfigError(
-                f"{word} needs --normalization RMSNorm, not {given}: change it or drop {word}"
+                f"{flag} needs --normalization RMSNorm, not {given}: change it or drop {flag}"
             )
 
     def patches(self, options: Any) -> Iterator[Patch]:

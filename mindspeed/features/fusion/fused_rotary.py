@@ -8,11 +8,11 @@ from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
 from mindspeed.patching import Patch
 
-ROOM = "mindspeed.ops.rotary_position_embedding.megatron"
+PACKAGE = "mindspeed.ops.rotary_position_embedding.megatron"
 
 
 class FusedRotary(Feature):
-    """Turn queries and keys by one operator, out of the packed qkv tensor where there is one."""
+    """Rotate queries and keys by one operator, out of the packed qkv tensor where there is one."""
 
     name = "fused_rotary"
     title = "Fused rotary embedding"
@@ -31,21 +31,21 @@ class FusedRotary(Feature):
         """The model must have rotary embeddings."""
         given = context.argument("position_embedding_type")
         if given is not None and given not in ("rope", "mrope", "yarn"):
-            word = context.spelling.name_of("use_fused_rotary_pos_emb")
+            flag = context.spelling.name_of("use_fused_rotary_pos_emb")
             raise ConfigError(
-                f"{word} needs --position-embedding-type rope, not {given}: change that or drop "
-                f"{word}"
+                f"{flag} needs --position-embedding-type rope, not {given}: change that or drop "
+                f"{flag}"
             )
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Wrap the one function, and the forward that asks for the packed way."""
         yield Patch.wrap(
             "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
-            f"{ROOM}:wrap_apply_rotary_pos_emb",
+            f"{PACKAGE}:wrap_apply_rotary_pos_emb",
             why="attention calls this function directly; the config's fusion flag is per model",
         )
         yield Patch.wrap(
             "megatron.core.transformer.attention:Attention.forward",
-            f"{ROOM}:wrap_attention_forward",
+            f"{PACKAGE}:wrap_attention_forward",
             why="the config decides once what only a call can know: whether qkv stays packed",
         )

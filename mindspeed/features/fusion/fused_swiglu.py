@@ -30,11 +30,11 @@ class FusedSwiglu(Feature):
         """Megatron must be asked for SwiGLU, and for its fused path, which is the one wrapped."""
         if context.megatron is None:
             return
-        word = context.spelling.name_of("use_fused_swiglu")
+        flag = context.spelling.name_of("use_fused_swiglu")
         if not context.argument("swiglu", False):
-            raise ConfigError(f"{word} needs a SwiGLU MLP: add --swiglu or drop {word}")
+            raise ConfigError(f"{flag} needs a SwiGLU MLP: add --swiglu or drop {flag}")
         if not context.argument("bias_swiglu_fusion", True):
-            raise ConfigError(f"{word} and --no-bias-swiglu-fusion contradict each other: drop one")
+            raise ConfigError(f"{flag} and --no-bias-swiglu-fusion contradict each other: drop one")
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Wrap the functions that the MLPs call."""

@@ -32,7 +32,7 @@ class LinearCrossEntropy(Feature):
         sixteenth of the device's memory."""
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Postpone the logits in the model's forward, and meet them again in its loss."""
+        """Postpone the logits in the model's forward, and compute them in its loss."""
         gib = options.linear_cross_entropy_gib
         yield Patch.wrap(
             "megatron.core.models.gpt.gpt_model:GPTModel.forward",

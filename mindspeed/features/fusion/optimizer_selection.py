@@ -42,15 +42,15 @@ class OptimizerSelection(Feature):
 
     def check(self, options: Any, context: Context) -> None:
         """Only Adam has these forms; an average needs its own float32 weights."""
-        word = context.spelling.with_value("optimizer_selection", options.optimizer_selection)
+        flag = context.spelling.with_value("optimizer_selection", options.optimizer_selection)
         given = context.argument("optimizer", "adam")
         if given != "adam":
-            raise ConfigError(f"{word} needs --optimizer adam, not {given}: change one of them")
+            raise ConfigError(f"{flag} needs --optimizer adam, not {given}: change one of them")
         if context.argument("optimizer_cpu_offload", False):
-            raise ConfigError(f"{word} and --optimizer-cpu-offload exclude each other: drop one")
+            raise ConfigError(f"{flag} and --optimizer-cpu-offload exclude each other: drop one")
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Put the class in the place of the imported one."""
+        """Replace the imported class."""
         yield Patch.wrap(
             "megatron.core.optimizer:Adam",
             bind(

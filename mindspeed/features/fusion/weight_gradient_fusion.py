@@ -15,5 +15,5 @@ class WeightGradientFusion(Feature):
     megatron_flags = ("--no-gradient-accumulation-fusion",)
 
     def is_on(self, options: Any, context: Context) -> bool:
-        """On unless Megatron was told otherwise."""
+        """On unless --no-gradient-accumulation-fusion is given."""
         return bool(context.argument("gradient_accumulation_fusion", True))

@@ -36,16 +36,16 @@ class FusedMoePermute(Feature):
         """The document's rules for its flag; Megatron looks after its own."""
         if not options.use_fused_moe_token_permute_and_unpermute:
             return
-        word = context.spelling.name_of("use_fused_moe_token_permute_and_unpermute")
+        flag = context.spelling.name_of("use_fused_moe_token_permute_and_unpermute")
         dispatcher = context.argument("moe_token_dispatcher_type", "alltoall")
         if dispatcher not in SERVED:
             raise ConfigError(
-                f"{word} needs --moe-token-dispatcher-type {' or '.join(SERVED)}, not {dispatcher}"
+                f"{flag} needs --moe-token-dispatcher-type {' or '.join(SERVED)}, not {dispatcher}"
             )
         is_padded = context.argument("moe_pad_expert_input_to_capacity", False)
         if context.argument("moe_expert_capacity_factor") is not None and not is_padded:
             raise ConfigError(
-                f"{word} with --moe-expert-capacity-factor needs "
+                f"{flag} with --moe-expert-capacity-factor needs "
                 "--moe-pad-expert-input-to-capacity: add that or drop one"
             )
 

@@ -1,4 +1,4 @@
-"""Experts as grouped products, and their weight gradients added to float32 main_grad."""
+"""Experts as grouped GEMMs, and their weight gradients added to float32 main_grad."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -46,21 +46,21 @@ class MoeWeightGradientFusion(Feature):
         """There must be grouped experts, and buffers to add to."""
         if context.megatron is None:
             return
-        word = context.spelling.name_of("gemm_gradient_accumulation_fusion")
+        flag = context.spelling.name_of("gemm_gradient_accumulation_fusion")
         if not context.argument("moe_grouped_gemm", False):
-            raise ConfigError(f"{word} needs --moe-grouped-gemm: add that or drop {word}")
+            raise ConfigError(f"{flag} needs --moe-grouped-gemm: add that or drop {flag}")
         if not context.argument("gradient_accumulation_fusion", True):
             raise ConfigError(
-                f"{word} and --no-gradient-accumulation-fusion contradict each other: drop one"
+                f"{flag} and --no-gradient-accumulation-fusion contradict each other: drop one"
             )
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Wrap the product that GroupedMLP calls, where Megatron still has that class."""
+        """Wrap the GEMM that GroupedMLP calls, where Megatron still has that class."""
         module = "megatron.core.transformer.moe.grouped_gemm_util"
         if not is_installed(module):
             return
         yield Patch.wrap(
             f"{module}:ops.gmm",
             "mindspeed.compat.stand_ins.grouped_gemm.ops:wrap_gmm",
-            why="GroupedMLP calls this function; nothing selects another or tells it the parameter",
+            why="GroupedMLP calls it; nothing selects another or passes it the parameter",
         )

@@ -93,7 +93,7 @@ class PipelineParallel(MegatronFeature):
         return bool(context.argument("pipeline_model_parallel_size", 1) > 1)
 
     def check(self, options: Any, context: Context) -> None:
-        """Stages are equal unless Megatron is told how they differ."""
+        """Stages are equal unless Megatron's arguments describe how they differ."""
         size, layers = context.argument("pipeline_model_parallel_size"), _even_layers(context)
         ParallelDims(world=size, pp=size).check_model(num_layers=layers)
 
@@ -116,7 +116,7 @@ class VirtualPipeline(MegatronFeature):
 
 
 def _sizes(context: Context) -> dict[str, int]:
-    """Return the sizes whose product is the number of ranks of one model copy."""
+    """Return the sizes that multiply to the number of ranks of one model copy."""
     kinds = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context"}
     return {dim: int(context.argument(f"{kind}_parallel_size", 1)) for dim, kind in kinds.items()}
 

@@ -11,7 +11,7 @@ from mindspeed.config import CommaSeparated, ConfigError
 from mindspeed.features.base import Context, Feature, Level, bind
 from mindspeed.patching import Patch
 
-ROOM = "mindspeed.parallel.pipeline.noop_layer"
+PACKAGE = "mindspeed.parallel.pipeline.noop_layer"
 # Megatron arguments that place layers themselves, so that a layer number no longer says where.
 PLACEMENTS = (
     "pipeline_model_parallel_layout",
@@ -71,18 +71,18 @@ class NoopLayers(Feature):
         layers = options.noop_layers
         yield Patch.wrap(
             "megatron.core.transformer.transformer_block:_get_block_submodules",
-            bind(f"{ROOM}:wrap_get_block_submodules", layers),
+            bind(f"{PACKAGE}:wrap_get_block_submodules", layers),
             why="the only place that sees the specs of a stage, whichever spec the script gave",
         )
         yield Patch.wrap(
             "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
-            f"{ROOM}:wrap_sharded_state_dict",
+            f"{PACKAGE}:wrap_sharded_state_dict",
             why="layers without weights leave holes in tensors that are stacked over layers",
         )
         # Only Megatron-LM's own training package counts operations, and its parser ran by now.
         if "megatron.training.arguments" in sys.modules:
             yield Patch.wrap(
                 "megatron.training.training:num_floating_point_operations",
-                bind(f"{ROOM}:wrap_num_floating_point_operations", layers),
+                bind(f"{PACKAGE}:wrap_num_floating_point_operations", layers),
                 why="the reported TFLOPs must not count layers that compute nothing",
             )

@@ -31,7 +31,7 @@ class Deterministic(Feature):
         yield Effect("torch and the device choose deterministic algorithms", _deterministic())
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Meet Megatron where it seeds."""
+        """Wrap the function in which Megatron seeds."""
         yield Patch.wrap(
             "megatron.training.initialize:_set_random_seed",
             wrap_set_random_seed,

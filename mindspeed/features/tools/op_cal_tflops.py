@@ -8,7 +8,7 @@ from mindspeed import config
 from mindspeed.features.base import Feature, Level
 from mindspeed.patching import Patch
 
-ROOM = "mindspeed.tune.megatron"
+PACKAGE = "mindspeed.tune.megatron"
 COUNTER = "mindspeed.tune.flop_counter"
 RECOMPUTED = {
     "megatron.core.tensor_parallel.random:checkpoint": "wrap_checkpoint",
@@ -18,7 +18,7 @@ RECOMPUTED = {
     "megatron.core.extensions.transformer_engine:te_checkpoint": "wrap_te_checkpoint",
     "torch.utils.checkpoint:checkpoint": "wrap_checkpoint",
 }
-"""What computes activations again, and how it is met."""
+"""What recomputes activations, and the wrap that marks it."""
 
 
 class OpCalTflops(Feature):
@@ -38,12 +38,12 @@ class OpCalTflops(Feature):
         step."""
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Mark what is computed again; meet Megatron-LM's loop where there is one."""
+        """Mark what is recomputed; wrap Megatron-LM's train loop where there is one."""
         for target, wrap in RECOMPUTED.items():
             yield Patch.wrap(
                 target,
-                f"{ROOM}:{wrap}",
-                why="nothing else tells an operator computed again from one of the backward",
+                f"{PACKAGE}:{wrap}",
+                why="nothing else distinguishes a recomputed operator from one of the backward",
             )
         yield Patch.wrap(
             "mindspeed.ops.groupmatmul_add_fp32.triton_impl:_launch",
@@ -59,11 +59,11 @@ class OpCalTflops(Feature):
         if "megatron.training.arguments" in sys.modules:
             yield Patch.wrap(
                 "megatron.training.training:train_step",
-                f"{ROOM}:wrap_train_step",
+                f"{PACKAGE}:wrap_train_step",
                 why="no callback surrounds a step",
             )
             yield Patch.wrap(
                 "megatron.training.training:print_rank_last",
-                f"{ROOM}:wrap_print_rank_last",
+                f"{PACKAGE}:wrap_print_rank_last",
                 why="the line is built inside training_log and handed to this function only",
             )

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from mindspeed.config import ConfigError, Options, Spelling, add_options, build, suggest_flags
-from mindspeed.config.annotations import without_none
+from mindspeed.config.options import without_none
 from mindspeed.config.synonyms import FILES, SYNONYMS, by_meaning, names_in
 from mindspeed.fsdp import FsdpOptions
 from mindspeed_llm.checkpoint import ConvertOptions
