@@ -1,8 +1,8 @@
 """Ulysses context parallelism for the attention of transformers.
 
-Every rank of a group sees the whole batch up to the first layer of the text decoder and keeps a
-part of the sequence from there on. Around each attention, an all-to-all gives a rank the whole
-sequence of a part of the heads. Masks are those that transformers makes for the whole sequence.
+Every rank of a group processes the full batch up to the first layer of the text decoder and its
+part of the sequence from there on. Around each attention, an all-to-all gives a rank the full
+sequence for a part of the heads. Masks are those of transformers for the full sequence.
 Shapes: B batch, N heads, S sequence, D head size; s = S / ranks, n = N / ranks.
 """
 
@@ -18,14 +18,14 @@ from mindspeed.distributed.collectives import all_to_all
 
 PREFIX = "ulysses_"
 PADDING = {"labels": -100}
-"""What is added at the end of a batch's tensors; 0 for the others."""
+"""Padding values of a batch's tensors; 0 for the others."""
 
 
 class ContextParallel:
-    """The group of ranks that share every sequence of a model."""
+    """Splits every sequence of a model over a group of ranks."""
 
     def __init__(self, model: Any, group: ProcessGroup) -> None:
-        """Switch the text decoder of a transformers model over."""
+        """Enable context parallelism in the text decoder of a transformers model."""
         self.group = group
         self.size, self.rank = group.size(), group.rank()
         decoder = model.get_decoder()
@@ -36,86 +36,86 @@ class ContextParallel:
         config._attn_implementation_internal = _register(config._attn_implementation)
         for module in decoder.modules():
             module.context_parallel = self
-        decoder.register_forward_pre_hook(self._cut_pictures, with_kwargs=True)
+        decoder.register_forward_pre_hook(self._split_visual_features, with_kwargs=True)
         for number, layer in enumerate(decoder.layers):
-            hook = self._cut_positions if number else self._cut_sequence
+            hook = self._split_positions if number else self._split_sequence
             layer.register_forward_pre_hook(hook, with_kwargs=True)
 
     def local(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return this rank's part of a whole sequence."""
+        """Return this rank's part of a full sequence."""
         return tensor.chunk(self.size, dim)[self.rank]
 
     def padded(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Lengthen the sequences of a batch until the ranks divide them."""
+        """Pad the sequences of a batch to a multiple of the group size."""
         length = batch["input_ids"].shape[1]
-        more = -length % self.size
-        if not more:
+        padding = -length % self.size
+        if not padding:
             return batch
-        longer = dict(batch)
+        padded = dict(batch)
         for name in ("input_ids", "attention_mask", "labels", "mm_token_type_ids"):
             if batch.get(name) is not None:
                 value = PADDING.get(name, 0)
-                longer[name] = nn.functional.pad(batch[name], (0, more), value=value)
-        if (positions := batch.get("position_ids")) is not None:  # a sequence of its own, if packed
-            end = torch.arange(more, device=positions.device, dtype=positions.dtype)
-            longer["position_ids"] = torch.cat(
-                [positions, end.expand(*positions.shape[:-1], more)], dim=-1
+                padded[name] = nn.functional.pad(batch[name], (0, padding), value=value)
+        if (positions := batch.get("position_ids")) is not None:  # a packed sample of its own
+            end = torch.arange(padding, device=positions.device, dtype=positions.dtype)
+            padded["position_ids"] = torch.cat(
+                [positions, end.expand(*positions.shape[:-1], padding)], dim=-1
             )
-        return longer
+        return padded
 
     def attend(
         self, inner: Any, module: Any, qkv: tuple[Any, Any, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Attend with a part of the heads to whole sequences; qkv are (B, N, s, D)."""
+        """Attend to full sequences with a part of the heads; qkv are (B, N, s, D)."""
         query, key, value = qkv
         repeats = self.size // math.gcd(self.size, key.shape[1])
-        if repeats > 1:  # fewer key heads than ranks: some ranks share one
+        if repeats > 1:  # fewer key heads than ranks: repeat them
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         # (B, N, s, D) becomes (B, n, S, D), and the output (B, S, n, D) becomes (B, s, N, D).
         query, key, value = (all_to_all(t, self.group, 1, 2) for t in (query, key, value))
-        seen = _Seen(module, query.shape[1] // key.shape[1])
-        output, weights = inner(seen, query, key, value, *args, **kwargs)
+        grouped = _GroupedHeads(module, query.shape[1] // key.shape[1])
+        output, weights = inner(grouped, query, key, value, *args, **kwargs)
         return all_to_all(output, self.group, 1, 2), weights
 
-    def _cut_sequence(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _split_sequence(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if args:
             args = (self.local(args[0]), *args[1:])
         else:
             kwargs = kwargs | {"hidden_states": self.local(kwargs["hidden_states"])}
-        return self._cut_positions(layer, args, kwargs)
+        return self._split_positions(layer, args, kwargs)
 
-    def _cut_positions(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        cut = {
+    def _split_positions(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        local = {
             name: tuple(self.local(t, dim=-2) for t in value)
             for name, value in kwargs.items()
             if name.startswith("position_embeddings") and value is not None
         }
-        return args, kwargs | cut
+        return args, kwargs | local
 
-    def _cut_pictures(self, decoder: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Qwen3-VL adds features of pictures between layers: keep those of this rank's tokens."""
-        places = kwargs.get("visual_pos_masks")
-        if places is None:
+    def _split_visual_features(self, decoder: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Qwen3-VL adds visual features between layers: keep those of this rank's tokens."""
+        mask = kwargs.get("visual_pos_masks")
+        if mask is None:
             return args, kwargs
-        mine = torch.zeros_like(places)
-        self.local(mine).fill_(True)
+        is_local = torch.zeros_like(mask)
+        self.local(is_local).fill_(True)
         features = kwargs["deepstack_visual_embeds"]
-        kept = features and [layer[mine[places]] for layer in features]
-        changed = {"visual_pos_masks": self.local(places), "deepstack_visual_embeds": kept}
+        kept = features and [layer[is_local[mask]] for layer in features]
+        changed = {"visual_pos_masks": self.local(mask), "deepstack_visual_embeds": kept}
         return args, kwargs | changed
 
     def _check(self, decoder: Any, config: Any) -> None:
         heads = config.num_attention_heads
         if heads % self.size:
-            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ConfigError(
                 f"context_parallel_size={self.size} does not divide the {heads} attention heads "
-                f"of the text decoder: use {fitting}"
+                f"of the text decoder: use {divisors}"
             )
         kinds = set(getattr(config, "layer_types", None) or ())
         if unknown := kinds - {"full_attention", "sliding_attention"}:
             raise ConfigError(
-                f"context_parallel_size={self.size}: layers of {min(unknown)} need the whole "
+                f"context_parallel_size={self.size}: layers of {min(unknown)} need the full "
                 "sequence: use 1"
             )
         if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
@@ -124,8 +124,8 @@ class ContextParallel:
             )
 
 
-class _Seen:
-    """An attention module whose query heads share key heads in other numbers."""
+class _GroupedHeads:
+    """An attention module with another number of query heads per key head."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module
@@ -136,7 +136,7 @@ class _Seen:
 
 
 def _register(inner_name: str) -> str:
-    """Tell transformers of an attention that exchanges heads around another; return its name."""
+    """Register an attention that wraps another in all-to-alls; return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -145,8 +145,8 @@ def _register(inner_name: str) -> str:
         return inner_name
     if inner_name not in ALL_ATTENTION_FUNCTIONS:
         raise ConfigError(
-            f"context parallel cannot be put around attn_implementation: {inner_name}: use sdpa "
-            "or flash_attention_2"
+            f"context parallelism does not support attn_implementation: {inner_name}: use sdpa or "
+            "flash_attention_2"
         )
     inner = ALL_ATTENTION_FUNCTIONS[inner_name]
 

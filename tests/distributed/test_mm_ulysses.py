@@ -86,15 +86,15 @@ def too_many(folder):
     model = TransformersModel(config)
     with pytest.raises(ConfigError, match="does not divide the 4 attention heads.*use 1, 2, 4"):
         model.set_context_parallel_group(dist.group.WORLD)
-    for loss, said in REFUSED.items():
+    for loss, message in CONFLICTS.items():
         model.config = build(ModelConfig, {"loss_cfg": dict([loss])})
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             model.set_context_parallel_group(dist.group.WORLD)
 
 
-REFUSED = {
-    ("loss_type", "square_loss"): "loss_type: square_loss needs whole samples",
-    ("router_aux_loss_coef", 0.1): "router_aux_loss_coef: 0.1 needs whole sequences",
+CONFLICTS = {
+    ("loss_type", "square_loss"): "loss_type: square_loss needs unsplit samples",
+    ("router_aux_loss_coef", 0.1): "router_aux_loss_coef: 0.1 needs unsplit sequences",
 }
 
 
