@@ -57,11 +57,11 @@ def _fuse_attention(model: nn.Module) -> int:
             users.setdefault(id(config), []).append(module)
     for modules in users.values():
         config = modules[0].config
-        config._attn_implementation_internal = _registered(FUSED, _attend)
+        config._attn_implementation_internal = register_attention(FUSED, _attend, PLAIN)
         if any(map(_takes_packed, modules)):
             # In a copy: no model can be built from a config with an unknown `flash` name.
             config = copy.copy(config)
-            config._attn_implementation_internal = _registered(PACKED, _attend_packed)
+            config._attn_implementation_internal = register_attention(PACKED, _attend_packed, PLAIN)
             for module in modules:
                 module.config = config
     return len(users)
@@ -130,13 +130,13 @@ def _takes_packed(module: nn.Module) -> bool:
     return "cu_seqlens" in inspect.signature(type(module).forward).parameters
 
 
-def _registered(name: str, attend: Callable[..., Any]) -> str:
-    """Register an attention with transformers, with the masks of sdpa; return the name."""
+def register_attention(name: str, attend: Callable[..., Any], masks: str) -> str:
+    """Register an attention with transformers, with the masks of another one; return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[PLAIN])
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[masks])
     return name
 
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed.config import ConfigError
 from mindspeed.distributed.collectives import all_to_all
+from mindspeed_mm.models.fused_ops import register_attention
 
 PREFIX = "ulysses_"
 PADDING = {"labels": -100}
@@ -33,7 +34,7 @@ class ContextParallel:
         self._check(decoder, config)
         if self.size == 1:
             return
-        config._attn_implementation_internal = _register(config._attn_implementation)
+        config._attn_implementation_internal = _wrap_attention(config._attn_implementation)
         for module in decoder.modules():
             module.context_parallel = self
         decoder.register_forward_pre_hook(self._split_visual_features, with_kwargs=True)
@@ -135,10 +136,8 @@ class _GroupedHeads:
         return getattr(self._module, name)
 
 
-def _register(inner_name: str) -> str:
+def _wrap_attention(inner_name: str) -> str:
     """Register an attention that wraps another in all-to-alls; return its name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if inner_name.startswith(PREFIX):
@@ -153,7 +152,4 @@ def _register(inner_name: str) -> str:
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         return module.context_parallel.attend(inner, module, (query, key, value), *args, **kwargs)
 
-    name = PREFIX + inner_name
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[inner_name])
-    return name
+    return register_attention(PREFIX + inner_name, attend, inner_name)
