@@ -71,9 +71,8 @@ def start(folder, layers, is_tiny):
     from mindspeed.fsdp import FsdpOptions
     from mindspeed_mm.models.options import ModelConfig
     from mindspeed_mm.training import transformers_task as task
-    from mindspeed_mm.training.arguments import Run
+    from mindspeed_mm.training.arguments import Run, Sections
     from mindspeed_mm.training.options import MmOptions
-    from mindspeed_mm.training.sections import Sections
     from mindspeed_mm.training.setup import prepare
 
     options = MmOptions(train_iters=1, lr=1e-5, init_model_with_meta_device=True)

@@ -101,10 +101,9 @@ def our_step(config, is_tiny):
     from mindspeed.fsdp import FsdpOptions
     from mindspeed_mm.models.options import ModelConfig
     from mindspeed_mm.training import transformers_task as task
-    from mindspeed_mm.training.arguments import Run
+    from mindspeed_mm.training.arguments import Run, Sections
     from mindspeed_mm.training.callbacks import Callbacks
     from mindspeed_mm.training.options import MmOptions
-    from mindspeed_mm.training.sections import Sections
     from mindspeed_mm.training.setup import prepare
     from mindspeed_mm.training.trainer import FsdpTrainer
 

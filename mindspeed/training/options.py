@@ -67,7 +67,7 @@ class CheckpointOptions(Options):
     from_scratch: bool = False
     """Start from random weights; without it --load must hold weights."""
     save: str | None = None
-    """Directory for checkpoints. If it holds one, the run resumes from it, whatever --load says."""
+    """Directory for checkpoints. If it holds one, the run resumes from it and ignores --load."""
     no_auto_resume: bool = False
     """Start from the beginning although --save holds a checkpoint, which will be replaced."""
     save_interval: int | None = None

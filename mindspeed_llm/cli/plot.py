@@ -9,6 +9,8 @@ from mindspeed.config import ConfigError, did_you_mean, parse_json
 
 HEIGHT, WIDTH = 12, 72
 LEVELS = " ▁▂▃▄▅▆▇█"
+BEFORE_METRICS = "global batch size"
+"""The last of the fields before the metrics of a line."""
 Points = list[tuple[int, float]]
 
 
@@ -18,23 +20,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "plot", help="draw the loss curve of a run", allow_abbrev=False
     )
     parser.add_argument("log", type=Path, help="the log.jsonl of a run, or the folder it is in")
-    parser.add_argument("--key", default="lm loss", help="what is drawn (default: %(default)s)")
+    parser.add_argument("--key", help="metric to draw (default: the first, such as lm loss)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curve as a picture too")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw the curve."""
-    points = read(args.log, args.key)
-    print("\n".join(draw(points, args.key)))
+    key, points = read(args.log, args.key)
+    print("\n".join(draw(points, key)))
     if args.png is not None:
-        picture(points, args.key, args.png)
+        picture(points, key, args.png)
         print(args.png)
     return 0
 
 
-def read(log: Path, key: str) -> Points:
-    """Read one number of every line that has it, by iteration."""
+def read(log: Path, key: str | None = None) -> tuple[str, Points]:
+    """Read a metric of every line that has it, by iteration; return its name too."""
     path = log / "log.jsonl" if log.is_dir() else log
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -43,13 +45,24 @@ def read(log: Path, key: str) -> Points:
         raise ConfigError(f"{path}: cannot be read ({reason})") from None
     records = [_record(path, number, line) for number, line in enumerate(lines, 1)]
     names = {name for record in records for name in record} - {"iteration"}
+    key = key or _first_metric(records, path)
     if key not in names:
         raise ConfigError(f"{path} has no number {key!r}: {did_you_mean(key, names)}")
     points = [(record["iteration"], record[key]) for record in records if key in record]
     finite = [point for point in points if math.isfinite(point[1])]
     if not finite:
         raise ConfigError(f"{path}: no {key!r} in it is finite, so there is nothing to draw")
-    return finite
+    return key, finite
+
+
+def _first_metric(records: list[dict[str, Any]], path: Path) -> str:
+    """Return the first metric of a training log: it follows what every run logs."""
+    names = [name for record in records[:1] for name in record if name != "iteration"]
+    if BEFORE_METRICS in names:
+        names = names[names.index(BEFORE_METRICS) + 1 :]
+    if not names:
+        raise ConfigError(f"{path}: holds no metric, so there is nothing to draw")
+    return names[0]
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -78,7 +91,7 @@ def draw(points: Points, key: str) -> list[str]:
 
 
 def _columns(values: list[float]) -> list[float]:
-    """Average the values into as many columns as there is room for, or widen them."""
+    """Average the values into as many columns as fit, or widen them."""
     count = min(WIDTH, len(values))
     bounds = [len(values) * column // count for column in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:])]

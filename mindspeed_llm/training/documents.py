@@ -82,7 +82,7 @@ def document_tokens(prefix: str) -> TokenFile:
 
 
 def document_facts(prefix: str) -> dict[str, Any]:
-    """Return what preprocessing noted about a prefix; nothing where it noted nothing."""
+    """Return the summary that preprocessing wrote for a prefix; empty where there is none."""
     for ending in SUFFIXES:
         path = Path(f"{prefix.removesuffix(ending)}.summary.json")
         try:
@@ -97,5 +97,5 @@ def _find(prefix: str) -> str:
     for name in names:
         if Path(f"{name}.idx").is_file():
             return name
-    looked = " and ".join(f"{name}.idx" for name in names)
-    raise ConfigError(f"{prefix}: there are no token files of that name; looked for {looked}")
+    tried = " and ".join(f"{name}.idx" for name in names)
+    raise ConfigError(f"{prefix}: there are no token files of that name; looked for {tried}")

@@ -17,7 +17,7 @@ from mindspeed_llm.models.shape import (
 from mindspeed_llm.training.options import TrainOptions
 
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
-"""What flags must say where no config.json does."""
+"""Flags that are needed where there is no config.json."""
 SAME_NAME = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "vocab_size", "norm_epsilon"),
@@ -28,8 +28,8 @@ def find_shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
     """Return the shape and the folder of the config.json it was read from, if from one."""
     found = None if options.load is None or options.from_scratch else detect(options.load)
     folder = _config_folder(options, found)
-    for place in (found.folder if found else None, folder):
-        verify_small(place, enabled=not options.no_verify)
+    for source in (found.folder if found else None, folder):
+        verify_small(source, enabled=not options.no_verify)
     if folder is None:
         shape = _from_flags(options)
     elif found is None:
@@ -41,7 +41,7 @@ def find_shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
 
 
 def _of_weights(found: CheckpointDir, folder: Path, options: TrainOptions) -> ModelShape:
-    """Read the config and see in the weights what it does not say, such as biases."""
+    """Read the config, and from the weights what it leaves open, such as biases."""
     from mindspeed_llm.checkpoint.loading import open_source
 
     source = open_source(
@@ -53,23 +53,19 @@ def _of_weights(found: CheckpointDir, folder: Path, options: TrainOptions) -> Mo
 def _config_folder(options: TrainOptions, found: CheckpointDir | None) -> Path | None:
     if options.hf_cfg_dir is not None:
         return Path(options.hf_cfg_dir)
-    places = [found.config_folder if found else None, options.load, options.tokenizer_name_or_path]
-    for place in places:
-        if place is not None and (Path(place) / "config.json").is_file():
-            return Path(place)
+    paths = [found.config_folder if found else None, options.load, options.tokenizer_name_or_path]
+    for path in paths:
+        if path is not None and (Path(path) / "config.json").is_file():
+            return Path(path)
     if options.from_scratch:
         return None
-    raise ConfigError(
-        f"--load {options.load}: no config.json tells what model this is: give --hf-cfg-dir"
-    )
+    raise ConfigError(f"--load {options.load}: has no config.json: give --hf-cfg-dir")
 
 
 def _from_flags(options: TrainOptions) -> ModelShape:
     missing = [Spelling.FLAG.name_of(name) for name in NEEDED if getattr(options, name) is None]
     if missing:
-        raise ConfigError(
-            f"no config.json says what to train: give --hf-cfg-dir, or {', '.join(missing)}"
-        )
+        raise ConfigError(f"there is no config.json: give --hf-cfg-dir, or {', '.join(missing)}")
     sizes: Any = options  # what is needed is given
     heads = sizes.num_attention_heads
     return ModelShape(
@@ -95,7 +91,7 @@ def check_flags(options: TrainOptions, shape: ModelShape) -> None:
     wrong: list[str] = []
 
     def compare(name: str, given: Any, real: Any) -> None:
-        # A GGUF file keeps 1e-05 in 32 bits, and a config made of one says 9.9999997e-06.
+        # A GGUF file keeps 1e-05 in 32 bits, and a config made of one has 9.9999997e-06.
         if given is not None and not math.isclose(given, real, rel_tol=1e-6):
             wrong.append(f"{Spelling.FLAG.with_value(name, given)} (the model has {real})")
 

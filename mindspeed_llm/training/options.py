@@ -26,7 +26,7 @@ class ModelOptions(Options):
     hf_cfg_dir: str | None = None
     """Folder with the config.json of the model, where --load has none."""
     model_type_hf: str | None = None
-    """Family of the model, where its config.json does not tell."""
+    """Family of the model, where its config.json does not name it."""
     num_layers: int | None = None
     """Layers, those of --noop-layers included."""
     hidden_size: int | None = None
@@ -36,7 +36,7 @@ class ModelOptions(Options):
     num_attention_heads: int | None = None
     """Query heads."""
     group_query_attention: bool = False
-    """There are fewer key heads than query heads; --num-query-groups says how many."""
+    """There are fewer key heads than query heads; --num-query-groups is their number."""
     num_query_groups: int | None = None
     """Key and value heads."""
     kv_channels: int | None = None
@@ -107,9 +107,9 @@ class DataOptions(Options):
     """Rows hold several samples that must not see each other; found from the data as well. Data
     files are packed so with --pack."""
     reset_position_ids: bool = False
-    """Old name of what --neat-pack says."""
+    """Old name of --neat-pack."""
     reset_attention_mask: bool = False
-    """New name of what --neat-pack says."""
+    """New name of --neat-pack."""
     calculate_per_token_loss: bool = False
     """Mean loss over all tokens of a step; without it the mean over micro-batches of the mean over
     their tokens, so that short samples weigh more."""
@@ -242,7 +242,7 @@ class AcceptedOptions(Options):
     use_mcore_models: bool = False
     """Accepted for existing scripts: there are no others."""
     is_instruction_dataset: bool = False
-    """Accepted for existing scripts: the stage says what the data is."""
+    """Accepted for existing scripts: the stage decides the kind of data."""
     tokenizer_type: Literal["PretrainedFromHF"] = "PretrainedFromHF"
     """Accepted for existing scripts: Hugging Face's tokenizers are the ones there are."""
     tokenizer_not_use_fast: bool = False
@@ -260,11 +260,11 @@ class AcceptedOptions(Options):
     ckpt_format: Literal["torch_dist", "torch"] = "torch_dist"
     """Accepted for existing scripts: checkpoints are torch_dist, which every layout can load."""
     num_workers: int = 0
-    """Accepted for existing scripts: samples are read in place."""
+    """Accepted for existing scripts: samples are read from mapped files."""
     no_shared_storage: bool = False
     """Accepted for existing scripts: no index files are written."""
     local_rank: int | None = None
-    """Accepted for existing launchers: the environment tells."""
+    """Accepted for existing launchers: the environment decides."""
 
 
 SECTIONS = (

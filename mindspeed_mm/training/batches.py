@@ -90,7 +90,7 @@ class Batches:
         return self.endless()
 
     def finish(self) -> None:
-        """Let our own loader say which records all ranks left out."""
+        """Let our own loader report the records that all ranks skipped."""
         if isinstance(self._loader, MicroBatchLoader):
             self._loader.finish()
 
@@ -185,7 +185,7 @@ class _Numbers:
 
 
 class _Shufflers:
-    """Whoever decides the order of a loader, which has to know the epoch."""
+    """What decides the order of a loader, and has to know the epoch."""
 
     def __init__(self, loader: Any) -> None:
         names = ("sampler", "batch_sampler", "dataset")

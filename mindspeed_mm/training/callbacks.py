@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed import device
 from mindspeed.config import ConfigError
 
 NumSamples = tuple[int | None, int, int]
-"""How many samples training, validation and test will take; None if --epochs says the length."""
+"""How many samples training, validation and test will take; None with --epochs."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class MicroLoss:
     value: torch.Tensor
     tokens: torch.Tensor | None = None
     logs: Mapping[str, Any] = field(default_factory=dict)
-    """What to tell: a number, or a sum and how many it sums."""
+    """Metrics to report: a number, or a sum and its count."""
 
 
 def read_loss(found: Any) -> MicroLoss:
     """Take what a loss function returned.
 
-    That is a loss; a loss and what to tell; or, as in Megatron, the sum of losses, the number of
-    tokens and what to tell.
+    That is a loss; a loss and metrics; or, as in Megatron, the sum of losses, the number of
+    tokens and metrics.
     """
     if isinstance(found, torch.Tensor):
         found = (found, {"loss": found.detach()})
@@ -101,7 +102,7 @@ def read_loss(found: Any) -> MicroLoss:
             f"loss_func returned {_kind(loss)} as loss: return a tensor of one number"
         )
     if not isinstance(logs, Mapping):
-        raise ConfigError(f"loss_func returned {_kind(logs)} as what to tell: return a dict")
+        raise ConfigError(f"loss_func returned {_kind(logs)} as metrics: return a dict")
     count = on_device(tokens[0], loss.device) if tokens else None
     return MicroLoss(loss.reshape(()), count, logs)
 
@@ -119,3 +120,21 @@ def _kind(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def move_to_device(batch: Any, dtype: torch.dtype | None = None) -> Any:
+    """Move a batch to the device, in place where it is a dict or a list, and return it.
+
+    Every tensor in it moves, however deep; floating ones are cast to `dtype`, if it is given.
+    What is no tensor stays as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        target = dtype if batch.is_floating_point() else None
+        return batch.to(device.current().torch_device, target, non_blocking=True)
+    if isinstance(batch, dict):
+        batch.update({key: move_to_device(value, dtype) for key, value in batch.items()})
+    elif isinstance(batch, list):
+        batch[:] = [move_to_device(value, dtype) for value in batch]
+    elif isinstance(batch, tuple):
+        return tuple(move_to_device(value, dtype) for value in batch)
+    return batch

@@ -1,8 +1,8 @@
 """Training checkpoints of sharded models: torch.distributed.checkpoint, in tensors only.
 
-Every rank writes and reads its own shards; any number of ranks can go on. What is no tensor would
-be pickled, so there is nothing such in them: learning rates and random numbers follow from the
-step, which training.json tells.
+Every rank writes and reads its own shards; any number of ranks can resume. What is no tensor would
+be pickled, so there is no such entry: learning rates and random numbers follow from the
+step, which training.json stores.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed import device
 from mindspeed.checkpoint.dcp_files import check_files
@@ -27,7 +28,6 @@ from mindspeed.distributed.process_groups import set_collective_timeout
 from mindspeed.training.checkpoint_dir import CheckpointStore, Mismatch, TrainState, load_error
 from mindspeed_mm.models.weights import ADAPTER, weight_targets
 from mindspeed_mm.training.optimizer import make_state
-from mindspeed_mm.training.stored import StoredForm
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -57,7 +57,7 @@ class FsdpCheckpoints:
         self._store = CheckpointStore(root) if root else None
         self._timeout_minutes = timeout_minutes
         self._model, self._optimizer = model, optimizer
-        self._form = StoredForm()
+        self._layout = StoredLayout()
         self._group: dist.ProcessGroup | None = None
         self._saving: _Save | None = None
 
@@ -139,7 +139,7 @@ class FsdpCheckpoints:
         return _once_each(weight_targets(self._model))
 
     def _stored(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {MODEL + name: self._form.of(tensor) for name, tensor in weights.items()}
+        return {MODEL + name: self._layout.of(tensor) for name, tensor in weights.items()}
 
     def _state(self, with_optimizer: bool) -> dict[str, torch.Tensor]:
         state = self._stored(weights_of(self._model))
@@ -148,7 +148,7 @@ class FsdpCheckpoints:
     def _optimizer_state(self) -> dict[str, torch.Tensor]:
         known = self._optimizer.state
         return {
-            f"{OPTIMIZER}{name}.{key}": self._form.of(value)
+            f"{OPTIMIZER}{name}.{key}": self._layout.of(value)
             for name, parameter in self._model.named_parameters()
             for key, value in known.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
@@ -174,6 +174,40 @@ class FsdpCheckpoints:
                 for key in keys:
                     wanted.pop(key, None)
         return _matched(wanted, {}, {name: stored[name] for name in names}, folder)
+
+
+class StoredLayout:
+    """Views this rank's tensors as they are stored: distributed experts are parts of one tensor."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[tuple[str, int], DeviceMesh] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same memory as a shard of the whole tensor.
+
+        With expert parallelism, a tensor is sharded over the ranks that hold the same experts
+        only; such a mesh has fewer ranks than the world.
+        """
+        if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == dist.get_world_size():
+            return tensor
+        parts = dist.get_world_size() // tensor.device_mesh.size()
+        shape = torch.Size([tensor.shape[0] * parts, *tensor.shape[1:]])
+        with torch.no_grad():
+            return DTensor.from_local(
+                tensor.to_local(),
+                self._experts_first(tensor.device_mesh.device_type, parts),
+                [Shard(0), tensor.placements[0]],
+                run_check=False,
+                shape=shape,
+                stride=torch.empty(shape, device="meta").stride(),
+            )
+
+    def _experts_first(self, device: str, parts: int) -> DeviceMesh:
+        """Return all ranks as (part of the experts, those that hold the same part)."""
+        if (device, parts) not in self._meshes:
+            ranks = torch.arange(dist.get_world_size()).view(-1, parts).T
+            self._meshes[device, parts] = DeviceMesh(device, ranks.contiguous())
+        return self._meshes[device, parts]
 
 
 @torch.no_grad()

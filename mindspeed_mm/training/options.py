@@ -24,7 +24,7 @@ class FileOptions(Options):
     mm_tool: str | None = None
     """JSON or YAML file of the profiler; it becomes args.mm.tool."""
     fsdp2_config_path: str | None = None
-    """YAML file that says how the model is sharded."""
+    """YAML file with the sharding of the model."""
     use_torch_fsdp2: bool = False
     """Shard with FSDP2, as is always done here."""
 
@@ -37,9 +37,9 @@ class BatchOptions(Options):
     global_batch_size: int | None = None
     """Samples in one step over all ranks (default: one micro-batch a rank)."""
     seq_length: int | None = None
-    """Longest sample, in tokens (default: what the data file says)."""
+    """Longest sample, in tokens (default: that of the data file)."""
     num_workers: int | None = None
-    """Processes that prepare batches (default: what the data file says)."""
+    """Processes that prepare batches (default: that of the data file)."""
     calculate_per_token_loss: bool = False
     """Mean loss over all tokens of a step; without it the mean over micro-batches."""
 
@@ -61,14 +61,14 @@ class ParallelOptions(Options):
     context_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share each sequence (Ulysses)."""
     distributed_backend: str | None = None
-    """A list that names cpu, as in npu:hccl,cpu:gloo, lets ranks also talk from host memory, which
+    """A list that names cpu, as in npu:hccl,cpu:gloo, adds a backend for host memory, which
     offload_to_cpu needs; the device decides the rest."""
     distributed_timeout_minutes: int = 10
     """How long ranks wait for each other."""
 
 
 class AcceptedOptions(Options):
-    """Flags of existing scripts that change nothing here; each says why."""
+    """Flags of existing scripts that change nothing here; each with the reason."""
 
     ckpt_format: Literal["torch_dcp"] = "torch_dcp"
     """Accepted: checkpoints are torch_dcp, which any number of ranks can load."""
@@ -101,45 +101,45 @@ class AcceptedOptions(Options):
     tokenizer_type: str | None = None
     """Accepted: the processor of the model is used."""
     num_layers: int | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     hidden_size: int | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     ffn_hidden_size: int | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     num_attention_heads: int | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     num_query_groups: int | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     group_query_attention: bool = False
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     max_position_embeddings: int | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     vocab_size: int | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     make_vocab_size_divisible_by: int = 1
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     padded_vocab_size: int | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     position_embedding_type: str | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     rotary_base: float | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     normalization: str | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     norm_epsilon: float | None = None
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     swiglu: bool = False
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     disable_bias_linear: bool = False
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     attention_dropout: float = 0.0
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     hidden_dropout: float = 0.0
-    """Accepted: the model's own config says."""
+    """Accepted: the model's own config decides."""
     init_method_std: float = 0.02
-    """Accepted: the model's own rules say."""
+    """Accepted: the model's own rules decide."""
     local_rank: int | None = None
-    """Accepted for existing launchers: the environment tells."""
+    """Accepted for existing launchers: the environment decides."""
 
 
 INSTEAD = {
@@ -207,4 +207,4 @@ class MmOptions(
     BatchOptions,
     FileOptions,
 ):
-    """Everything that a flag can say about a run."""
+    """All flags of a run."""

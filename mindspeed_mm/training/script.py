@@ -28,7 +28,7 @@ def pretrain(
 ) -> None:
     """Train as one rank of a script, in Megatron's order of arguments; model_type may be left out.
 
-    A configuration error ends the script with one line and exit code 2. `schema` says what
+    A configuration error ends the script with one line and exit code 2. `schema` is what
     the model and data sections may hold, where they are not those of TransformersModel.
     """
     if forward_step_func is None:

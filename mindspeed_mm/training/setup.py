@@ -30,10 +30,9 @@ from mindspeed.training.checkpoint_dir import TrainState, agree_on_resume, resum
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_mm.models import meta_device, weights
 from mindspeed_mm.models.options import LoraConfig
-from mindspeed_mm.training.arguments import Run
+from mindspeed_mm.training.arguments import Run, reaches_host
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.checkpoint import FsdpCheckpoints
-from mindspeed_mm.training.checks import reaches_host
 from mindspeed_mm.training.optimizer import make_optimizer
 from mindspeed_mm.training.options import MmOptions
 

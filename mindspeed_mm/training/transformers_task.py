@@ -1,4 +1,4 @@
-"""The callbacks for models of transformers on data.json: nothing is left to write."""
+"""The callbacks for models of transformers on data.json: a user writes none."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,8 +9,7 @@ from torch import nn
 
 from mindspeed.compat.stand_ins.megatron_training.global_vars import get_args
 from mindspeed.config import ConfigError
-from mindspeed_mm.training.callbacks import Callbacks, NumSamples
-from mindspeed_mm.training.device_batch import move_to_device
+from mindspeed_mm.training.callbacks import Callbacks, NumSamples, move_to_device
 from mindspeed_mm.transformers_errors import is_transformers_error, with_location
 
 Output = dict[str, torch.Tensor]
@@ -62,7 +61,7 @@ class Task:
     def forward_step(
         self, data_iterator: Iterator[Any], model: nn.Module
     ) -> tuple[Output, Callable[..., Any]]:
-        """Run the model; what it refuses of the first micro-batch, its folders are wrong about."""
+        """Run the model; an error on the first micro-batch means that its folders do not match."""
         if self._has_run:
             return forward_step(data_iterator, model)
         batch = get_batch(data_iterator)
@@ -105,14 +104,14 @@ def get_batch(data_iterator: Iterator[Any]) -> dict[str, Any]:
 
 
 def loss_func(output: Output) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return the sum of the losses of a micro-batch, its number of tokens, and what to tell."""
+    """Return the sum of the losses of a micro-batch, its number of tokens, and its metrics."""
     tokens = output["token_nums"]
     loss = output["loss"] * tokens
-    told = {"loss": torch.stack([loss.detach().float(), tokens.float()])}
+    metrics = {"loss": torch.stack([loss.detach().float(), tokens.float()])}
     if (aux := output.get("aux_loss")) is not None:
         loss = loss + aux * tokens
-        told["aux loss"] = aux.detach()
-    return loss, tokens, told
+        metrics["aux loss"] = aux.detach()
+    return loss, tokens, metrics
 
 
 def forward_step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Output, Any]:

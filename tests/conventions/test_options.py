@@ -17,7 +17,7 @@ from mindspeed.features.registry import registry
 from mindspeed.fsdp import FsdpOptions
 from mindspeed_mm.data.options import DataConfig
 from mindspeed_mm.models.options import ModelConfig
-from mindspeed_mm.training.tool import ToolConfig
+from mindspeed_mm.training.profile import ToolConfig
 
 SNAPSHOT = Path(__file__).with_name("options.txt")
 PACKAGES = ("mindspeed", "mindspeed_llm", "mindspeed_mm")

@@ -21,8 +21,8 @@ from mindspeed.training.metrics import StepResult
 from mindspeed_mm.training import get_args, train
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.optimizer import ShardedAdamW
+from mindspeed_mm.training.profile import ProfileOptions, ToolConfig, TraceOptions
 from mindspeed_mm.training.step import FsdpStep
-from mindspeed_mm.training.tool import ProfileOptions, ToolConfig, TraceOptions
 from tests.mm import runs
 from tests.ranks import group_time_outs, run_ranks
 

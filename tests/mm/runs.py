@@ -18,10 +18,9 @@ from mindspeed_mm.models.common.module import MultiModalModule
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.transformers.base_model import FSDP2Mixin, WeightInitMixin
 from mindspeed_mm.training import get_args, move_to_device, train
-from mindspeed_mm.training.arguments import Run
+from mindspeed_mm.training.arguments import Run, Sections
 from mindspeed_mm.training.callbacks import Callbacks
 from mindspeed_mm.training.options import MmOptions
-from mindspeed_mm.training.sections import Sections
 from tests.distributed.fsdp_model import SEQUENCE, VOCABULARY, Transformer
 from tests.mm import tiny
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint, read_losses

@@ -19,8 +19,8 @@ def log(tmp_path):
 
 
 def test_a_number_by_iteration_without_what_is_not_finite(log):
-    assert read(log, "lm loss") == [(1, 4.0), (3, 2.0)]
-    assert read(log / "log.jsonl", "validation loss") == [(2, 5.0)]
+    assert read(log, "lm loss") == read(log) == ("lm loss", [(1, 4.0), (3, 2.0)])
+    assert read(log / "log.jsonl", "validation loss") == ("validation loss", [(2, 5.0)])
 
 
 def test_the_highest_is_a_full_column_and_the_lowest_is_seen():

@@ -105,5 +105,5 @@ def test_the_fused_paths_of_the_layers_are_on_unless_a_flag_says_no() -> None:
 def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no weights: looked for"):
         find_shape(TrainOptions(load=str(tmp_path)))
-    with pytest.raises(ConfigError, match="no config.json says what to train"):
+    with pytest.raises(ConfigError, match="there is no config.json"):
         find_shape(TrainOptions(load=str(tmp_path), from_scratch=True))

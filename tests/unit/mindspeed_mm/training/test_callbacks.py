@@ -66,7 +66,7 @@ def test_loss_functions() -> None:
     [
         (None, "loss_func returned None"),
         (torch.ones(2), "a tensor of shape \\(2,\\) as loss"),
-        ((torch.ones(()), 3), "a int as what to tell"),
+        ((torch.ones(()), 3), "a int as metrics"),
         ((torch.ones(()),), "a tuple of 1"),
     ],
 )

@@ -10,7 +10,7 @@ from mindspeed_mm.checkpoint import ConvertOptions
 from mindspeed_mm.models.options import ImageEncoderConfig, LoraConfig, LossConfig, ModelConfig
 from mindspeed_mm.training.arguments import parse
 from mindspeed_mm.training.options import MmOptions
-from mindspeed_mm.training.tool import TraceOptions
+from mindspeed_mm.training.profile import TraceOptions
 
 ROOT = Path(__file__).resolve().parents[4]
 CONFIGS = sorted((ROOT / "configs/mindspeed_mm").glob("*/*.yaml"))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_mm.training.profile import Trace
-from mindspeed_mm.training.tool import ProfileOptions, ToolConfig, TraceOptions
+from mindspeed_mm.training.profile import ProfileOptions, ToolConfig, Trace, TraceOptions
 
 
 def traces(folder: Path, rank: int = 0) -> list[str]:

@@ -11,7 +11,7 @@ from mindspeed.compat.stand_ins.megatron_training import global_vars
 from mindspeed.config import ConfigError, build
 from mindspeed_mm.data import DataConfig
 from mindspeed_mm.models.options import ModelConfig
-from mindspeed_mm.training.sections import Sections
+from mindspeed_mm.training.arguments import Sections
 from mindspeed_mm.training.transformers_task import callbacks
 from tests.mm import processors
 from tests.mm.folder import make_folder

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from mindspeed import device
 from mindspeed_mm.training.callbacks import read_loss
-from mindspeed_mm.training.reports import Reports
+from mindspeed_mm.training.step import Reports
 
 FAR = torch.device("meta")
 COPYING = ("tensor", "as_tensor", "to")
