@@ -65,7 +65,7 @@ def train_until_full(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("how", "limit"), [("sync", 40_000), ("async", 400_000)])
-def test_a_full_disk_is_told_and_loses_nothing(
+def test_a_full_disk_is_an_error_and_loses_nothing(
     inputs: tuple[str, str], tmp_path: Path, how: str, limit: int
 ) -> None:
     """Of larger tensors torch only says that the position in a file is not as expected."""

@@ -66,7 +66,7 @@ DAMAGES = {
     "backend": (lambda f: flip(f / "metadata.json"), f"metadata.json: {DAMAGED}"),
     "old backend": (
         without_digests("metadata.json", b"torch_dist", b"torch_disu"),
-        "metadata.json: is damaged: it says",
+        "metadata.json: is damaged: it holds",
     ),
     "old json": (
         without_digests("metadata.json", b'"torch', b"!torch"),
@@ -120,7 +120,7 @@ def _check_contents(folder):
         assert not content
 
 
-def test_damage_is_told_with_the_way_to_go_on(tmp_path: Path) -> None:
+def test_damage_is_reported_with_how_to_resume(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     data = write_samples(tmp_path / "data", make_samples(16))
     (said,) = run_ranks(_go_on_from_damaged, 1, model, data, tmp_path)

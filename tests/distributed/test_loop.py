@@ -80,7 +80,7 @@ def _train_only(values: dict[str, Any]) -> None:
     AutoTrainer(TrainOptions(**values)).train()
 
 
-def test_half_precision_finds_its_scale_and_learns(inputs: tuple[str, str], tmp_path: Path) -> None:
+def test_half_precision_finds_its_scale_and_trains(inputs: tuple[str, str], tmp_path: Path) -> None:
     """A scale that overflows is halved, such steps change nothing, the others are those of fp32."""
     values = settings(*inputs, tmp_path, fp16=True, initial_loss_scale=2.0**24, hysteresis=1)
     run_ranks(_train_only, 1, values)

@@ -119,7 +119,7 @@ def pretrain(values: dict[str, Any]) -> list[float]:
     ],
     ids=["file", "template", "handler"],
 )
-def test_misuse_is_told_in_the_words_of_training(
+def test_errors_name_the_flags_of_training(
     tiny: _Tiny, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     values = tiny.settings(tmp_path, str(tiny.file)) | changes

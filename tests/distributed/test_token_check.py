@@ -32,7 +32,7 @@ def check(path: Path, cache: str) -> str:
     return ""
 
 
-def test_every_rank_is_told_and_nothing_wrong_is_remembered(tmp_path: Path) -> None:
+def test_every_rank_raises_and_no_damaged_file_is_marked(tmp_path: Path) -> None:
     path, cache = tmp_path / "x.bin", str(tmp_path / "cache")
     tokens = np.zeros(1000, np.int32)
     tokens[900] = VOCABULARY

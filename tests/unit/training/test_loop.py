@@ -226,7 +226,7 @@ def test_a_checkpoint_saved_in_a_streak_is_not_called_good(tmp_path: Path) -> No
         Scripted(tmp_path, **flags).run()
 
 
-def test_a_run_that_is_asked_to_stop_says_so_by_its_exit_code(tmp_path: Path) -> None:
+def test_the_exit_code_shows_that_a_run_was_asked_to_stop(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         Scripted(tmp_path, asked=5).run()
     assert caught.value.code == 143

@@ -16,7 +16,7 @@ def prefix(tmp_path):
     return str(tmp_path / "data")
 
 
-def test_every_token_but_the_first_is_learnt_once(prefix):
+def test_every_token_but_the_first_is_trained_once(prefix):
     windows = DocumentWindows(prefix, 3)
     assert len(windows) == 3
     found = [windows[number] for number in range(3)]
@@ -25,12 +25,12 @@ def test_every_token_but_the_first_is_learnt_once(prefix):
     assert len(DocumentWindows(prefix, 5)) == 2 and len(DocumentWindows(prefix, 10)) == 1
 
 
-def test_too_few_tokens_are_told(prefix):
+def test_too_few_tokens_are_an_error(prefix):
     with pytest.raises(ConfigError, match="its 11 tokens are fewer than the 12 of one sample"):
         DocumentWindows(prefix, 11)
 
 
-def test_files_without_a_token_are_told(tmp_path):
+def test_files_without_a_token_are_an_error(tmp_path):
     writer = TokenWriter(tmp_path, "data", np.dtype("<u2"))
     writer.append(np.zeros(0, int), np.zeros(0, int), np.array([0]))
     writer.build_index(tmp_path / "data.idx")

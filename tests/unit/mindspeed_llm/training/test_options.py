@@ -45,7 +45,7 @@ def test_flags_that_were_renamed_are_known_by_both_names() -> None:
     assert parse([*short, "--reset-attention-mask"]).reset_attention_mask
 
 
-def test_a_file_says_the_same_and_flags_win(tmp_path: Path) -> None:
+def test_a_file_is_equivalent_and_flags_win(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "load: weights\ndata_path: [data]\ntrain_iters: 10\nlr: 1e-5\nbf16: true\n"
@@ -75,7 +75,7 @@ def test_a_file_says_the_same_and_flags_win(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_told_at_once(flags: str, words: str) -> None:
+def test_what_cannot_work_is_an_error_at_once(flags: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(flags.split())
 
@@ -84,7 +84,7 @@ def test_ranges_are_those_of_options_that_exist() -> None:
     assert RANGES.keys() <= TrainOptions.model_fields.keys()
 
 
-def test_an_unknown_flag_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_flag_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--global-batch-sise", "8"])
     assert "--global-batch-size" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_what_megatron_refuses_is_one_line() -> None:
         make_config(options, SHAPE, dims)
 
 
-def test_the_fused_paths_of_the_layers_are_on_unless_a_flag_says_no() -> None:
+def test_fused_paths_of_layers_are_on_unless_switched_off() -> None:
     dims = parallel_dims(TrainOptions(), SHAPE)
     config = make_config(TrainOptions(), SHAPE, dims)
     assert config.bias_activation_fusion and config.bias_dropout_fusion

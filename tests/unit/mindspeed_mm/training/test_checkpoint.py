@@ -62,7 +62,7 @@ def test_tied_weights_are_kept_once_and_found_under_either_name(tmp_path: Path) 
         ({"optimizer.embed.weight.momentum": torch.ones(1)}, "give --no-load-optim"),
     ],
 )
-def test_what_does_not_fit_is_told(tmp_path: Path, state: dict[str, Any], match: str) -> None:
+def test_a_mismatch_is_an_error(tmp_path: Path, state: dict[str, Any], match: str) -> None:
     whole = {"model.scale": torch.ones(2), "model.embed.weight": torch.ones(5, 3)}
     if match.startswith("has no model.embed.weight: it") or "did you mean" in match:
         del whole["model.embed.weight"]

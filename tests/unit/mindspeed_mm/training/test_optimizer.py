@@ -23,7 +23,7 @@ def test_matrices_decay_and_vectors_do_not(kind):
     assert decays == {whole[1].weight: 1.0} | dict.fromkeys(vectors, 0.0)
 
 
-def test_nothing_to_train_is_told():
+def test_nothing_to_train_is_an_error():
     with pytest.raises(ConfigError, match="every parameter of the model is frozen"):
         make_optimizer(model().requires_grad_(False), RunOptions(lr=0.1))
 

@@ -20,7 +20,7 @@ IMAGE = 438
 """The token of an image in the tiny folder."""
 
 
-def test_a_missing_image_is_told_before_weights_are_read(tmp_path, monkeypatch):
+def test_a_missing_image_is_an_error_before_weights_are_read(tmp_path, monkeypatch):
     processors.save("qwen2_5_vl", tmp_path)
     said = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "Yes."}]
     record = {"conversations": said, "images": ["missing.png"]}

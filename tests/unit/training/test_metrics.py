@@ -1,0 +1,49 @@
+"""Metrics of a step: every reduction over micro-batches and ranks, and what is not finite."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed.training.metrics import Metric, reduce_metrics
+from tests.ranks import run_ranks
+
+KINDS = [
+    Metric("per token", "mean"),
+    Metric("per micro-batch", "micro_batch_mean"),
+    Metric("scalar", "mean"),
+    Metric("total", "sum"),
+    Metric("largest", "max"),
+    Metric("smallest", "min"),
+]
+
+
+def _report(total: float, count: float) -> dict[str, torch.Tensor]:
+    pair = torch.tensor([total, count])
+    return {metric.name: pair if "per" in metric.name else pair[0] for metric in KINDS}
+
+
+def _reduce(bad: bool) -> tuple[dict[str, float], int, list[float], bool, bool]:
+    """Reduce three micro-batches of the first rank; the others compute no loss."""
+    is_first = torch.distributed.get_rank() == 0
+    reports = [_report(6.0, 3.0), _report(8.0, 1.0), _report(0.0, 0.0)] if is_first else []
+    overflow: Any = torch.tensor(math.inf if bad and not is_first else 1.0) * 0.0
+    totals = reduce_metrics(KINDS, reports, tokens=5 * is_first, extras=(overflow, 1.0))
+    reduced, (norm,) = totals.read(torch.tensor(2.5))
+    assert norm == 2.5
+    is_finite = bool(totals.is_finite())
+    return reduced.metrics, reduced.tokens, reduced.extras, reduced.is_finite, is_finite
+
+
+def test_reductions_over_two_ranks() -> None:
+    expected = {"per token": 14 / 4, "per micro-batch": 10 / 3, "scalar": 14 / 3, "total": 14.0}
+    for metrics, tokens, extras, *is_finite in run_ranks(_reduce, 2, False):
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+        assert (metrics["largest"], metrics["smallest"]) == (8.0, 0.0)
+        assert tokens == 5 and extras == [0.0, 2.0] and is_finite == [True, True]
+
+
+def test_an_overflow_of_one_rank_is_known_to_all() -> None:
+    for *_, on_host, on_device in run_ranks(_reduce, 2, True):
+        assert not on_host and not on_device
