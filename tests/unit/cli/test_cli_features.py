@@ -88,7 +88,7 @@ def operators(capsys):
     return {op["name"]: op for op in json.loads(capsys.readouterr().out)["ops"]}
 
 
-def test_every_operator_tells_what_runs_it_here(capsys):
+def test_every_operator_lists_what_runs_it_here(capsys):
     found = operators(capsys)
     assert found.keys() == known_ops().keys() >= {"rms_norm", "swiglu"}
     assert {op["implementation"] for op in found.values()} == {"reference"}
@@ -107,7 +107,7 @@ def test_a_missing_package_is_why_a_kernel_is_passed_over(capsys, monkeypatch):
     }
 
 
-def test_a_forced_implementation_is_told_or_refused(capsys, monkeypatch):
+def test_a_forced_implementation_is_listed_or_refused(capsys, monkeypatch):
     monkeypatch.setenv("MINDSPEED_OPS", "swiglu=reference")
     assert operators(capsys)["swiglu"]["implementation"] == "reference"
     monkeypatch.setenv("MINDSPEED_OPS", "swiglu=npu")

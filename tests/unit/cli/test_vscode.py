@@ -61,7 +61,7 @@ def test_what_cannot_be_merged_is_refused_or_backed_up(text: str, tmp_path: Path
     assert backup.read_text() == text and second is not None and second != backup
 
 
-def test_the_command_writes_where_told(
+def test_the_command_writes_to_the_given_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

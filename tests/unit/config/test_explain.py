@@ -79,7 +79,7 @@ class House(Options):
         ({"door": {"names": [1]}}, "door.names holds 1, which is not allowed: give a list, each"),
     ],
 )
-def test_sections_are_told_by_their_path(values, message):
+def test_sections_are_reported_by_their_path(values, message):
     with pytest.raises(ConfigError) as error:
         build(House, values)
     assert str(error.value).startswith(message)

@@ -93,7 +93,7 @@ def test_given_defaults_replace_declared_ones():
     assert from_namespace(Training, argparse.Namespace(), defaults=before) == before
 
 
-def test_refused_value_is_told_as_a_flag(parser):
+def test_a_refused_value_is_reported_as_a_flag(parser):
     with pytest.raises(ConfigError, match=r"^--seed -9 is not allowed: .*greater.* -1$"):
         parse(parser, "--seed -9")
 
@@ -113,7 +113,7 @@ def test_unknown_word_gets_the_nearest_known_one(parser, capsys, line, hint):
     assert capsys.readouterr().err.rstrip().endswith(hint)
 
 
-def test_unknown_word_without_a_near_one_is_told_in_one_line(parser, capsys):
+def test_an_unknown_flag_without_a_near_one_is_a_one_line_error(parser, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--qqqqqqqq"])
     assert capsys.readouterr().err == (
@@ -128,7 +128,7 @@ class Required(Options):
     """Where to read."""
 
 
-def test_a_flag_without_a_default_is_told_as_missing():
+def test_a_flag_without_a_default_is_reported_as_missing():
     parser = argparse.ArgumentParser(prog="train")
     add_flags(parser, Required)
     assert from_namespace(Required, parser.parse_args(["--source", "here"])).source == "here"

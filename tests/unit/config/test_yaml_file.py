@@ -128,7 +128,7 @@ def test_aliases_and_merges_are_served(load):
     assert load("<<: {rate: 3}\nsteps: &n 2\nlevel: *n") == Training(rate=3.0, steps=2, level=2)
 
 
-def test_every_problem_is_told(load):
+def test_every_problem_is_reported(load):
     with pytest.raises(ConfigError, match="level: 7 .*steps: x .*unknown key stps"):
         load("level: 7\nsteps: x\nstps: 1")
 

@@ -134,7 +134,7 @@ def test_level_two_is_the_default():
     assert on() == {"facade"}
 
 
-def test_options_of_what_is_off_are_told_of(caplog):
+def test_options_of_a_feature_that_is_off_produce_a_warning(caplog):
     on(Context(Spelling.FLAG), use_fused=True, fused_width=2)
     assert not caplog.records
     on(Context(Spelling.FLAG), fused_width=2)
@@ -212,7 +212,7 @@ def test_on_by_device(monkeypatch, caplog, level, asked, forbids, device, expect
     assert not caplog.records
 
 
-def test_what_nobody_asked_for_stands_back_where_its_need_is_off(monkeypatch):
+def test_a_default_feature_stays_off_where_its_requirement_is_off(monkeypatch):
     monkeypatch.setattr("mindspeed.features.selection.device_name", lambda: "cpu")
     options = ONE_NEEDS_ANOTHER.options_class
     found = [
