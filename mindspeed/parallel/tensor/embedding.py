@@ -38,7 +38,7 @@ class _Lookup(Function):
 
 
 def wrap_embedding_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Note on a VocabParallelEmbedding whether gradients are added to main_grad directly."""
+    """Keep in a VocabParallelEmbedding whether gradients are added to main_grad directly."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -134,7 +134,7 @@ def linear(
 
 
 def dummy_gradient(like: Tensor, zero: bool) -> Tensor:
-    """Return a gradient whose value nobody reads, or zeros where Megatron does read it."""
+    """Return a gradient whose value is not read, or zeros where Megatron reads it."""
     make = torch.zeros_like if zero else torch.empty_like
     return make(like, memory_format=torch.contiguous_format)
 

@@ -46,7 +46,7 @@ class Documents:
         return cls(places[:-1], lengths, bounds)
 
     def fill(self, tokens: int) -> bool:
-        """Say whether they fill so many tokens, without padding between or behind them."""
+        """Return whether they fill so many tokens, without padding between or behind them."""
         ends = [0, *accumulate(self.lengths)]
         return ends == [*self.starts, tokens]
 

@@ -47,12 +47,12 @@ class MaskRule:
         return "padding" in self.kind or self.kind == "arbitrary"
 
     def is_plain_causal(self, num_q: int, num_k: int) -> bool:
-        """Tell whether torch's own causal flag says all there is to say about the band."""
+        """Return whether torch's own causal flag describes the whole band."""
         aligned = num_q == num_k or "bottom_right" not in self.kind
         return "causal" in self.kind and self.window[0] < 0 and aligned
 
     def is_window(self, num_q: int, num_k: int) -> bool:
-        """Tell whether the window, with the last query at the last key, says all there is."""
+        """Return whether the window, with the last query at the last key, is the whole band."""
         return self.window != (-1, -1) and (num_q == num_k or not self._is_top_left)
 
     @property

@@ -112,7 +112,7 @@ class TransformerEngineBaseModule(nn.Module):
         self.tp_group = tp_group
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Give every parameter its first values, on a real device unless told to wait."""
+        """Initialise every parameter on a real device, unless that is deferred."""
         if defer_init:
             return
         for name, init in self.param_init_meta.items():
@@ -127,11 +127,11 @@ class TransformerEngineBaseModule(nn.Module):
         """Compute the weight gradients that delay_wgrad_compute kept back in the last backward."""
         if self._deferred is None:
             return
-        self._deferred.run(self._products_per_forward())
+        self._deferred.run(self._gemms_per_forward())
         for hook in self._after_deferred:
             hook()
 
-    def _products_per_forward(self) -> int:
+    def _gemms_per_forward(self) -> int:
         return len(self.weight_names)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
@@ -196,7 +196,7 @@ class TransformerEngineBaseModule(nn.Module):
         return size // self.tp_size
 
     def _group(self) -> ProcessGroup | None:
-        """Return the ranks to talk to, or None when there is nobody else."""
+        """Return the tensor-parallel group, or None for a single rank."""
         if self.tp_size > 1 and self.tp_group is None:
             raise RuntimeError(
                 f"{type(self).__name__} is one of {self.tp_size} tensor-parallel shards and knows "

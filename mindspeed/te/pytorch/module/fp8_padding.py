@@ -1,4 +1,4 @@
-"""Pad groups of rows to the multiple that FP8 products want, and take the padding off again."""
+"""Pad groups of rows to the multiple that FP8 GEMMs need, and remove the padding."""
 
 from __future__ import annotations
 

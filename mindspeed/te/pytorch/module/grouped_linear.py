@@ -84,7 +84,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return ends.to(x.device, non_blocking=True)
 
     def _lay_together(self) -> None:
-        """Put all weights side by side, so that the grouped product needs no copy of them."""
+        """Put all weights side by side, so that the grouped GEMM needs no copy of them."""
         if self._on_meta():
             return
         block = self.weight0.data.new_empty(self.num_gemms, *self.weight0.shape)
@@ -94,7 +94,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _parts(self, name: str) -> list[Tensor]:
         return [getattr(self, f"{name}{index}") for index in range(self.num_gemms)]
 
-    def _products_per_forward(self) -> int:
+    def _gemms_per_forward(self) -> int:
         return 1
 
     def extra_repr(self) -> str:

@@ -48,7 +48,7 @@ class Norm(nn.Module):
         self.reset_parameters(defer_init=self.weight.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Start as the identity, on a real device unless told to wait."""
+        """Initialise as the identity on a real device, unless that is deferred."""
         if defer_init:
             return
         for name, param in list(self.named_parameters(recurse=False)):

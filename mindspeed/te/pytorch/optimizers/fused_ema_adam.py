@@ -41,7 +41,7 @@ class FusedEmaAdam(FusedAdam):
                 self._start_average(param, self._work(param, MASTER))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; where it was saved without an average, the average starts anew."""
+        """Load a state; where it was saved without an average, a new average starts."""
         super().load_state_dict(state_dict)
         self.complete_state()
 
