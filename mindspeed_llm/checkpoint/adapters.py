@@ -18,8 +18,8 @@ from mindspeed.checkpoint.tensor_slice import full_slice, to_index
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.checkpoint.torch_dist import ADAPTERS, adapter_ranges, read_adapters
-from mindspeed_llm.models.families import family_named
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.registry import family_named
 
 WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -41,15 +41,15 @@ class Adapters:
         return float(self.config["lora_alpha"]) / int(self.config["r"])
 
 
-def saved_adapters(folder: Path, shape: ModelShape) -> Adapters | None:
+def saved_adapters(folder: Path, model_config: ModelConfig) -> Adapters | None:
     """Read the adapters of an iteration, if it has any."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
     config, tensors = read_adapter_config(folder), read_adapters(folder)
     factors = {}
-    for weight in family_named(shape.family).table.weights(shape):
+    for weight in family_named(model_config.family).table.weights(model_config):
         layer = weight.name.removesuffix(".weight") + ADAPTERS
-        for hf in {link.hf.removesuffix(".weight") for link in weight.links}:
+        for hf in {m.hf_name.removesuffix(".weight") for m in weight.slice_maps}:
             short = hf.rpartition(".")[2]
             names = [f"{layer}.{short}.lora_{letter}.weight" for letter in "AB"]
             if all(name in tensors for name in names):
@@ -59,35 +59,37 @@ def saved_adapters(folder: Path, shape: ModelShape) -> Adapters | None:
 
 def merge_adapters(source: WeightSource, folder: Path) -> WeightSource:
     """Return the weights of an iteration with its adapters, if it has any, merged into them."""
-    adapters = saved_adapters(folder, source.shape)
+    adapters = saved_adapters(folder, source.config)
     if adapters is None:
         return source
     tensors = dict(source.tensors)
-    for weight in family_named(source.shape.family).table.weights(source.shape):
+    for weight in family_named(source.config.family).table.weights(source.config):
         total: torch.Tensor | None = None
-        for link in weight.links:
-            factors = adapters.factors.get(link.hf.removesuffix(".weight"))
+        for m in weight.slice_maps:
+            factors = adapters.factors.get(m.hf_name.removesuffix(".weight"))
             if factors is None:
                 continue
             if total is None:
                 total = _assembled(tensors[weight.name], weight.shape)
-            rows, columns = to_index(link.at)
+            rows, columns = to_index(m.hf_slice)
             a, b = (factor.float() for factor in factors)
-            total[to_index(link.place)] += adapters.scale * (b[rows] @ a[:, columns])
+            total[to_index(m.mcore_slice)] += adapters.scale * (b[rows] @ a[:, columns])
         if total is not None:
             values = total.to(tensors[weight.name].dtype)
             tensors[weight.name] = FullTensor([Shard(full_slice(weight.shape), values)])
     return dataclasses.replace(source, tensors=tensors)
 
 
-def export(found: CheckpointDir, shape: ModelShape, target: Path, *, verify: bool = True) -> int:
+def export(
+    found: CheckpointDir, model_config: ModelConfig, target: Path, *, verify: bool = True
+) -> int:
     """Write the adapters of a training checkpoint as peft does; return their number."""
     from safetensors.torch import save_file
 
     check_present(found)
     ranges = adapter_ranges(found.folder) if verify else None
     digests.verify(found.folder, enabled=verify, ranges=ranges)
-    adapters = saved_adapters(found.folder, shape)
+    adapters = saved_adapters(found.folder, model_config)
     assert adapters is not None
     tensors = {}
     for name, factors in sorted(adapters.factors.items()):

@@ -27,7 +27,7 @@ from mindspeed_llm.checkpoint.mcore import ITERATION, mcore_outputs, padded_voca
 from mindspeed_llm.checkpoint.options import ConvertOptions
 from mindspeed_llm.checkpoint.sharding import NameStyle
 from mindspeed_llm.checkpoint.source import WeightSource
-from mindspeed_llm.models.shape import contradictions, refuse_contradictions
+from mindspeed_llm.models.config import contradictions, refuse_contradictions
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,9 @@ def _to_mcore(
     configs = config_folder(found, options.hf_cfg_dir)
     _verify_small(options, found.folder, configs)
     source = _open(options, found, configs)
-    shape, tp = source.shape, options.target_tensor_parallel_size
+    config, tp = source.config, options.target_tensor_parallel_size
     layout = _requested_layout(options, source)
-    rows = padded_vocab_size(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
+    rows = padded_vocab_size(config.vocab_size, options.make_vocab_size_divisible_by, tp)
     final = root / f"iter_{ITERATION:07d}"
     verify_source(found, source, enabled=not options.no_verify)
     with staged_directory(final, options.overwrite) as staging:
@@ -146,7 +146,7 @@ def _is_replaceable(files: Sequence[Path]) -> bool:
 def _open(options: ConvertOptions, found: CheckpointDir, configs: Path) -> WeightSource:
     noops = options.noop_layers if options.load_model_type == "mg" else ()
     source = open_source(found, configs, named=options.model_type_hf, noop_layers=noops)
-    refuse_contradictions(contradictions(options, source.shape))
+    refuse_contradictions(contradictions(options, source.config))
     return source
 
 
@@ -160,7 +160,7 @@ def _requested_layout(options: ConvertOptions, source: WeightSource) -> Layout:
         layer_list=options.num_layer_list,
         noop_layers=options.noop_layers,
     )
-    return request.layout(source.shape)
+    return request.layout(source.config)
 
 
 def _style(options: ConvertOptions) -> NameStyle:
@@ -183,7 +183,7 @@ def _converted(
 ) -> Converted:
     kept = next(iter(source.tensors.values())).dtype
     return Converted(
-        family=source.shape.family,
+        family=source.config.family,
         folder=folder,
         files=len(outputs),
         nbytes=sum(output.nbytes for output in outputs),

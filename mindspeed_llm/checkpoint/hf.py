@@ -28,42 +28,44 @@ from mindspeed.checkpoint.tensor_slice import to_index
 from mindspeed.config import ConfigError, one_of
 from mindspeed_llm.checkpoint.pt_file import read_pt
 from mindspeed_llm.checkpoint.source import WeightSource
-from mindspeed_llm.models.families import family_named, read_shape
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.hf_config import HfConfig
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.registry import family_named, read_model_config
 
 
 def open_hf(
-    folder: Path, named: str | None = None, shape: ModelShape | None = None
+    folder: Path, named: str | None = None, config: ModelConfig | None = None
 ) -> WeightSource:
     """Map the weights of a directory; `named` is the family where the config does not name it."""
     tensors, files = _tensors(folder)
-    if shape is None:
+    if config is None:
         _refuse_quantized(folder)
-        shape = read_shape(folder, tensors, named)
-    return WeightSource(shape, _full_tensors(folder, shape, tensors), files)
+        config = read_model_config(folder, tensors, named)
+    return WeightSource(config, _full_tensors(folder, config, tensors), files)
 
 
 def hf_outputs(
     folder: Path, source: WeightSource, dtype: torch.dtype | None, shard_size: int = SHARD_SIZE
 ) -> list[SafetensorsOutput]:
     """Plan the files of a model."""
-    typed = with_dtypes(hf_tensors(source.shape), source.tensors, dtype)
+    typed = with_dtypes(hf_tensors(source.config), source.tensors, dtype)
     return shard_outputs(folder, typed, shard_size)
 
 
-def hf_tensors(shape: ModelShape) -> list[StoredTensor]:
+def hf_tensors(config: ModelConfig) -> list[StoredTensor]:
     """Return the tensors of an HF model, in the order of its layers."""
-    table = family_named(shape.family).table
+    table = family_named(config.family).table
     copies: dict[str, list[SliceCopy]] = {}
     is_float32 = {}
     full_weights = {}
-    for weight in table.weights(shape):
-        for link in weight.links:
-            copies.setdefault(link.hf, []).append(SliceCopy(weight.name, link.place, link.at))
-            is_float32[link.hf] = weight.is_float32
-        full_weights[weight.name] = copies[weight.links[0].hf]
-    for name, original in table.hf_copies(shape).items():
+    for weight in table.weights(config):
+        for m in weight.slice_maps:
+            copies.setdefault(m.hf_name, []).append(
+                SliceCopy(weight.name, m.mcore_slice, m.hf_slice)
+            )
+            is_float32[m.hf_name] = weight.is_float32
+        full_weights[weight.name] = copies[weight.slice_maps[0].hf_name]
+    for name, original in table.hf_copies(config).items():
         copies[name], is_float32[name] = full_weights[original], False
     return [
         StoredTensor(name, _extent(parts), tuple(parts), None, is_float32[name])
@@ -92,21 +94,24 @@ def _tensors(folder: Path) -> tuple[dict[str, torch.Tensor], list[MappedFile]]:
 
 
 def _full_tensors(
-    folder: Path, shape: ModelShape, tensors: dict[str, torch.Tensor]
+    folder: Path, config: ModelConfig, tensors: dict[str, torch.Tensor]
 ) -> dict[str, FullTensor]:
     """Take each weight from the HF tensors that its rule in the weight table names."""
-    table = family_named(shape.family).table
-    copies = set(table.hf_copies(shape)) | ({"lm_head.weight"} if shape.tied else set())
+    table = family_named(config.family).table
+    copies = set(table.hf_copies(config)) | ({"lm_head.weight"} if config.tied else set())
     left = {name for name in tensors if not name.endswith(table.ignored) and name not in copies}
-    weights = list(table.weights(shape))
-    wanted = {link.hf for weight in weights for link in weight.links}
+    weights = list(table.weights(config))
+    wanted = {m.hf_name for weight in weights for m in weight.slice_maps}
     check_names(left, wanted, str(folder))
     found = {}
     for weight in weights:
-        sizes = {link.hf: tuple(stop for _, stop in link.at) for link in weight.links}
+        sizes = {m.hf_name: tuple(stop for _, stop in m.hf_slice) for m in weight.slice_maps}
         for name, size in sizes.items():  # the last slice of each tensor ends where it ends
             check_shape(str(folder), name, tensors[name], size)
-        shards = [Shard(link.place, tensors[link.hf][to_index(link.at)]) for link in weight.links]
+        shards = [
+            Shard(m.mcore_slice, tensors[m.hf_name][to_index(m.hf_slice)])
+            for m in weight.slice_maps
+        ]
         found[weight.name] = FullTensor(shards)
     return found
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mindspeed.config import ConfigError, one_of
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
 
 TP, PP, EP, ETP = (
     "--target-tensor-parallel-size",
@@ -103,14 +103,14 @@ class LayoutRequest:
     noop_layers: tuple[int, ...] = ()
     """Numbers, in the longer model, of layers that do nothing."""
 
-    def layout(self, shape: ModelShape) -> Layout:
+    def layout(self, config: ModelConfig) -> Layout:
         """Place the layers of a model; raise ConfigError where they cannot be."""
         etp = self.tp if self.etp is None else self.etp
         for flag, size in ((TP, self.tp), (PP, self.pp), (EP, self.ep), (ETP, etp)):
             if size < 1:
                 raise ConfigError(f"{flag} {size} is too small: it must be at least 1")
-        self._check_widths(shape, etp)
-        numbers = _numbered(shape.num_layers, self.noop_layers)
+        self._check_widths(config, etp)
+        numbers = _numbered(config.num_layers, self.noop_layers)
         starts = [0, *accumulate(self._chunk_sizes(len(numbers)))]
         chunks = [numbers[a:b] for a, b in zip(starts, starts[1:])]
         stages: list[list[list[tuple[int, int]]]] = [[] for _ in range(self.pp)]
@@ -149,17 +149,17 @@ class LayoutRequest:
             raise ConfigError(f"--num-layer-list {given}: every stage needs a layer")
         return list(self.layer_list)
 
-    def _check_widths(self, shape: ModelShape, etp: int) -> None:
-        _must_divide(TP, self.tp, shape.num_query_groups, "key/value heads")
-        _must_divide(TP, self.tp, shape.ffn_hidden_size, "MLP columns")
-        if shape.moe is None:
+    def _check_widths(self, config: ModelConfig, etp: int) -> None:
+        _must_divide(TP, self.tp, config.num_query_groups, "key/value heads")
+        _must_divide(TP, self.tp, config.ffn_hidden_size, "MLP columns")
+        if config.moe is None:
             if self.ep > 1:
-                raise ConfigError(f"{EP} {self.ep}: {shape.family} has no experts, use 1")
+                raise ConfigError(f"{EP} {self.ep}: {config.family} has no experts, use 1")
             return
-        _must_divide(EP, self.ep, shape.moe.num_experts, "experts")
-        _must_divide(ETP, etp, shape.moe.ffn_hidden_size, "columns of an expert")
-        if shape.moe.shared_ffn_hidden_size:
-            _must_divide(TP, self.tp, shape.moe.shared_ffn_hidden_size, "shared expert columns")
+        _must_divide(EP, self.ep, config.moe.num_experts, "experts")
+        _must_divide(ETP, etp, config.moe.ffn_hidden_size, "columns of an expert")
+        if config.moe.shared_ffn_hidden_size:
+            _must_divide(TP, self.tp, config.moe.shared_ffn_hidden_size, "shared expert columns")
 
 
 def _with_ends(

@@ -18,26 +18,26 @@ from mindspeed_llm.checkpoint.mcore import open_mcore
 from mindspeed_llm.checkpoint.sharding import EMBEDDING, OUTPUT, NameStyle, WeightSharding
 from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.checkpoint.torch_dist import open_torch_dist
-from mindspeed_llm.models.families import family_named, read_shape
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.registry import family_named, read_model_config
 
 
 def open_source(
     found: CheckpointDir,
     configs: Path | None = None,
     *,
-    shape: ModelShape | None = None,
+    config: ModelConfig | None = None,
     named: str | None = None,
     noop_layers: tuple[int, ...] = (),
 ) -> WeightSource:
-    """Map the weights of a directory; the shape is that of config.json unless it is given."""
+    """Map the weights of a directory; the config is read from config.json unless given."""
     if found.kind == "hf":
-        return open_hf(found.folder, named, shape)
-    if shape is None:
-        shape = read_shape(configs or config_folder(found), named=named)
+        return open_hf(found.folder, named, config)
+    if config is None:
+        config = read_model_config(configs or config_folder(found), named=named)
     if found.kind == "torch_dist":
-        return merge_adapters(open_torch_dist(found.folder, shape), found.folder)
-    return open_mcore(found.folder, shape, noop_layers)
+        return merge_adapters(open_torch_dist(found.folder, config), found.folder)
+    return open_mcore(found.folder, config, noop_layers)
 
 
 def verify_source(
@@ -76,36 +76,36 @@ def load_weights(
     model_chunks: Sequence[torch.nn.Module],
     source: str | os.PathLike[str],
     *,
-    shape: ModelShape | None = None,
+    config: ModelConfig | None = None,
     noop_layers: Sequence[int] = (),
     verify: bool = True,
     is_shared: bool = False,
 ) -> None:
     """Fill this rank's model from an HF directory or a Megatron checkpoint of any layout.
 
-    `shape` is that of the model; without it the config.json beside the weights is read. Values are
+    `config` is that of the model; without it the config.json beside the weights is read. Values are
     cast to the dtype of the parameters. A missing or unexpected weight is an error. So is a file
     that differs from its digest, unless `verify` is false; with `is_shared` all ranks call this,
     and each verifies a share.
     """
     found = detect(source)
-    opened = open_source(found, shape=shape)
+    opened = open_source(found, config=config)
     verify_source(found, opened, enabled=verify, is_shared=is_shared)
     for chunk in model_chunks:
         _fill(_unwrapped(chunk), opened, tuple(noop_layers))
 
 
 def _fill(model: torch.nn.Module, source: WeightSource, noops: tuple[int, ...]) -> None:
-    shape, rank = source.shape, _current_rank()
+    config, rank = source.config, _current_rank()
     tensors = only_tensors(model.state_dict(keep_vars=True), "the model")
     has_mtp = any(name.startswith("mtp.") for name in tensors)
-    if shape.mtp_num_layers and not has_mtp:
-        shape = shape.model_copy(
+    if config.mtp_num_layers and not has_mtp:
+        config = config.model_copy(
             update={"mtp_num_layers": 0}
         )  # the model has no MTP layers to fill
-    weights = list(family_named(shape.family).table.weights(shape))
-    style, rows = NameStyle.detect(tensors, shape), _padded_rows(tensors, shape, rank)
-    sharding = WeightSharding(shape, weights, style, rows)
+    weights = list(family_named(config.family).table.weights(config))
+    style, rows = NameStyle.detect(tensors, config), _padded_rows(tensors, config, rank)
+    sharding = WeightSharding(config, weights, style, rows)
     stored = sharding.stored(_chunk_of(model, noops), rank)
     check_names(tensors, (tensor.name for tensor in stored), "the model")
     with torch.no_grad():
@@ -138,18 +138,18 @@ def _current_rank() -> Rank:
     )
 
 
-def _padded_rows(tensors: Mapping[str, torch.Tensor], shape: ModelShape, rank: Rank) -> int:
+def _padded_rows(tensors: Mapping[str, torch.Tensor], config: ModelConfig, rank: Rank) -> int:
     """Return the rows of the model's embedding over all ranks, at least those of the weights."""
     for name in (EMBEDDING, OUTPUT):
         if name in tensors:
             rows = tensors[name].shape[0] * rank.tp_size
-            if rows < shape.vocab_size:
+            if rows < config.vocab_size:
                 raise ConfigError(
                     f"the model's vocabulary of {rows} is smaller than that of the weights, "
-                    f"{shape.vocab_size}: raise --padded-vocab-size"
+                    f"{config.vocab_size}: raise --padded-vocab-size"
                 )
             return rows
-    return shape.vocab_size
+    return config.vocab_size
 
 
 def _unwrapped(model: Any) -> Any:

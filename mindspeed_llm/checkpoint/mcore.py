@@ -22,8 +22,8 @@ from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
 from mindspeed_llm.checkpoint.pt_file import PtTensor, read_pt, write_pt
 from mindspeed_llm.checkpoint.sharding import EMBEDDING, OUTPUT, NameStyle, WeightSharding
 from mindspeed_llm.checkpoint.source import WeightSource
-from mindspeed_llm.models.families import family_named
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.registry import family_named
 
 FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -32,12 +32,14 @@ VERSION = 3.0
 ITERATION = 1
 
 
-def open_mcore(folder: Path, shape: ModelShape, noop_layers: tuple[int, ...] = ()) -> WeightSource:
+def open_mcore(
+    folder: Path, config: ModelConfig, noop_layers: tuple[int, ...] = ()
+) -> WeightSource:
     """Map the weights of an iteration; its layout is detected from its files."""
     files = _RankFiles(folder)
-    shape = with_detected_fields(shape, files.all_names())
-    layout = files.layout(shape, noop_layers)
-    weights = list(family_named(shape.family).table.weights(shape))
+    config = with_detected_fields(config, files.all_names())
+    layout = files.layout(config, noop_layers)
+    weights = list(family_named(config.family).table.weights(config))
     tensors: dict[str, FullTensor] = {}
     for stage, chunks in enumerate(layout.stages):
         for rank in layout.ranks():
@@ -46,8 +48,8 @@ def open_mcore(folder: Path, shape: ModelShape, noop_layers: tuple[int, ...] = (
             if len(models) != len(chunks):
                 raise ConfigError(f"{path}: has {len(models)} models, not {len(chunks)}")
             joined = {name: tensor for model in models for name, tensor in model.items()}
-            rows = _padded_rows(joined, shape, layout.tp)
-            sharding = WeightSharding(shape, weights, NameStyle.detect(joined, shape), rows)
+            rows = _padded_rows(joined, config, layout.tp)
+            sharding = WeightSharding(config, weights, NameStyle.detect(joined, config), rows)
             for chunk, model in zip(chunks, models):
                 stored = sharding.stored(chunk, rank)
                 check_names(model, (tensor.name for tensor in stored), str(path))
@@ -55,18 +57,18 @@ def open_mcore(folder: Path, shape: ModelShape, noop_layers: tuple[int, ...] = (
                     check_shape(str(path), tensor.name, model[tensor.name], tensor.shape)
                 for name, region, values in gather(stored, model):
                     tensors.setdefault(name, FullTensor()).add(region, values)
-    return WeightSource(shape, tensors)
+    return WeightSource(config, tensors)
 
 
-def with_detected_fields(shape: ModelShape, names: str) -> ModelShape:
-    """Return the shape with the fields that follow from weight names: biases and MTP layers."""
+def with_detected_fields(config: ModelConfig, names: str) -> ModelConfig:
+    """Return the config with the fields that follow from weight names: biases and MTP layers."""
     mtp = {int(number) for number in re.findall(r"(?:^|\n)mtp\.layers\.(\d+)\.", names)}
     detected = {
         "qkv_bias": ".linear_qkv.bias" in names,
         "linear_bias": ".linear_proj.bias" in names,
         "mtp_num_layers": len(mtp),
     }
-    return shape.model_copy(update=detected)
+    return config.model_copy(update=detected)
 
 
 class _RankFiles:
@@ -107,7 +109,7 @@ class _RankFiles:
         """Return every tensor name of every stage."""
         return "\n".join(n for path in self._paths() for m in self.models(path) for n in m)
 
-    def layout(self, shape: ModelShape, noops: tuple[int, ...]) -> Layout:
+    def layout(self, config: ModelConfig, noops: tuple[int, ...]) -> Layout:
         """Return the layout of the files: the recorded one, else the one their names imply."""
         first = self._paths()[0]
         values = self.values(first)
@@ -121,15 +123,15 @@ class _RankFiles:
         if len(sizes) == 2 and is_whole:
             sizes.insert(1, 1)  # the second number is the expert's: each file has every stage
         tp, pp, ep = (*sizes, 1, 1)[:3]
-        etp = _expert_tensor_size(models, shape, ep)
+        etp = _expert_tensor_size(models, config, ep)
         if len(models) > 1:
-            per_chunk = (shape.num_layers + len(noops)) // (pp * len(models))
+            per_chunk = (config.num_layers + len(noops)) // (pp * len(models))
             request = LayoutRequest(tp, pp, ep, etp, per_chunk, noop_layers=noops)
         else:
             request = LayoutRequest(tp, pp, ep, etp, None, self._layer_list(pp, ep), noops)
             if noops:  # no-ops at the end of a stage leave no trace in the names
                 request = LayoutRequest(tp, pp, ep, etp, noop_layers=noops)
-        return request.layout(shape)
+        return request.layout(config)
 
     def _layer_list(self, pp: int, ep: int) -> tuple[int, ...]:
         """Count the layers of each stage."""
@@ -144,16 +146,16 @@ class _RankFiles:
 
 
 def _expert_tensor_size(
-    models: list[dict[str, torch.Tensor]], shape: ModelShape, ep: int
+    models: list[dict[str, torch.Tensor]], config: ModelConfig, ep: int
 ) -> int | None:
     """Return the expert tensor parallel size, from the size of one rank's shard."""
-    if shape.moe is None:
+    if config.moe is None:
         return None
-    one = 2 * shape.moe.ffn_hidden_size * shape.hidden_size
+    one = 2 * config.moe.ffn_hidden_size * config.hidden_size
     for model in models:
         for name, tensor in model.items():
             if name.endswith(".experts.weight1"):
-                return max(1, shape.moe.num_experts // ep * one // max(1, tensor.numel()))
+                return max(1, config.moe.num_experts // ep * one // max(1, tensor.numel()))
             if ".experts." in name and ".linear_fc1.weight" in name and "shared" not in name:
                 return max(1, one // max(1, tensor.numel()))
     return None
@@ -166,17 +168,18 @@ def _noops_of(args: Any) -> tuple[int, ...]:
     return tuple(sorted(int(number) for number in numbers))
 
 
-def _padded_rows(model: Mapping[str, torch.Tensor], shape: ModelShape, tp: int) -> int:
+def _padded_rows(model: Mapping[str, torch.Tensor], config: ModelConfig, tp: int) -> int:
     """Return the rows of the padded embedding."""
     for name in (EMBEDDING, OUTPUT):
         if name in model and model[name].ndim == 2:
             rows = model[name].shape[0] * tp
-            if rows < shape.vocab_size:
+            if rows < config.vocab_size:
                 raise ConfigError(
-                    f"{name} has {rows} rows, fewer than the config's vocab_size {shape.vocab_size}"
+                    f"{name} has {rows} rows, fewer than the config's vocab_size "
+                    f"{config.vocab_size}"
                 )
             return rows
-    return shape.vocab_size
+    return config.vocab_size
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,8 @@ def mcore_outputs(
     dtype: torch.dtype | None = None,
 ) -> list[PtOutput]:
     """Plan the files of every rank."""
-    weights = list(family_named(source.shape.family).table.weights(source.shape))
-    sharding = WeightSharding(source.shape, weights, style, vocab_size)
+    weights = list(family_named(source.config.family).table.weights(source.config))
+    sharding = WeightSharding(source.config, weights, style, vocab_size)
     values = {
         "checkpoint_version": VERSION,
         "iteration": ITERATION,

@@ -12,9 +12,8 @@ import torch
 from mindspeed.checkpoint.assembly import SliceCopy, StoredTensor
 from mindspeed.checkpoint.tensor_slice import TensorSlice, full_slice
 from mindspeed_llm.checkpoint.layout import Chunk, Rank
-from mindspeed_llm.models.rules import Cut
-from mindspeed_llm.models.shape import ModelShape
-from mindspeed_llm.models.table import Weight
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.weight_table import TPSplit, Weight
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FUSED_NORMS = {
@@ -45,7 +44,7 @@ class NameStyle:
     """The module inside a layer of multi-token prediction."""
 
     @classmethod
-    def detect(cls, tensors: Mapping[str, torch.Tensor], shape: ModelShape) -> "NameStyle":
+    def detect(cls, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> "NameStyle":
         """Return the style of existing tensors."""
         names = "\n".join(tensors)
         experts = "each"
@@ -54,13 +53,13 @@ class NameStyle:
         elif ".experts.linear_fc1.weight" in names:
             experts = "numbered"
         latent = [t for n, t in tensors.items() if "linear_kv_down_proj.weight" in n]
-        is_cut = bool(latent) and shape.mla is not None
-        is_cut = is_cut and latent[0].shape[0] != shape.mla.kv_down_size  # type: ignore[union-attr]
+        is_cut = bool(latent) and config.mla is not None
+        is_cut = is_cut and latent[0].shape[0] != config.mla.kv_down_size  # type: ignore[union-attr]
         return cls(
             fuses_norms=".layer_norm_weight" in names,
             experts=experts,
             shards_latent_down=is_cut,
-            fuses_latent_down=shape.mla is not None and ".linear_qkv.weight" in names,
+            fuses_latent_down=config.mla is not None and ".linear_qkv.weight" in names,
             mtp_layer="mtp_model_layer" if ".mtp_model_layer." in names else "transformer_layer",
         )
 
@@ -69,7 +68,7 @@ class NameStyle:
 class WeightSharding:
     """Names and shards the weights of a model for its ranks."""
 
-    shape: ModelShape
+    config: ModelConfig
     weights: Sequence[Weight]
     style: NameStyle
     vocab_size: int
@@ -90,7 +89,7 @@ class WeightSharding:
 
     @property
     def _num_experts(self) -> int:
-        return self.shape.moe.num_experts if self.shape.moe else 0
+        return self.config.moe.num_experts if self.config.moe else 0
 
     @cached_property
     def _by_layer(self) -> dict[tuple[str, str], list[Weight]]:
@@ -103,12 +102,12 @@ class WeightSharding:
 
     def _named(self, chunk: Chunk) -> Iterator[tuple[Weight, str]]:
         """Yield the weights of a chunk with their names in it."""
-        has_mtp = chunk.is_last and self.shape.mtp_num_layers > 0
+        has_mtp = chunk.is_last and self.config.mtp_num_layers > 0
         for weight in self._by_layer[("", "")]:
             if weight.name == EMBEDDING:
                 if chunk.is_first or has_mtp:
                     yield weight, EMBEDDING
-                if self.shape.tied and chunk.is_last and not chunk.is_first:
+                if self.config.tied and chunk.is_last and not chunk.is_first:
                     yield weight, OUTPUT
             elif chunk.is_last:
                 yield weight, weight.name
@@ -116,19 +115,19 @@ class WeightSharding:
             head = f"decoder.layers.{number}."
             for weight in self._by_layer[("decoder", str(number))]:
                 yield weight, f"decoder.layers.{local}.{weight.name.removeprefix(head)}"
-        for number in range(self.shape.mtp_num_layers if has_mtp else 0):
+        for number in range(self.config.mtp_num_layers if has_mtp else 0):
             yield from ((weight, weight.name) for weight in self._by_layer[("mtp", str(number))])
 
     def _tensor(self, weight: Weight, name: str, rank: Rank) -> StoredTensor:
-        size, cut, is_padded = weight.shape, weight.cut, False
-        if cut is Cut.VOCABULARY:
-            size, cut, is_padded = (self.vocab_size, *size[1:]), Cut.ROWS, True
+        size, split, is_padded = weight.shape, weight.split, False
+        if split is TPSplit.VOCABULARY:
+            size, split, is_padded = (self.vocab_size, *size[1:]), TPSplit.ROWS, True
         if any(part in name for part in LATENT_DOWN) and not self.style.shards_latent_down:
-            cut = Cut.NONE
+            split = TPSplit.NONE
         index, count = rank.tp, rank.tp_size
         if weight.expert is not None:
             index, count = rank.etp, rank.etp_size
-        slices = list(_rank_slices(size, cut, index, count))
+        slices = list(_rank_slices(size, split, index, count))
         copies = tuple(
             SliceCopy(weight.name, source, target, is_padded=is_padded) for source, target in slices
         )
@@ -152,7 +151,7 @@ class WeightSharding:
         return name
 
     def _fused(self, weight: Weight, name: str) -> str:
-        norms = FUSED_LATENT_NORMS if self.shape.mla else FUSED_NORMS
+        norms = FUSED_LATENT_NORMS if self.config.mla else FUSED_NORMS
         for plain, fused in norms.items():
             if name.endswith("." + plain):
                 # A norm before a router is not fused: no single linear layer follows it.
@@ -164,7 +163,7 @@ class WeightSharding:
     def _is_moe(self, name: str) -> bool:
         part, _, rest = name.partition("layers.")
         number = int(rest.partition(".")[0])
-        return self.shape.is_moe_layer(number + (self.shape.num_layers if part == "mtp." else 0))
+        return self.config.is_moe_layer(number + (self.config.num_layers if part == "mtp." else 0))
 
 
 def _fuse_experts(found: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
@@ -216,17 +215,17 @@ def _fuse_latent_down(found: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
 
 
 def _rank_slices(
-    size: tuple[int, ...], cut: Cut, index: int, count: int
+    size: tuple[int, ...], split: TPSplit, index: int, count: int
 ) -> Iterator[tuple[TensorSlice, TensorSlice]]:
     """Yield the slices of a full weight that a rank has, and where they are in its tensor."""
     region = full_slice(size)
-    if cut is Cut.NONE or count == 1:
+    if split is TPSplit.NONE or count == 1:
         yield region, region
-    elif cut is Cut.COLUMNS:
+    elif split is TPSplit.COLUMNS:
         width = size[1] // count
         yield (region[0], (index * width, (index + 1) * width)), (region[0], (0, width))
     else:
-        parts = 2 if cut is Cut.HALVES else 1
+        parts = 2 if split is TPSplit.HALVES else 1
         part = size[0] // parts
         height = part // count
         for number in range(parts):

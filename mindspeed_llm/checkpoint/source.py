@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from mindspeed.checkpoint.assembly import FullTensor
 from mindspeed.checkpoint.digests import Ranges
 from mindspeed.checkpoint.file_io import MappedFile
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
 
 
 @dataclass
 class WeightSource:
     """The full weights of a model by their Megatron names, as views of files."""
 
-    shape: ModelShape
+    config: ModelConfig
     tensors: dict[str, FullTensor]
     files: list[MappedFile] = field(default_factory=list)
     ranges: Ranges = field(default_factory=dict)

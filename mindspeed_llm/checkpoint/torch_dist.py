@@ -21,10 +21,9 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.mcore import with_detected_fields
 from mindspeed_llm.checkpoint.sharding import FUSED_LATENT_NORMS, FUSED_NORMS
 from mindspeed_llm.checkpoint.source import WeightSource
-from mindspeed_llm.models.families import family_named
-from mindspeed_llm.models.rules import Cut
-from mindspeed_llm.models.shape import ModelShape
-from mindspeed_llm.models.table import Weight
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.registry import family_named
+from mindspeed_llm.models.weight_table import TPSplit, Weight
 
 PARTS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 """Prefixes of weight names; other entries belong to the optimizer and the trainer."""
@@ -33,24 +32,24 @@ ADAPTERS = "_lora"
 """Suffix of a layer's name that makes the name of its LoRA adapters."""
 
 
-def open_torch_dist(folder: Path, shape: ModelShape) -> WeightSource:
+def open_torch_dist(folder: Path, config: ModelConfig) -> WeightSource:
     """Map the weights of an iteration, whatever layout it was saved in."""
     stored = read_dcp_tensors(folder)
     tensors = _weights_only(stored)
     if not tensors:
         raise ConfigError(f"{folder}: has no weights: no name starts with {', '.join(PARTS)}")
-    shape = with_detected_fields(shape, "\n".join(tensors))
+    config = with_detected_fields(config, "\n".join(tensors))
     files = DcpFiles(folder)
     found, used = {}, set()
-    for weight in family_named(shape.family).table.weights(shape):
+    for weight in family_named(config.family).table.weights(config):
         name, leading = _locate(weight, tensors, folder)
         used.add(name)
         _check(folder, name, tensors[name], weight, len(leading))
         found[weight.name] = FullTensor(list(_shards(tensors[name], leading, files)))
-    tied_copies = {"output_layer.weight"} if shape.tied else set()
+    tied_copies = {"output_layer.weight"} if config.tied else set()
     check_names(set(tensors) - tied_copies, used - tied_copies, str(folder))
     return WeightSource(
-        shape, found, files.opened(), byte_ranges(stored, _model_tensors(stored).values())
+        config, found, files.opened(), byte_ranges(stored, _model_tensors(stored).values())
     )
 
 
@@ -129,7 +128,7 @@ def _name_variants(name: str) -> Iterator[str]:
 
 def _check(folder: Path, name: str, tensor: DcpTensor, weight: Weight, leading: int) -> None:
     shape = tensor.shape[leading:]
-    is_padded = weight.cut is Cut.VOCABULARY and shape[:1] >= weight.shape[:1]
+    is_padded = weight.split is TPSplit.VOCABULARY and shape[:1] >= weight.shape[:1]
     if shape != weight.shape and not (is_padded and shape[1:] == weight.shape[1:]):
         raise ConfigError(
             f"{folder}: {name} has the shape {shape}, the config makes it {weight.shape}"

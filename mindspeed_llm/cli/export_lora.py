@@ -30,10 +30,10 @@ def run(args: argparse.Namespace) -> int:
     from mindspeed.checkpoint.detection import detect
     from mindspeed_llm.checkpoint import adapters
     from mindspeed_llm.checkpoint.loading import config_folder
-    from mindspeed_llm.models.families import read_shape
+    from mindspeed_llm.models.registry import read_model_config
 
     found = detect(args.checkpoint)
-    shape = read_shape(config_folder(found, args.hf_cfg_dir))
+    shape = read_model_config(config_folder(found, args.hf_cfg_dir))
     if not args.merge:
         count = adapters.export(found, shape, Path(args.out), verify=not args.no_verify)
         print(f"{count} adapters\n{args.out}")

@@ -11,8 +11,8 @@ from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed_llm.checkpoint.loading import load_weights
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.megatron import gpt_model
-from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.model import build_chunks
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import Setup, prepare
@@ -24,7 +24,7 @@ class LoadedModel:
 
     module: Any
     """Megatron's GPTModel."""
-    shape: ModelShape
+    shape: ModelConfig
     longest: int
     """Tokens of the longest sequence it is meant for."""
     config_folder: Path | None
@@ -56,7 +56,7 @@ def load_model(options: TrainOptions) -> LoadedModel:
     load_weights(
         [module],
         options.load,
-        shape=shape,
+        config=shape,
         noop_layers=options.noop_layers,
         verify=not options.no_verify,
         is_shared=True,

@@ -1,1 +1,1 @@
-"""Model families: shape from an HF config, weight-name table, and the Megatron model."""
+"""Model families: configuration from an HF config, weight table, and the Megatron model."""

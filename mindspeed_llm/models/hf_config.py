@@ -1,24 +1,76 @@
-"""Read the config.json of an HF model."""
+"""Read the config.json of an HF model; a key that no family reads is ignored or refused.
+
+A key that is neither read nor listed here may scale, mask or rotate something: training a model
+without it gives wrong numbers, so it must be off (null, false, empty) or the model is refused.
+"""
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mindspeed.config import ConfigError, kind_of
-from mindspeed_llm.models.config_keys import HARMLESS, ROTARY, ROTARY_NEUTRAL, refuse_unread
-from mindspeed_llm.models.shape import RotaryShape, Scaling
+from mindspeed_llm.models.config import RotaryConfig, Scaling
 
 LARGEST = 16 << 20
-"""Bytes; a config.json of more is no config.json."""
+"""Bytes of the largest config.json that is accepted."""
 LARGEST_NUMBER = 1e30
 MANY = 10_000
-"""Layers, heads or experts, which are walked through one by one; more is damage or ill will."""
+"""Limit of layers, heads or experts, which are iterated over; more is damage or an attack."""
+SHOWN = 4
+HARMLESS = frozenset(
+    # Description of the file and its author.
+    "model_type architectures auto_map transformers_version dtype torch_dtype tokenizer_class "
+    "name_or_path unsloth_fixed unsloth_version mergekit license "
+    # Weights: how they start, how they are stored (checkpoint.hf refuses quantized ones).
+    "initializer_range init_std initializer_factor quantization_config use_bfloat16 "
+    # Exact in transformers: matmuls in slices, kernels of one function, rematerialization.
+    "pretraining_tp attn_implementation use_flash_attn use_flash_attention_2 flash_attention "
+    "gradient_checkpointing use_cache cache_implementation max_sequence_length ep_size "
+    # Token ids are the tokenizer's; padding is masked.
+    "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id "
+    "decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens "
+    "begin_suppress_tokens "
+    # Return values of a call, heads of other tasks.
+    "output_attentions output_hidden_states output_router_logits output_scores return_dict "
+    "return_dict_in_generate torchscript keys_to_ignore_at_inference id2label label2id num_labels "
+    "problem_type finetuning_task task_specific_params is_decoder is_encoder_decoder prefix "
+    "add_cross_attention chunk_size_feed_forward tie_encoder_decoder tf_legacy_loss "
+    "classifier_dropout "
+    # Where a sliding window begins; the window itself is a key that is read or refused.
+    "max_window_layers "
+    # Sampling, from before there was a generation_config.json.
+    "max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
+    "exponential_decay_length_penalty remove_invalid_values generation_config".split()
+)
+"""Keys that change no number of a train step, whatever their value."""
+
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(
+        "attention_dropout hidden_dropout resid_dropout embedding_dropout dropout attn_pdrop "
+        "resid_pdrop embd_pdrop ffn_dropout router_jitter_noise".split(),
+        0,
+    ),
+    **dict.fromkeys(
+        "embedding_multiplier logits_scaling residual_multiplier logit_scale scale_emb "
+        "partial_rotary_factor rotary_pct lm_head_multiplier".split(),
+        1,
+    ),
+    **dict.fromkeys("is_causal use_rms_norm use_rope".split(), True),
+    "position_embedding_type": "rope",
+    "layer_types": ["full_attention"],
+}
+"""Keys whose one harmless value is not null, false or empty."""
+
+ROTARY = frozenset(["finetuned"])
+ROTARY_NEUTRAL: Mapping[str, Any] = {"partial_rotary_factor": 1, "truncate": True}
 
 
 class HfConfig:
-    """The values of a config.json, which remembers which of them were read.
+    """The values of a config.json, with a record of which were read.
 
     A missing or wrong value is reported with the file's name.
     """
@@ -104,7 +156,7 @@ class HfConfig:
             raise ConfigError(f"{self.source}: {name} is {value:g}: it must be above 0")
         return value
 
-    def rotary(self) -> RotaryShape:
+    def rotary(self) -> RotaryConfig:
         """Return the rotary embedding, from rope_parameters or from rope_theta and rope_scaling."""
         rope = self._rotary_values()
         kind = str(rope.get("rope_type", rope.get("type", "default")))
@@ -119,7 +171,7 @@ class HfConfig:
         if kind != "default" and rope.get("factor") is None:
             raise ConfigError(f"{rope.source}: factor is missing, which {kind} scaling needs")
         length = self.integer("max_position_embeddings", default=2048)
-        shape = RotaryShape(
+        rotary = RotaryConfig(
             base=rope.positive("rope_theta", self.positive("rope_theta", 10000.0)),
             scaling=kinds[kind],
             factor=rope.positive("factor", 1.0),
@@ -137,9 +189,9 @@ class HfConfig:
             mscale=rope.number("mscale", 1.0),
             mscale_all_dim=rope.number("mscale_all_dim", 0.0),
         )
-        _check_temperature(rope, shape)
+        _check_temperature(rope, rotary)
         refuse_unread(rope.source, f"{kind} rope", rope._unread(), ROTARY, ROTARY_NEUTRAL)
-        return shape
+        return rotary
 
     def _rotary_values(self) -> "HfConfig":
         given = {name: self.get(name) for name in ("rope_scaling", "rope_parameters")}
@@ -157,19 +209,19 @@ class HfConfig:
         return HfConfig(values, f"{self.source}: {name}")
 
 
-def _check_temperature(rope: HfConfig, shape: RotaryShape) -> None:
+def _check_temperature(rope: HfConfig, rotary: RotaryConfig) -> None:
     """Raise where transformers would scale cos and sin of yarn by another factor than we do."""
     given = rope.get("attention_factor")
-    if shape.scaling != "yarn":
+    if rotary.scaling != "yarn":
         return
-    has_both = rope.get("mscale") and shape.mscale_all_dim
-    if not has_both and (shape.mscale != 1.0 or shape.mscale_all_dim):
+    has_both = rope.get("mscale") and rotary.mscale_all_dim
+    if not has_both and (rotary.mscale != 1.0 or rotary.mscale_all_dim):
         raise ConfigError(f"{rope.source}: give mscale and mscale_all_dim, or neither")
 
     def temperature(scale: float) -> float:
-        return 0.1 * scale * math.log(max(shape.factor, 1.0)) + 1.0
+        return 0.1 * scale * math.log(max(rotary.factor, 1.0)) + 1.0
 
-    own = temperature(shape.mscale) / temperature(shape.mscale_all_dim)
+    own = temperature(rotary.mscale) / temperature(rotary.mscale_all_dim)
     if given is not None and not math.isclose(
         own, _number(rope.source, "attention_factor", given), rel_tol=1e-6
     ):
@@ -184,3 +236,33 @@ def _number(source: str, name: str, value: Any) -> float:
     if not is_number or not -LARGEST_NUMBER < value < LARGEST_NUMBER:  # NaN is neither
         raise ConfigError(f"{source}: {name} is {value!r:.40}: it must be a number")
     return float(value)
+
+
+def refuse_unread(
+    source: str,
+    family: str,
+    values: Iterable[tuple[str, Any]],
+    ignored: Collection[str] = HARMLESS,
+    neutral: Mapping[str, Any] = NEUTRAL,
+) -> None:
+    """Raise if one of the values that were not read can change what the model computes."""
+    wrong = [
+        f"{name} is {value!r:.40}" + (f" (only {neutral[name]} is)" if name in neutral else "")
+        for name, value in values
+        if not (name in ignored or name.startswith("_") or _is_off(value, neutral.get(name)))
+    ]
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ConfigError(
+            f"{source}: not supported for {family}: {', '.join(wrong[:SHOWN])}{more}: the model "
+            "would compute other numbers; delete a key from the file only if it changes none"
+        )
+
+
+def _is_off(value: Any, neutral: Any) -> bool:
+    if neutral is None:
+        return value is None or value is False or value in ("", [], {})
+    if isinstance(value, list) and isinstance(neutral, list):
+        return all(entry in neutral for entry in value)
+    is_same_kind = isinstance(value, bool) == isinstance(neutral, bool)
+    return value is None or (is_same_kind and bool(value == neutral))

@@ -1,4 +1,4 @@
-"""The Megatron model of a shape: its TransformerConfig, its layer specs and the GPTModel.
+"""The Megatron model of a model_config: its TransformerConfig, its layer specs and the GPTModel.
 
 Works with every megatron-core from 0.12.1 on; import the adaptor first.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.shape import ModelShape, MoeShape
+from mindspeed_llm.models.config import ModelConfig, MoEConfig
 
 logger = logging.getLogger(__name__)
 
@@ -27,31 +27,31 @@ DEFAULTS = {
 
 
 def transformer_config(
-    shape: ModelShape,
+    model_config: ModelConfig,
     *,
     noop_layers: Sequence[int] = (),
     options: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Any:
-    """Return the TransformerConfig of a shape; settings (parallel sizes, types) come on top.
+    """Return the TransformerConfig of a model; settings (parallel sizes, dtypes) override it.
 
-    Options that the class has under the same name apply where the shape leaves them open.
+    Options that the class has under the same name apply where the model leaves them open.
     """
     from megatron.core.transformer import transformer_config as megatron
 
-    fields = _dense_fields(shape)
+    fields = _dense_fields(model_config)
     kind = megatron.TransformerConfig
-    if shape.mla is not None:
+    if model_config.mla is not None:
         kind = megatron.MLATransformerConfig
-        fields |= _latent_fields(shape, {field.name for field in dataclasses.fields(kind)})
-    if shape.moe is not None:
-        fields |= _moe_fields(shape.moe)
-    fields |= {"mtp_num_layers": shape.mtp_num_layers or None}
+        fields |= _latent_fields(model_config, {field.name for field in dataclasses.fields(kind)})
+    if model_config.moe is not None:
+        fields |= _moe_fields(model_config.moe)
+    fields |= {"mtp_num_layers": model_config.mtp_num_layers or None}
     given = DEFAULTS | same_named(kind, options)
     config = kind(**given | _with_noops(fields, noop_layers) | settings)
-    if shape.mla is None and shape.rotary.scaling == "yarn":
-        for name, value in _yarn(shape).items():
-            setattr(config, name, value)  # GPTModel reads them from there, they are no fields
+    if model_config.mla is None and model_config.rotary.scaling == "yarn":
+        for name, value in _yarn(model_config).items():
+            setattr(config, name, value)  # GPTModel reads these attributes; they are not fields
     return config
 
 
@@ -62,7 +62,7 @@ def same_named(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpt_model(
-    shape: ModelShape,
+    model_config: ModelConfig,
     config: Any,
     *,
     impl: Impl = "transformer_engine",
@@ -81,19 +81,19 @@ def gpt_model(
     known = inspect.signature(GPTModel).parameters
     if "vp_stage" in known:
         arguments["vp_stage"] = vp_stage
-    if shape.mtp_num_layers:
+    if model_config.mtp_num_layers:
         arguments["mtp_block_spec"] = _mtp_spec(config, spec, impl, vp_stage)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=vocab_size or shape.vocab_size,
-        max_sequence_length=max_sequence_length or shape.max_position_embeddings,
-        share_embeddings_and_output_weights=shape.tied,
-        **_rotary_arguments(shape, known["position_embedding_type"].annotation),
+        vocab_size=vocab_size or model_config.vocab_size,
+        max_sequence_length=max_sequence_length or model_config.max_position_embeddings,
+        share_embeddings_and_output_weights=model_config.tied,
+        **_rotary_arguments(model_config, known["position_embedding_type"].annotation),
         **arguments,
     )
     if model.post_process:
-        model.hide_padding(shape.vocab_size)
+        model.hide_padding(model_config.vocab_size)
     return model
 
 
@@ -109,13 +109,13 @@ def layer_spec(config: Any, impl: Impl, vp_stage: int | None = None) -> Any:
         config, use_transformer_engine=False, normalization=config.normalization, **stage
     )
     if config.multi_latent_attention or config.window_size is not None:
-        _give_attention(spec)
-    # Megatron chooses the norm after the last layer by what is installed, not by what is asked for.
+        _use_te_attention(spec)
+    # Megatron chooses the final norm by what is installed, not by what is requested.
     return dataclasses.replace(spec, layer_norm=WrappedTorchNorm)
 
 
-def _give_attention(spec: Any) -> None:
-    """Use transformer_engine's: Megatron's own has one size of head, and lately only a window."""
+def _use_te_attention(spec: Any) -> None:
+    """Use transformer_engine's: Megatron's own has one head size, and lately only a window."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     for layer in spec.layer_specs:
@@ -136,27 +136,27 @@ def _stage(function: Any, vp_stage: int | None) -> dict[str, Any]:
     return {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(function).parameters else {}
 
 
-def _dense_fields(shape: ModelShape) -> dict[str, Any]:
-    window = shape.sliding_window
+def _dense_fields(model_config: ModelConfig) -> dict[str, Any]:
+    window = model_config.sliding_window
     return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "kv_channels": shape.kv_channels,
+        "num_layers": model_config.num_layers,
+        "hidden_size": model_config.hidden_size,
+        "ffn_hidden_size": model_config.ffn_hidden_size,
+        "num_attention_heads": model_config.num_attention_heads,
+        "num_query_groups": model_config.num_query_groups,
+        "kv_channels": model_config.kv_channels,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.norm_epsilon,
+        "layernorm_epsilon": model_config.norm_epsilon,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": shape.linear_bias,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_layernorm,
+        "add_bias_linear": model_config.linear_bias,
+        "add_qkv_bias": model_config.qkv_bias,
+        "qk_layernorm": model_config.qk_layernorm,
         "window_size": (window - 1, 0) if window else None,
     }
 
 
-def _moe_fields(moe: MoeShape) -> dict[str, Any]:
+def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
     if moe.score_function == "sigmoid" and not moe.normalize_topk:
         raise ConfigError("Megatron normalizes the weights of experts chosen by sigmoid scores")
     fields = {
@@ -186,8 +186,8 @@ def _moe_fields(moe: MoeShape) -> dict[str, Any]:
     return fields
 
 
-def _latent_fields(shape: ModelShape, known: set[str]) -> dict[str, Any]:
-    mla, rotary = shape.mla, shape.rotary
+def _latent_fields(model_config: ModelConfig, known: set[str]) -> dict[str, Any]:
+    mla, rotary = model_config.mla, model_config.rotary
     assert mla is not None
     if rotary.scaling not in ("none", "yarn"):
         raise ConfigError(f"latent attention in Megatron has no rotary scaling {rotary.scaling}")
@@ -217,10 +217,10 @@ def _latent_fields(shape: ModelShape, known: set[str]) -> dict[str, Any]:
     }
 
 
-def _rotary_arguments(shape: ModelShape, kinds: Any) -> dict[str, Any]:
-    rotary = shape.rotary
+def _rotary_arguments(model_config: ModelConfig, kinds: Any) -> dict[str, Any]:
+    rotary = model_config.rotary
     arguments = {"position_embedding_type": "rope", "rotary_base": rotary.base}
-    if shape.mla is not None or rotary.scaling == "none":
+    if model_config.mla is not None or rotary.scaling == "none":
         return arguments
     if rotary.scaling == "linear":
         return arguments | {"seq_len_interpolation_factor": rotary.factor}
@@ -239,8 +239,8 @@ def _rotary_arguments(shape: ModelShape, kinds: Any) -> dict[str, Any]:
     return arguments | {"rope_scaling": True, "rope_scaling_factor": rotary.factor}
 
 
-def _yarn(shape: ModelShape) -> dict[str, Any]:
-    rotary = shape.rotary
+def _yarn(model_config: ModelConfig) -> dict[str, Any]:
+    rotary = model_config.rotary
     return {
         "yarn_rotary_scaling_factor": rotary.factor,
         "yarn_original_max_position_embeddings": rotary.original_length,

@@ -24,9 +24,8 @@ from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
 from mindspeed.te.pytorch.module.linear import LinearBase
 from mindspeed_llm.checkpoint.adapters import Factors, read_peft
 from mindspeed_llm.checkpoint.torch_dist import ADAPTERS
-from mindspeed_llm.models.rules import Cut
-from mindspeed_llm.models.shape import ModelShape
-from mindspeed_llm.models.table import Weight
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.weight_table import TPSplit, Weight
 from mindspeed_llm.training.lora_plan import (
     LoraPlan,
     adaptable_weights,
@@ -37,7 +36,7 @@ from mindspeed_llm.training.options import TrainOptions
 
 
 def add_adapters(
-    chunks: Sequence[Any], plan: LoraPlan, shape: ModelShape, options: TrainOptions
+    chunks: Sequence[Any], plan: LoraPlan, shape: ModelConfig, options: TrainOptions
 ) -> None:
     """Freeze the weights and put adapters beside the layers that the plan names."""
     loaded = read_peft(options.lora_load) if options.lora_load else None
@@ -85,7 +84,7 @@ class LoraLinear(nn.Module):
 
         self._tp = parallel_state.get_tensor_model_parallel_world_size()
         self._rank = parallel_state.get_tensor_model_parallel_rank()
-        self._is_row = weight.cut is Cut.COLUMNS
+        self._is_row = weight.split is TPSplit.COLUMNS
         self._is_sequence = bool(getattr(linear, "sequence_parallel", False)) and self._tp > 1
         self._is_inside = isinstance(linear, LinearBase) and not plan.dropout
         self._plan = plan
@@ -274,12 +273,12 @@ def _local_order(weight: Weight, sizes: Mapping[str, tuple[int, int]], tp: int) 
         starts[name] = start
         start += rows // tp
     order = []
-    for link in sorted(weight.links, key=lambda link: link.place):
-        name = link.hf.removesuffix(".weight")
-        first, last = link.at[0]
+    for m in sorted(weight.slice_maps, key=lambda m: m.mcore_slice):
+        name = m.hf_name.removesuffix(".weight")
+        first, last = m.hf_slice[0]
         local = range(first, min(last, sizes[name][0] // tp))
         order += [starts[name] + row for row in local]
-    if weight.cut is Cut.COLUMNS or order == sorted(order):
+    if weight.split is TPSplit.COLUMNS or order == sorted(order):
         return None
     return torch.tensor(order)
 

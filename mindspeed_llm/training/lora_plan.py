@@ -7,9 +7,9 @@ from typing import Any
 
 from mindspeed.checkpoint.detection import ADAPTER_CONFIG, read_adapter_config
 from mindspeed.config import ConfigError, did_you_mean
-from mindspeed_llm.models.families import family_named
-from mindspeed_llm.models.shape import ModelShape
-from mindspeed_llm.models.table import Weight
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.registry import family_named
+from mindspeed_llm.models.weight_table import Weight
 from mindspeed_llm.training.options import LORA_TARGETS, TrainOptions
 
 UNSUPPORTED = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "fan_in_fan_out")
@@ -42,7 +42,7 @@ class LoraPlan:
         }
 
 
-def plan_lora(options: TrainOptions, shape: ModelShape) -> LoraPlan | None:
+def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
     """Return the plan if adapters are asked for; raise if the model cannot have them."""
     if options.lora_r is None and options.lora_load is None:
         return None
@@ -108,7 +108,7 @@ def check_same(plan: LoraPlan | None, saved: Mapping[str, Any]) -> None:
             )
 
 
-def adaptable_weights(shape: ModelShape) -> list[Weight]:
+def adaptable_weights(shape: ModelConfig) -> list[Weight]:
     """Return the matrices that adapters are made for; experts have none."""
     found = [
         weight
@@ -131,8 +131,8 @@ def projection_names(weight: Weight) -> list[str]:
 def projections(weight: Weight) -> dict[str, tuple[int, int]]:
     """Return the HF projections that make up a weight, with rows and columns."""
     sizes: dict[str, tuple[int, int]] = {}
-    for link in weight.links:
-        name = link.hf.removesuffix(".weight")
+    for m in weight.slice_maps:
+        name = m.hf_name.removesuffix(".weight")
         rows, columns = sizes.get(name, (0, 0))
-        sizes[name] = (max(rows, link.at[0][1]), max(columns, link.at[1][1]))
+        sizes[name] = (max(rows, m.hf_slice[0][1]), max(columns, m.hf_slice[1][1]))
     return sizes

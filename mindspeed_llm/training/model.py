@@ -10,8 +10,8 @@ import torch
 from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.megatron import gpt_model, same_named, transformer_config
-from mindspeed_llm.models.shape import ModelShape
 from mindspeed_llm.training.options import TrainOptions
 
 Provider = Callable[..., Any]
@@ -49,7 +49,7 @@ class RoleModel:
     optimizer: Any = None
 
 
-def make_config(options: TrainOptions, shape: ModelShape, dims: ParallelDims) -> Any:
+def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> Any:
     """Return Megatron's configuration of the model under these parallel sizes.
 
     Options that Megatron has under the same name reach it by that name; what follows here is
@@ -93,7 +93,7 @@ def accepted_by_megatron() -> Iterator[None]:
 
 def build_gpt(
     options: TrainOptions,
-    shape: ModelShape,
+    shape: ModelConfig,
     config: Any,
     vocab_size: int,
     *,

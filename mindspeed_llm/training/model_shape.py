@@ -7,13 +7,13 @@ from typing import Any
 from mindspeed.checkpoint.detection import CheckpointDir, detect
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling
-from mindspeed_llm.models.families import read_shape
-from mindspeed_llm.models.shape import (
-    ModelShape,
-    RotaryShape,
+from mindspeed_llm.models.config import (
+    ModelConfig,
+    RotaryConfig,
     contradictions,
     refuse_contradictions,
 )
+from mindspeed_llm.models.registry import read_model_config
 from mindspeed_llm.training.options import TrainOptions
 
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
@@ -24,7 +24,7 @@ SAME_NAME = (
 )
 
 
-def find_shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
+def find_shape(options: TrainOptions) -> tuple[ModelConfig, Path | None]:
     """Return the shape and the folder of the config.json it was read from, if from one."""
     found = None if options.load is None or options.from_scratch else detect(options.load)
     folder = _config_folder(options, found)
@@ -33,21 +33,21 @@ def find_shape(options: TrainOptions) -> tuple[ModelShape, Path | None]:
     if folder is None:
         shape = _from_flags(options)
     elif found is None:
-        shape = read_shape(folder, named=options.model_type_hf)
+        shape = read_model_config(folder, named=options.model_type_hf)
     else:
         shape = _of_weights(found, folder, options)
     check_flags(options, shape)
     return shape, folder
 
 
-def _of_weights(found: CheckpointDir, folder: Path, options: TrainOptions) -> ModelShape:
+def _of_weights(found: CheckpointDir, folder: Path, options: TrainOptions) -> ModelConfig:
     """Read the config, and from the weights what it leaves open, such as biases."""
     from mindspeed_llm.checkpoint.loading import open_source
 
     source = open_source(
         found, folder, named=options.model_type_hf, noop_layers=options.noop_layers
     )
-    return source.shape
+    return source.config
 
 
 def _config_folder(options: TrainOptions, found: CheckpointDir | None) -> Path | None:
@@ -62,13 +62,13 @@ def _config_folder(options: TrainOptions, found: CheckpointDir | None) -> Path |
     raise ConfigError(f"--load {options.load}: has no config.json: give --hf-cfg-dir")
 
 
-def _from_flags(options: TrainOptions) -> ModelShape:
+def _from_flags(options: TrainOptions) -> ModelConfig:
     missing = [Spelling.FLAG.name_of(name) for name in NEEDED if getattr(options, name) is None]
     if missing:
         raise ConfigError(f"there is no config.json: give --hf-cfg-dir, or {', '.join(missing)}")
     sizes: Any = options  # what is needed is given
     heads = sizes.num_attention_heads
-    return ModelShape(
+    return ModelConfig(
         family=options.model_type_hf or "llama",
         num_layers=sizes.num_layers - len(options.noop_layers),
         hidden_size=sizes.hidden_size,
@@ -82,11 +82,11 @@ def _from_flags(options: TrainOptions) -> ModelShape:
         tied=not options.untie_embeddings_and_output_weights,
         qkv_bias=options.add_qkv_bias,
         qk_layernorm=options.qk_layernorm,
-        rotary=RotaryShape(base=options.rotary_base or 10000.0),
+        rotary=RotaryConfig(base=options.rotary_base or 10000.0),
     )
 
 
-def check_flags(options: TrainOptions, shape: ModelShape) -> None:
+def check_flags(options: TrainOptions, shape: ModelConfig) -> None:
     """Raise, naming each, if a size that was given is not the model's."""
     wrong: list[str] = []
 
@@ -102,7 +102,7 @@ def check_flags(options: TrainOptions, shape: ModelShape) -> None:
     refuse_contradictions(wrong + contradictions(options, shape))
 
 
-def vocabulary(options: TrainOptions, shape: ModelShape) -> int:
+def vocabulary(options: TrainOptions, shape: ModelConfig) -> int:
     """Return the rows of the embedding with padding."""
     from mindspeed_llm.checkpoint.mcore import padded_vocab_size
 

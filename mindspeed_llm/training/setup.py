@@ -26,7 +26,7 @@ from mindspeed.training.checkpoint_dir import (
     verify_state,
 )
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import MegatronCheckpoints
 from mindspeed_llm.training.lora import add_adapters
@@ -43,7 +43,7 @@ class Setup:
     """What does not depend on weights: the shape, the parallel sizes, Megatron's configuration."""
 
     options: TrainOptions
-    shape: ModelShape
+    shape: ModelConfig
     config_folder: Path | None
     dims: ParallelDims
     vocab_size: int
@@ -89,7 +89,7 @@ def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
         return Setup(options, shape, folder, dims, vocab_size, config, lora, save_dir_lock)
 
 
-def parallel_dims(options: TrainOptions, shape: ModelShape) -> ParallelDims:
+def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
     """Check that the ranks can hold the model and share the batch."""
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     layers = _num_layers(options, shape)
@@ -114,7 +114,7 @@ def parallel_dims(options: TrainOptions, shape: ModelShape) -> ParallelDims:
     return dims
 
 
-def activate_features(options: TrainOptions, shape: ModelShape, dims: ParallelDims) -> None:
+def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> None:
     """Put the features in force that the options ask for."""
     known = options.model_dump() | {
         "world_size": dims.world,
@@ -131,7 +131,7 @@ def activate_features(options: TrainOptions, shape: ModelShape, dims: ParallelDi
     activation.activate(build(options_class, given), Context(Spelling.FLAG, megatron=known))
 
 
-def check_experts(options: TrainOptions, shape: ModelShape) -> None:
+def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
     """Raise ConfigError for a mixture of experts under parallel sizes that Megatron refuses."""
     tp, is_split = options.tensor_model_parallel_size, options.sequence_parallel
     if shape.moe is not None and tp > 1 and not is_split:
@@ -141,7 +141,7 @@ def check_experts(options: TrainOptions, shape: ModelShape) -> None:
         )
 
 
-def _num_layers(options: TrainOptions, shape: ModelShape) -> int:
+def _num_layers(options: TrainOptions, shape: ModelConfig) -> int:
     return shape.num_layers + len(options.noop_layers)
 
 
@@ -149,7 +149,7 @@ def build_models(
     setup: Setup,
     roles: Sequence[ModelRole],
     provider: Callable[..., Any],
-    shape_of: Callable[[ModelRole], ModelShape],
+    shape_of: Callable[[ModelRole], ModelConfig],
 ) -> Training:
     """Build the models of a stage, and fill them from their sources or from the checkpoint."""
     options = setup.options
@@ -174,7 +174,7 @@ def build_models(
 
 
 def _load_weights(
-    chunks: list[Any], role: ModelRole, shape: ModelShape, options: TrainOptions
+    chunks: list[Any], role: ModelRole, shape: ModelConfig, options: TrainOptions
 ) -> None:
     from mindspeed_llm.checkpoint.loading import load_weights
 
@@ -183,7 +183,7 @@ def _load_weights(
     load_weights(
         chunks,
         source,
-        shape=shape,
+        config=shape,
         noop_layers=options.noop_layers,
         verify=not options.no_verify,
         is_shared=True,
@@ -204,9 +204,9 @@ def _make_trainable(
     return RoleModel(role, config, chunks, wrapped, optimizer)
 
 
-def _shape_of_checkpoint(options: TrainOptions, resumed: Path) -> tuple[ModelShape, Path | None]:
+def _shape_of_checkpoint(options: TrainOptions, resumed: Path) -> tuple[ModelConfig, Path | None]:
     """Return the shape that a training checkpoint stores, and the folder of its config.json."""
-    shape = build(ModelShape, read_state(resumed).shape, source=str(resumed))
+    shape = build(ModelConfig, read_state(resumed).shape, source=str(resumed))
     check_flags(options, shape)
     folder = resumed.parent / HF_FOLDER
     verify_small(folder, enabled=not options.no_verify)

@@ -27,7 +27,7 @@ from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.data.indexed import TokenFile
 from mindspeed_llm.data.instruction import split_parts
 from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training.data import check_tokens, token_prefixes
 from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
 from mindspeed_llm.training.options import TrainOptions
@@ -92,7 +92,7 @@ class Trainer(ABC):
             vp_stage=vp_stage,
         )
 
-    def model_shape(self, role: ModelRole) -> ModelShape:
+    def model_shape(self, role: ModelRole) -> ModelConfig:
         """Return the sizes of the model of a role: those of the primary model."""
         return self.setup.shape
 

@@ -35,13 +35,13 @@ def loaded_model(source, config_folder, impl="local", tp=1, pp=1, ep=1, **option
 
     import mindspeed
     from mindspeed_llm.checkpoint.loading import load_weights
-    from mindspeed_llm.models.families import read_shape
     from mindspeed_llm.models.megatron import transformer_config
+    from mindspeed_llm.models.registry import read_model_config
 
     noops = options.get("noop_layers", ())
     if noops:
         mindspeed.enable(noop_layers=noops)
-    shape = read_shape(Path(config_folder))
+    shape = read_model_config(Path(config_folder))
     per_chunk = options.get("layers_per_chunk")
     chunks = (shape.num_layers + len(noops)) // pp // per_chunk if per_chunk else None
     sizes = {
@@ -68,7 +68,7 @@ def loaded_model(source, config_folder, impl="local", tp=1, pp=1, ep=1, **option
         _build(shape, config, impl, vocabulary, None if chunks is None else stage)
         for stage in range(chunks or 1)
     ]
-    load_weights(models, source, shape=shape, noop_layers=noops)
+    load_weights(models, source, config=shape, noop_layers=noops)
     return models, shape
 
 

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.families import read_shape
+from mindspeed_llm.models.registry import read_model_config
 from tests.llm import tiny
 
 LLAMA2 = {
@@ -125,7 +125,7 @@ def shape_of(tmp_path):
 
     def read(values, named=None):
         (tmp_path / "config.json").write_text(json.dumps(values))
-        return read_shape(tmp_path, named=named)
+        return read_model_config(tmp_path, named=named)
 
     return read
 

@@ -4,9 +4,9 @@ import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest, Rank
-from mindspeed_llm.models.shape import ModelShape, MoeShape
+from mindspeed_llm.models.config import ModelConfig, MoEConfig
 
-SHAPE = ModelShape(
+SHAPE = ModelConfig(
     family="llama",
     num_layers=8,
     hidden_size=32,
@@ -19,7 +19,7 @@ SHAPE = ModelShape(
 )
 MOE = SHAPE.model_copy(
     update={
-        "moe": MoeShape(num_experts=6, topk=2, ffn_hidden_size=12, is_moe_layer=(True,) * 8),
+        "moe": MoEConfig(num_experts=6, topk=2, ffn_hidden_size=12, is_moe_layer=(True,) * 8),
     }
 )
 

@@ -3,10 +3,10 @@
 import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
-from mindspeed_llm.models.families import family_named
+from mindspeed_llm.models.config import MoEConfig
 from mindspeed_llm.models.hf_config import HfConfig
 from mindspeed_llm.models.megatron import transformer_config
-from mindspeed_llm.models.shape import MoeShape
+from mindspeed_llm.models.registry import family_named
 
 CONFIG = {
     "hidden_size": 32,
@@ -64,7 +64,7 @@ def test_a_window_counts_the_token_itself():
 def experts(**changes):
     kinds = (False, True, False, True)
     values = {"num_experts": 4, "topk": 2, "ffn_hidden_size": 16, "is_moe_layer": kinds}
-    return shape_of().model_copy(update={"moe": MoeShape(**values | changes)})
+    return shape_of().model_copy(update={"moe": MoEConfig(**values | changes)})
 
 
 @pytest.mark.parametrize("is_normalized", [False, True])

@@ -5,11 +5,11 @@ import torch
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training.lora import LoraLinear
 from mindspeed_llm.training.lora_plan import LoraPlan, adaptable_weights, check_same
 
-SHAPE = ModelShape(
+SHAPE = ModelConfig(
     family="llama",
     num_layers=1,
     hidden_size=32,

@@ -7,13 +7,13 @@ import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import parallel_dims
 
-SHAPE = ModelShape(
+SHAPE = ModelConfig(
     family="llama",
     num_layers=4,
     hidden_size=32,

@@ -1,19 +1,96 @@
-"""The shape of a Llama-like model."""
+"""Llama 2 and 3, SmolLM2, Mistral and everything else with Llama's layers."""
 
 from collections.abc import Collection
 from typing import Any
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.hf_config import MANY, HfConfig
-from mindspeed_llm.models.shape import ModelShape
+from mindspeed_llm.models.registry import Family
+from mindspeed_llm.models.weight_table import TPSplit, WeightTable, copy, qkv, stack
+
+MODEL = (
+    copy(
+        "embedding.word_embeddings.weight",
+        "model.embed_tokens.weight",
+        "vocab_size",
+        "hidden_size",
+        split=TPSplit.VOCABULARY,
+    ),
+    copy("decoder.final_layernorm.weight", "model.norm.weight", "hidden_size"),
+    copy(
+        "output_layer.weight",
+        "lm_head.weight",
+        "vocab_size",
+        "hidden_size",
+        split=TPSplit.VOCABULARY,
+        when="untied",
+    ),
+)
+
+NORMS = (
+    copy("input_layernorm.weight", "input_layernorm.weight", "hidden_size"),
+    copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden_size"),
+)
+
+ATTENTION = (
+    qkv(
+        "self_attention.linear_qkv.weight",
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "hidden_size",
+    ),
+    qkv(
+        "self_attention.linear_qkv.bias",
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        when="qkv_bias",
+    ),
+    copy(
+        "self_attention.linear_proj.weight",
+        "self_attn.o_proj.weight",
+        "hidden_size",
+        "attention_size",
+        split=TPSplit.COLUMNS,
+    ),
+    copy(
+        "self_attention.linear_proj.bias",
+        "self_attn.o_proj.bias",
+        "hidden_size",
+        when="linear_bias",
+    ),
+)
+
+MLP = (
+    stack(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "ffn_hidden_size",
+        "hidden_size",
+    ),
+    stack(
+        "mlp.linear_fc1.bias",
+        ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+        "ffn_hidden_size",
+        when="linear_bias",
+    ),
+    copy(
+        "mlp.linear_fc2.weight",
+        "mlp.down_proj.weight",
+        "hidden_size",
+        "ffn_hidden_size",
+        split=TPSplit.COLUMNS,
+    ),
+    copy("mlp.linear_fc2.bias", "mlp.down_proj.bias", "hidden_size", when="linear_bias"),
+)
+
+TABLE = WeightTable(model=MODEL, layer=NORMS + ATTENTION, dense=MLP)
 
 
-def shape(config: HfConfig, tensors: Collection[str]) -> ModelShape:
-    """Read the shape from a config.json and, where the tensors are known, from their names."""
+def read_config(config: HfConfig, tensors: Collection[str]) -> ModelConfig:
+    """Read the model configuration from a config.json and, where given, the tensor names."""
     fields = common_fields(config, tensors)
     if config.get("model_type") == "mistral":  # Llama in transformers has no window
         fields["sliding_window"] = window(config)
-    return ModelShape(family="llama", **fields)
+    return ModelConfig(family="llama", **fields)
 
 
 def common_fields(
@@ -21,7 +98,7 @@ def common_fields(
 ) -> dict[str, Any]:
     """Return the fields that Llama shares with other families."""
     if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"{config.source}: hidden_act is {activation!r}: only silu is served")
+        raise ConfigError(f"{config.source}: hidden_act is {activation!r}: only silu is supported")
     hidden = config.integer("hidden_size")
     heads = config.integer("num_attention_heads", most=MANY)
     groups = config.integer("num_key_value_heads", default=heads, most=MANY)
@@ -90,3 +167,19 @@ def _biases(config: HfConfig, tensors: Collection[str], has_qkv_bias: bool) -> d
             "Megatron has a bias in both or in neither"
         )
     return {"qkv_bias": qkv, "linear_bias": output}
+
+
+FAMILY = Family(
+    name="llama",
+    model_types={
+        "llama": {},
+        "mistral": {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    },
+    aliases=("llama2", "llama3", "smollm2", "mistral"),
+    read_config=read_config,
+    table=TABLE,
+)

@@ -1,4 +1,4 @@
-"""What a model is, whatever its family: what its weights and its Megatron model need to know."""
+"""The configuration of a model of any family: what its weights and its Megatron model need."""
 
 from functools import reduce
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from mindspeed.config import ConfigError, Options, Spelling
 Scaling = Literal["none", "linear", "llama3", "yarn"]
 
 
-class RotaryShape(Options):
+class RotaryConfig(Options):
     """Rotary position embedding; the fields of a scaling count only where `scaling` names it."""
 
     base: float = 10000.0
@@ -33,7 +33,7 @@ class RotaryShape(Options):
     """Weight of the temperature taken out of the rotation and put on the softmax (yarn)."""
 
 
-class MoeShape(Options):
+class MoEConfig(Options):
     """Routed and shared experts."""
 
     num_experts: int
@@ -45,7 +45,7 @@ class MoeShape(Options):
     is_moe_layer: tuple[bool, ...]
     """For each layer: experts (true) or a dense MLP (false)."""
     shared_ffn_hidden_size: int | None = None
-    """Width of all shared experts together; nothing where there are none."""
+    """Width of all shared experts together; None where there are none."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores."""
     normalize_topk: bool = True
@@ -64,11 +64,11 @@ class MoeShape(Options):
     """Factor of the load-balancing loss."""
 
 
-class MlaShape(Options):
+class MLAConfig(Options):
     """Multi-head latent attention."""
 
     q_lora_rank: int | None
-    """Rank of the compressed query; nothing where queries are not compressed."""
+    """Rank of the compressed query; None where queries are not compressed."""
     kv_lora_rank: int
     """Rank of the compressed key and value."""
     qk_head_dim: int
@@ -85,7 +85,7 @@ class MlaShape(Options):
 
     @property
     def kv_up_head_dim(self) -> int:
-        """Return what one head takes out of the compressed key and value."""
+        """Return the rows of one head in the up projection of key and value."""
         return self.qk_head_dim + self.v_head_dim
 
     @property
@@ -94,11 +94,11 @@ class MlaShape(Options):
         return self.kv_lora_rank + self.qk_pos_emb_head_dim
 
 
-class ModelShape(Options):
+class ModelConfig(Options):
     """A decoder-only model with RMSNorm, gated SiLU MLPs and rotary positions."""
 
     family: str
-    """Name of the family, as in mindspeed_llm.models.families."""
+    """Name of the family, as in mindspeed_llm.models.registry."""
     num_layers: int
     """Decoder layers, without those of multi-token prediction."""
     hidden_size: int
@@ -114,7 +114,7 @@ class ModelShape(Options):
     vocab_size: int
     """Rows of the embedding in the HF weights."""
     max_position_embeddings: int
-    """Longest sequence the model is meant for."""
+    """Longest sequence the model supports."""
     norm_epsilon: float = 1e-6
     """Epsilon of every RMSNorm."""
     tied: bool = False
@@ -122,19 +122,19 @@ class ModelShape(Options):
     qkv_bias: bool = False
     """The query, key and value projections have a bias."""
     linear_bias: bool = False
-    """Every other projection of attention and MLP has one, too."""
+    """Every other projection of attention and MLP has a bias."""
     qk_layernorm: bool = False
     """Query and key heads are normalized."""
     sliding_window: int | None = None
-    """Positions a query sees; nothing where it sees all before it."""
-    rotary: RotaryShape = RotaryShape()
+    """Positions a query sees; None where it sees all before it."""
+    rotary: RotaryConfig = RotaryConfig()
     """Rotary position embedding."""
-    moe: MoeShape | None = None
-    """Experts; nothing in a dense model."""
-    mla: MlaShape | None = None
-    """Latent attention; nothing where attention has separate heads."""
+    moe: MoEConfig | None = None
+    """Experts; None in a dense model."""
+    mla: MLAConfig | None = None
+    """Latent attention; None where attention has separate heads."""
     mtp_num_layers: int = 0
-    """Layers for multi-token prediction whose weights are there."""
+    """Layers for multi-token prediction that have weights."""
 
     @property
     def query_size(self) -> int:
@@ -149,19 +149,19 @@ class ModelShape(Options):
 
     @property
     def kv_up_size(self) -> int:
-        """Return the width of what all heads take out of the compressed key and value."""
+        """Return the rows of all heads in the up projection of key and value."""
         assert self.mla is not None
         return self.num_attention_heads * self.mla.kv_up_head_dim
 
     @property
     def attention_size(self) -> int:
-        """Return the width of what attention gives to its output projection."""
+        """Return the input width of the output projection of attention."""
         head = self.mla.v_head_dim if self.mla else self.kv_channels
         return self.num_attention_heads * head
 
     @property
     def two_hidden(self) -> int:
-        """Return the width of an embedding beside a hidden state, which MTP joins."""
+        """Return the width of an embedding and a hidden state, which MTP concatenates."""
         return 2 * self.hidden_size
 
     @property
@@ -189,7 +189,7 @@ class ModelShape(Options):
         return self.moe is not None and self.moe.is_moe_layer[min(layer, self.num_layers - 1)]
 
     def get(self, path: str) -> Any:
-        """Return the value of a dotted field or property name; nothing under a missing part."""
+        """Return the value of a dotted field or property name; None below a missing part."""
         return reduce(lambda value, name: value and getattr(value, name), path.split("."), self)
 
 
@@ -200,15 +200,15 @@ SWITCHES = {
     "qk_layernorm": "qk_layernorm",
     "disable_bias_linear": "no_linear_bias",
 }
-"""Options that say what a model has, each with the field or property that must be true."""
+"""Options that assert a property of the model, each with the field that must be true."""
 
 
-def contradictions(options: Options, shape: ModelShape) -> list[str]:
-    """Name the switches that are on in any command's options and are not so in the model."""
+def contradictions(options: Options, model: ModelConfig) -> list[str]:
+    """Return the switches that are on in the options of a command and do not fit the model."""
     return [
-        f"{Spelling.FLAG.name_of(name)} (the model is not so)"
+        f"{Spelling.FLAG.name_of(name)} (the model has another setting)"
         for name, field in SWITCHES.items()
-        if getattr(options, name, False) and not shape.get(field)
+        if getattr(options, name, False) and not model.get(field)
     ]
 
 

@@ -1,0 +1,1 @@
+"""One module a model family: how its HF config is read, and its weight table."""

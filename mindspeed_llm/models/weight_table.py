@@ -1,0 +1,179 @@
+"""A family's weight table: which slices of HF tensors each Megatron tensor is made of.
+
+Megatron names are those of local layer specs, with the number of the layer in the full model and of
+the expert in the full layer.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from mindspeed.checkpoint.tensor_slice import TensorSlice, full_slice
+from mindspeed_llm.models.config import ModelConfig
+
+ALWAYS = "hidden_size"
+
+
+class TPSplit(Enum):
+    """How tensor parallelism splits a weight."""
+
+    NONE = "every rank has all of it"
+    ROWS = "each rank has a range of rows"
+    COLUMNS = "each rank has a range of columns"
+    HALVES = "each rank has a range of rows of either half"
+    VOCABULARY = "as rows, padded until they divide"
+
+
+@dataclass(frozen=True)
+class SliceMap:
+    """Slice `mcore_slice` of a Megatron tensor is slice `hf_slice` of the HF tensor `hf_name`."""
+
+    hf_name: str
+    hf_slice: TensorSlice
+    mcore_slice: TensorSlice
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """A row of the table: the names, with {expert} for its number, and how the slices map."""
+
+    mcore: str
+    hf: tuple[str, ...]
+    size: tuple[str, ...]
+    """Dimensions, as fields or properties of ModelConfig."""
+    slice_maps: Callable[["WeightRule", ModelConfig], Iterator[SliceMap]]
+    split: TPSplit
+    when: str = ALWAYS
+    """A field or property of ModelConfig: the tensor exists if it is true."""
+    is_float32: bool = False
+    """Keep float32 whatever the others are cast to."""
+
+    def sizes(self, model: ModelConfig) -> tuple[int, ...]:
+        """Return the dimensions in numbers."""
+        return tuple(model.get(name) for name in self.size)
+
+
+def copy(
+    mcore: str,
+    hf: str,
+    *size: str,
+    split: TPSplit = TPSplit.NONE,
+    when: str = ALWAYS,
+    is_float32: bool = False,
+) -> WeightRule:
+    """Map one HF tensor unchanged."""
+    return WeightRule(mcore, (hf,), size, _same_slices, split, when, is_float32)
+
+
+def stack(mcore: str, hf: tuple[str, ...], *size: str, when: str = ALWAYS) -> WeightRule:
+    """Stack HF tensors of one size along the rows: gate, then up."""
+    return WeightRule(mcore, hf, size, _stacked_slices, TPSplit.HALVES, when)
+
+
+def qkv(mcore: str, hf: tuple[str, str, str], *rest: str, when: str = ALWAYS) -> WeightRule:
+    """Query, key and value rows by group: its queries, its key, its value; `rest` follows rows."""
+    return WeightRule(mcore, hf, rest, _grouped_slices, TPSplit.ROWS, when)
+
+
+def _same_slices(rule: WeightRule, model: ModelConfig) -> Iterator[SliceMap]:
+    region = full_slice(rule.sizes(model))
+    yield SliceMap(rule.hf[0], region, region)
+
+
+def _stacked_slices(rule: WeightRule, model: ModelConfig) -> Iterator[SliceMap]:
+    rows, *rest = rule.sizes(model)
+    for number, name in enumerate(rule.hf):
+        mcore = ((number * rows, (number + 1) * rows), *full_slice(rest))
+        yield SliceMap(name, full_slice((rows, *rest)), mcore)
+
+
+def _grouped_slices(rule: WeightRule, model: ModelConfig) -> Iterator[SliceMap]:
+    rest = full_slice(rule.sizes(model))
+    groups, head = model.num_query_groups, model.kv_channels
+    queries = model.num_attention_heads // groups * head
+    start = 0
+    for group in range(groups):
+        for name, rows in zip(rule.hf, (queries, head, head)):
+            at = (group * rows, (group + 1) * rows)
+            yield SliceMap(name, (at, *rest), ((start, start + rows), *rest))
+            start += rows
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One full Megatron tensor and the HF tensors that it is made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: TPSplit
+    slice_maps: tuple[SliceMap, ...]
+    expert: int | None
+    is_float32: bool
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """The rows of a family: outside the layers, in every layer, in dense and in MoE layers."""
+
+    model: tuple[WeightRule, ...]
+    layer: tuple[WeightRule, ...]
+    dense: tuple[WeightRule, ...]
+    moe: tuple[WeightRule, ...] = ()
+    expert: tuple[WeightRule, ...] = ()
+    mtp: tuple[WeightRule, ...] = ()
+    """In a layer of multi-token prediction, beside its decoder layer."""
+    mtp_copies: tuple[tuple[str, str], ...] = ()
+    """HF tensors of such a layer that repeat a Megatron tensor outside the layers."""
+    hf_layer: str = "model.layers.{layer}."
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Suffixes of HF tensors that are not weights."""
+
+    def weights(self, model: ModelConfig) -> Iterator[Weight]:
+        """Yield every tensor of a model."""
+        yield from _named(self.model, model)
+        for layer in range(model.num_layers):
+            yield from self._layer(model, layer, f"decoder.layers.{layer}.")
+        for number in range(model.mtp_num_layers):
+            layer, prefix = model.num_layers + number, f"mtp.layers.{number}."
+            yield from _named(self.mtp, model, prefix, self.hf_layer.format(layer=layer))
+            yield from self._layer(model, layer, prefix + "transformer_layer.")
+
+    def hf_copies(self, model: ModelConfig) -> dict[str, str]:
+        """Return the HF tensors that repeat a Megatron tensor, each with that tensor's name."""
+        layers = range(model.num_layers, model.num_layers + model.mtp_num_layers)
+        prefixes = [self.hf_layer.format(layer=layer) for layer in layers]
+        return {prefix + hf: mcore for prefix in prefixes for hf, mcore in self.mtp_copies}
+
+    def _layer(self, model: ModelConfig, layer: int, prefix: str) -> Iterator[Weight]:
+        hf = self.hf_layer.format(layer=layer)
+        yield from _named(self.layer, model, prefix, hf)
+        if not model.is_moe_layer(layer):
+            yield from _named(self.dense, model, prefix, hf)
+            return
+        assert model.moe is not None
+        yield from _named(self.moe, model, prefix, hf)
+        for expert in range(model.moe.num_experts):
+            yield from _named(self.expert, model, prefix, hf, expert)
+
+
+def _named(
+    rules: tuple[WeightRule, ...],
+    model: ModelConfig,
+    prefix: str = "",
+    hf_prefix: str = "",
+    expert: int | None = None,
+) -> Iterator[Weight]:
+    for rule in rules:
+        if not model.get(rule.when):
+            continue
+        slice_maps = tuple(
+            SliceMap(hf_prefix + m.hf_name.format(expert=expert), m.hf_slice, m.mcore_slice)
+            for m in rule.slice_maps(rule, model)
+        )
+        size = _extent([m.mcore_slice for m in slice_maps])
+        name = prefix + rule.mcore.format(expert=expert)
+        yield Weight(name, size, rule.split, slice_maps, expert, rule.is_float32)
+
+
+def _extent(slices: list[TensorSlice]) -> tuple[int, ...]:
+    return tuple(max(stop for _, stop in pairs) for pairs in zip(*slices))
