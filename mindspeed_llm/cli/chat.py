@@ -11,8 +11,7 @@ from mindspeed_llm.cli.generate import declare, run_tasks
 from mindspeed_llm.generation.options import GenerateOptions
 
 if TYPE_CHECKING:
-    from mindspeed_llm.generation.conversation import Conversation
-    from mindspeed_llm.generation.session import Session
+    from mindspeed_llm.generation.session import Conversation, Session
 
 QUIT, CLEAR = ("q", "quit", "exit"), ("clear", "new")
 USER_PROMPT, MODEL_PROMPT = "You >> ", "Model >> "
@@ -53,7 +52,7 @@ class InterruptFlag:
 
 def talk(session: "Session") -> None:
     """Read prompts and answer them until the user quits."""
-    from mindspeed_llm.generation.conversation import Conversation
+    from mindspeed_llm.generation.session import Conversation
 
     conversation = Conversation(session)
     print("q quits, clear forgets what was said, Ctrl-C stops an answer.")

@@ -38,7 +38,7 @@ def run_tasks(options: GenerateOptions) -> int:
     check(options)
     prompts = list(options.prompt)
     if options.prompts is not None:
-        from mindspeed_llm.generation.prompt_file import read_prompts
+        from mindspeed_llm.generation.text import read_prompts
 
         prompts += read_prompts(options.prompts)
     tasks = options.task or (("greedy",) if prompts else ("chat",))
@@ -58,14 +58,14 @@ def run_tasks(options: GenerateOptions) -> int:
         def lead(session: Session) -> None:
             answering = [task for task in tasks if task != "chat"]
             if answering:
-                answers = (a for task in answering for a in session.answers(task, prompts))
+                answers = (a for task in answering for a in session.complete(task, prompts))
                 _show(answers, options.output)
             if "chat" in tasks:
                 from mindspeed_llm.cli.chat import talk
 
                 talk(session)
 
-        run_session(options, lead, talks="chat" in tasks)
+        run_session(options, lead, interactive="chat" in tasks)
 
     return run_rank(work)
 

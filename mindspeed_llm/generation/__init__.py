@@ -1,1 +1,1 @@
-"""Generate text: greedy, sampled or by beam search, with a cache, over the ranks of a layout."""
+"""Text generation: greedy, sampling or beam search, with a KV cache, on one or more ranks."""

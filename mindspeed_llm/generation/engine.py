@@ -1,127 +1,179 @@
-"""Answers to prompts, step by step, on all ranks of a layout."""
+"""Generate completions of prompts token by token, on all ranks of a model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_llm.generation.beam import Beams, BeamSearch
-from mindspeed_llm.generation.crew import Crew
-from mindspeed_llm.generation.model import LoadedModel, here
-from mindspeed_llm.generation.reading import Reading
-from mindspeed_llm.generation.sampling import Chooser, Rule
+import torch
+
+from mindspeed import device
+from mindspeed_llm.generation.model import LoadedModel, to_device
+from mindspeed_llm.generation.sampling import BeamParams, BeamSearch, Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from mindspeed_llm.generation.inference import DecodeState
 
 Step = list[tuple[int, int]]
-"""Which prompt is answered by which next token."""
+"""The (prompt index, token) pairs of one decoding step."""
 
 
 def never() -> bool:
-    """Do not stop."""
+    """Return False: never stop."""
     return False
 
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts to answer together."""
+    """A batch of prompts to complete."""
 
     prompts: tuple[tuple[int, ...], ...]
-    rooms: tuple[int, ...]
-    """The most tokens of each answer."""
-    stops: frozenset[int]
-    """Tokens that end an answer."""
-    rule: Rule = Rule()
-    beams: Beams | None = None
+    max_new_tokens: tuple[int, ...]
+    """The limit of each completion."""
+    stop_ids: frozenset[int]
+    """Tokens that end a completion."""
+    params: SamplingParams = SamplingParams()
+    beams: BeamParams | None = None
     first: int = 0
-    """The number of the first prompt; random numbers depend on it."""
+    """The index of the first prompt; random seeds depend on it."""
+
+
+class RankCoordinator:
+    """Broadcasts requests from rank 0, and sampled tokens from the sampling rank, to all ranks."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        from megatron.core import parallel_state
+
+        self.size = torch.distributed.get_world_size()
+        self.is_rank_zero = torch.distributed.get_rank() == 0
+        is_replica = bool(
+            parallel_state.get_tensor_model_parallel_rank()
+            or parallel_state.get_data_parallel_rank()
+        )
+        self.is_sampling_rank = model.is_last and not is_replica
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+        if self.size == 1:
+            return value
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def sync_choice(
+        self, choice: torch.Tensor | None, shape: tuple[int, ...], stop: Callable[[], bool]
+    ) -> tuple[torch.Tensor, bool]:
+        """Return the sampling rank's choice and whether rank 0 requests a stop.
+
+        Both travel as float32, which holds every token id, in one all-reduce a token.
+        """
+        is_stopped = self.is_rank_zero and stop()
+        if self.size == 1:
+            assert choice is not None
+            return choice, is_stopped
+        here = device.current().torch_device
+        message = torch.full((1 + torch.Size(shape).numel(),), -torch.inf, device=here)
+        message[0] = float(is_stopped)
+        if choice is not None:
+            message[1:] = choice.flatten()
+        torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX)
+        return message[1:].view(shape), bool(message[0])
 
 
 class Engine:
-    """Generates; the first rank calls `answer` and at last `close`, the others `follow`."""
+    """Generates on all ranks: rank 0 calls `generate` and finally `close`, the others `serve`."""
 
     def __init__(self, model: LoadedModel, *, cached: bool = True) -> None:
         self._model, self._cached = model, cached
-        self._crew = Crew(model)
+        self._ranks = RankCoordinator(model)
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the first rank."""
-        return self._crew.is_leader
+    def is_rank_zero(self) -> bool:
+        """Return whether this is rank 0."""
+        return self._ranks.is_rank_zero
 
-    def answer(self, request: Request, stop: Callable[[], bool] = never) -> Iterator[Step]:
-        """Yield the next tokens of the answers that go on; run it to its end.
+    def generate(self, request: Request, stop: Callable[[], bool] = never) -> Iterator[Step]:
+        """Yield the next tokens of the unfinished completions; exhaust the iterator.
 
-        An answer ends with a stop token, when its room is full, or, all at once, when `stop` says
-        so. Beam search has its tokens only at the end.
+        A completion ends with a stop token or at its limit, and all end when `stop` returns True.
+        Beam search yields its tokens at the end.
         """
-        self._crew.share(request)
-        is_left = False
-        steps = self._steps(request, lambda: is_left or stop())
+        self._ranks.broadcast(request)
+        is_closed = False
+        steps = self._steps(request, lambda: is_closed or stop())
         try:
-            for step in steps:  # noqa: UP028  # these steps outlive a caller who leaves
+            for step in steps:  # noqa: UP028  # these steps outlive a caller that stops iterating
                 yield step
         finally:
-            is_left = True  # the other ranks end here, too, and wait for the next request
+            is_closed = True  # the other ranks end as well, and wait for the next request
             for _ in steps:
                 pass
 
-    def follow(self) -> None:
-        """Do what the first rank asks for until it closes."""
-        while (request := self._crew.share(None)) is not None:
+    def serve(self) -> None:
+        """Process the requests of rank 0 until it closes."""
+        while (request := self._ranks.broadcast(None)) is not None:
             for _ in self._steps(request, never):
                 pass
 
     def close(self) -> None:
-        """Let the other ranks go."""
-        self._crew.share(None)
+        """End `serve` on the other ranks."""
+        self._ranks.broadcast(None)
 
     def _steps(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:
         if request.beams is None:
-            return self._choose(request, stop)
+            return self._sample(request, stop)
         return self._search(request, request.beams, stop)
 
-    def _choose(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:
+    def _sample(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:
         longest = max(map(len, request.prompts))
         padding = [longest - len(prompt) for prompt in request.prompts]
         tokens = [[0] * pad + list(prompt) for pad, prompt in zip(padding, request.prompts)]
-        reading = self._open(padding, longest + max(request.rooms))
-        rows, left = list(range(len(padding))), list(request.rooms)
-        chooser = Chooser(request.rule, request.first, len(rows))
+        state = self._decode_state(padding, longest + max(request.max_new_tokens))
+        rows, left = list(range(len(padding))), list(request.max_new_tokens)
+        sampler = Sampler(request.params, request.first, len(rows))
         while rows:
-            logits = reading.read(here(tokens))
+            logits = state.step(to_device(tokens))
             choice = None
-            if self._crew.decides:
+            if self._ranks.is_sampling_rank:
                 assert logits is not None
-                choice = chooser.choose(logits, rows)
-            chosen, stopped = self._crew.agree(choice, (len(rows),), stop)
+                choice = sampler.sample(logits, rows)
+            chosen, stopped = self._ranks.sync_choice(choice, (len(rows),), stop)
             step = list(zip(rows, map(int, chosen.tolist())))
             yield step
             if stopped:
                 return
             for row in rows:
                 left[row] -= 1
-            going = [
-                i for i, (row, token) in enumerate(step) if left[row] and token not in request.stops
+            running = [
+                i
+                for i, (row, token) in enumerate(step)
+                if left[row] and token not in request.stop_ids
             ]
-            reading.keep(going)
-            rows, tokens = [rows[i] for i in going], [[step[i][1]] for i in going]
+            state.select_rows(running)
+            rows, tokens = [rows[i] for i in running], [[step[i][1]] for i in running]
 
-    def _search(self, request: Request, beams: Beams, stop: Callable[[], bool]) -> Iterator[Step]:
-        for number, (prompt, room) in enumerate(zip(request.prompts, request.rooms)):
-            rule = replace(request.rule, seed=request.rule.seed + request.first + number)
-            search = BeamSearch(beams, rule, request.stops, room)
-            reading = self._open([0], len(prompt) + room)
+    def _search(
+        self, request: Request, beams: BeamParams, stop: Callable[[], bool]
+    ) -> Iterator[Step]:
+        for number, (prompt, limit) in enumerate(zip(request.prompts, request.max_new_tokens)):
+            params = replace(request.params, seed=request.params.seed + request.first + number)
+            search = BeamSearch(beams, params, request.stop_ids, limit)
+            state = self._decode_state([0], len(prompt) + limit)
             tokens, stopped = [list(prompt)], False
             while not (stopped or search.is_done):
-                logits = reading.read(here(tokens))
+                logits = state.step(to_device(tokens))
                 proposed = None
-                if self._crew.decides:
+                if self._ranks.is_sampling_rank:
                     assert logits is not None
                     proposed = search.propose(logits)
-                found, stopped = self._crew.agree(proposed, (search.candidates, 3), stop)
-                reading.keep(search.advance(found))
+                found, stopped = self._ranks.sync_choice(proposed, (search.candidates, 3), stop)
+                state.select_rows(search.advance(found))
                 tokens = [[hypothesis.tokens[-1]] for hypothesis in search.running]
             for token in search.best.tokens:
                 yield [(number, token)]
             if stopped:
                 return
 
-    def _open(self, padding: list[int], capacity: int) -> Reading:
-        return Reading(self._model, padding, capacity, cached=self._cached)
+    def _decode_state(self, padding: list[int], capacity: int) -> "DecodeState":
+        from mindspeed_llm.generation.inference import DecodeState  # after the adaptor
+
+        return DecodeState(self._model, padding, capacity, cached=self._cached)

@@ -1,4 +1,4 @@
-"""The model of this rank, ready to read tokens: no optimizer, no gradients."""
+"""Load the model of this rank for inference: no optimizer, no gradients."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,50 +24,49 @@ class LoadedModel:
 
     module: Any
     """Megatron's GPTModel."""
-    shape: ModelConfig
-    longest: int
-    """Tokens of the longest sequence it is meant for."""
+    config: ModelConfig
+    max_length: int
+    """Tokens of the longest sequence it supports."""
     config_folder: Path | None
-    """Where the config.json is, and mostly the tokenizer."""
+    """The folder with config.json and, usually, the tokenizer."""
 
     @property
     def is_first(self) -> bool:
-        """Whether tokens come in here."""
+        """Return whether this is the first pipeline stage."""
         return bool(self.module.pre_process)
 
     @property
     def is_last(self) -> bool:
-        """Whether logits come out here."""
+        """Return whether this is the last pipeline stage."""
         return bool(self.module.post_process)
 
 
 def load_model(options: TrainOptions) -> LoadedModel:
-    """Meet the other ranks, build this rank's part of the model and fill it from --load."""
-    from mindspeed_llm.generation.cache import keep_turned_keys
-    from mindspeed_llm.generation.slim import slim
+    """Initialize the process groups, build this rank's part of the model and load --load."""
+    # After the adaptor: it imports Megatron.
+    from mindspeed_llm.generation.inference import cache_rotated_keys, use_inference_linears
 
     _check_ranks(options)
     setup = prepare(options, is_training=False)
-    shape = setup.shape
-    seed_everything(options.seed)  # some layers ask for random numbers even if they use none
+    seed_everything(options.seed)  # some layers fork a random generator even in inference
     setup.config.perform_initialization = False  # random weights would be overwritten at once
     (module,) = build_chunks(_provider(setup), setup.dims)
     module = module.to(setup.config.params_dtype).eval().requires_grad_(False)
     load_weights(
         [module],
         options.load,
-        config=shape,
+        config=setup.shape,
         noop_layers=options.noop_layers,
         verify=not options.no_verify,
         is_shared=True,
     )
-    slim(module)
+    use_inference_linears(module)
     for layer in module.decoder.layers:
         if (attention := getattr(layer, "self_attention", None)) is not None:
-            attention.core_attention.register_forward_pre_hook(_obey_mask, with_kwargs=True)
-            keep_turned_keys(attention)
-    longest = options.max_position_embeddings or shape.max_position_embeddings
-    return LoadedModel(module, shape, longest, setup.config_folder)
+            attention.core_attention.register_forward_pre_hook(_use_given_mask, with_kwargs=True)
+            cache_rotated_keys(attention)
+    max_length = options.max_position_embeddings or setup.shape.max_position_embeddings
+    return LoadedModel(module, setup.shape, max_length, setup.config_folder)
 
 
 def _check_ranks(options: TrainOptions) -> None:
@@ -99,8 +98,8 @@ def _provider(setup: Setup) -> Any:
     return build
 
 
-def _obey_mask(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-    """Make attention look at a mask that is given: beyond the prompt Megatron would ignore it."""
+def _use_given_mask(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+    """Make attention use the given mask: after the prompt Megatron would ignore it."""
     from megatron.core.transformer.enums import AttnMaskType
 
     if arguments[3] is None:
@@ -108,6 +107,6 @@ def _obey_mask(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
     return arguments, keywords | {"attn_mask_type": AttnMaskType.arbitrary}
 
 
-def here(values: Any) -> torch.Tensor:
-    """Make a tensor of whole numbers on this rank's device."""
+def to_device(values: Any) -> torch.Tensor:
+    """Return an int64 tensor on this rank's device."""
     return torch.as_tensor(values, dtype=torch.int64, device=device.current().torch_device)

@@ -2,9 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Literal
-
-from pydantic import create_model
+from typing import TYPE_CHECKING, Literal
 
 from mindspeed.config import ConfigError, Options, Spelling
 from mindspeed.features.registry import registry
@@ -73,7 +71,7 @@ class ConversationOptions(Options):
     """Earlier questions and answers that the model sees while talking."""
 
 
-class PlaceOptions(Options):
+class CheckpointOptions(Options):
     """The weights, the tokenizer, and the ranks that share the model."""
 
     load: str | None = None
@@ -109,27 +107,41 @@ SECTIONS = (
     PromptOptions,
     SamplingOptions,
     ConversationOptions,
-    PlaceOptions,
+    CheckpointOptions,
     ModelOptions,
     ScriptOptions,
 )
 
-# The switches of mindspeed's features (--use-fused-rmsnorm and the like) are options as well.
-GenerateOptions = create_model("GenerateOptions", __base__=(*SECTIONS, registry().options_class))
-GenerateOptions.__doc__ = "Everything that decides what is generated."
+if TYPE_CHECKING:
+    FeatureOptions = Options
+else:  # the switches of mindspeed's features (--use-fused-rmsnorm and the like)
+    FeatureOptions = registry().options_class
 
-UNLIKE_TRAINING = {"seq_length", "micro_batch_size", "prompt_type", "prompt_type_path"}
+
+class GenerateOptions(
+    PromptOptions,
+    SamplingOptions,
+    ConversationOptions,
+    CheckpointOptions,
+    ModelOptions,
+    ScriptOptions,
+    FeatureOptions,
+):
+    """All options of generation."""
+
+
+NOT_SHARED = {"seq_length", "micro_batch_size", "prompt_type", "prompt_type_path"}
 
 
 def as_training(options: GenerateOptions) -> TrainOptions:
     """Return the options of a training run whose model and layout are the same."""
-    shared = options.model_fields_set & TrainOptions.model_fields.keys() - UNLIKE_TRAINING
+    shared = options.model_fields_set & TrainOptions.model_fields.keys() - NOT_SHARED
     values = {name: getattr(options, name) for name in shared}
     return TrainOptions(**values | {"no_gradient_accumulation_fusion": True})
 
 
 def check(options: GenerateOptions) -> None:
-    """Refuse what can never work, before anything is loaded."""
+    """Raise ConfigError for invalid options before anything is loaded."""
     if options.load is None:
         raise ConfigError("--load is missing: give a model or a checkpoint")
     if options.hf_chat_template and options.prompt_type not in (None, "tokenizer"):

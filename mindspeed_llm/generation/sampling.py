@@ -1,14 +1,14 @@
-"""Which token comes next: the best one, or one drawn from what temperature, k and p leave."""
+"""Choose the next token: greedy, sampled with temperature, top-k and top-p, or by beam search."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How the next token is chosen."""
+class SamplingParams:
+    """How the next token is sampled."""
 
     sample: bool = False
     temperature: float = 1.0
@@ -17,41 +17,140 @@ class Rule:
     seed: int = 0
 
 
-def filtered(logits: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Return logits by temperature, and minus infinity where a token may not be drawn."""
-    logits = logits / rule.temperature
+def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Scale logits by temperature, and mask tokens outside top-k and top-p with minus infinity."""
+    logits = logits / params.temperature
     count = logits.shape[-1]
-    if 0 < rule.top_k < count:
-        lowest = logits.topk(rule.top_k).values[..., -1:]
+    if 0 < params.top_k < count:
+        lowest = logits.topk(params.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < lowest, float("-inf"))
-    if rule.top_p < 1:
-        ordered, places = logits.sort(descending=True, stable=True)
-        shares = ordered.softmax(-1)
-        # A token stays if those before it do not reach p yet, so the best one always stays.
-        is_out = shares.cumsum(-1) - shares >= rule.top_p
+    if params.top_p < 1:
+        ordered, indices = logits.sort(descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        # A token is kept if those before it do not reach p, so the best one is always kept.
+        is_out = probs.cumsum(-1) - probs >= params.top_p
         logits = logits.masked_fill(
-            torch.zeros_like(is_out).scatter(-1, places, is_out), -torch.inf
+            torch.zeros_like(is_out).scatter(-1, indices, is_out), -torch.inf
         )
     return logits
 
 
-class Chooser:
-    """Chooses a token for each row; every row has random numbers of its own.
+class Sampler:
+    """Samples a token for each row; every row has a random generator of its own.
 
-    So an answer depends on its prompt's number and on the seed, not on what else is in the batch.
+    So a completion depends on its prompt's index and on the seed, not on the rest of the batch.
     """
 
-    def __init__(self, rule: Rule, first: int, count: int) -> None:
-        self._rule = rule
-        self._random = [torch.Generator().manual_seed(rule.seed + first + i) for i in range(count)]
+    def __init__(self, params: SamplingParams, first: int, count: int) -> None:
+        self._params = params
+        self._random = [
+            torch.Generator().manual_seed(params.seed + first + i) for i in range(count)
+        ]
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Return the next token of each row that goes on."""
-        if not self._rule.sample or self._rule.temperature == 0:
+    def sample(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Return the next token of each row that continues."""
+        if not self._params.sample or self._params.temperature == 0:
             return logits.argmax(-1)
-        shares = filtered(logits, self._rule).softmax(-1).cpu()
+        probs = filter_logits(logits, self._params).softmax(-1).cpu()
         drawn = [
-            torch.multinomial(share, 1, generator=self._random[row])
-            for share, row in zip(shares, rows)
+            torch.multinomial(prob, 1, generator=self._random[row])
+            for prob, row in zip(probs, rows)
         ]
         return torch.cat(drawn)
+
+
+@dataclass(frozen=True)
+class BeamParams:
+    """The number of beams, and how finished hypotheses are scored."""
+
+    count: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A completion or a prefix of one."""
+
+    tokens: tuple[int, ...] = ()
+    score: float = 0.0
+
+
+@dataclass
+class BeamSearch:
+    """The state of one search: the completions with the best sum of log-probabilities.
+
+    The sum is divided by a power of the length. Every rank keeps the state, the sampling rank
+    proposes candidates.
+    """
+
+    beams: BeamParams
+    params: SamplingParams
+    stop_ids: Set[int]
+    max_new_tokens: int
+    running: list[Hypothesis] = field(default_factory=lambda: [Hypothesis()])
+    finished: list[Hypothesis] = field(default_factory=list)
+    """The best finished hypotheses, best first."""
+
+    def __post_init__(self) -> None:
+        self._random = torch.Generator().manual_seed(self.params.seed)
+
+    @property
+    def candidates(self) -> int:
+        """Return the candidates of a step: enough to continue if many of them are stop tokens."""
+        return max(2, 1 + len(self.stop_ids)) * self.beams.count
+
+    def propose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the best continuations, or sampled ones, as rows of (row, token, score)."""
+        log_probs = logits.log_softmax(-1).cpu()
+        if self.params.sample:
+            log_probs = filter_logits(log_probs, self.params)
+        scores = torch.tensor([hypothesis.score for hypothesis in self.running])
+        total = (log_probs + scores[:, None]).flatten()
+        count = min(self.candidates, int(total.isfinite().sum()))
+        if self.params.sample:
+            indices = total.softmax(-1).multinomial(count, generator=self._random)
+        else:
+            indices = total.topk(count).indices
+        rows, tokens = indices // logits.shape[-1], indices % logits.shape[-1]
+        found = torch.stack([rows.float(), tokens.float(), total[indices]], dim=1)
+        missing = self.candidates - count
+        return torch.nn.functional.pad(found, (0, 0, 0, missing), value=-1)
+
+    def advance(self, candidates: torch.Tensor) -> list[int]:
+        """Apply the candidates; return the rows that the running hypotheses continue."""
+        continued: list[tuple[int, Hypothesis]] = []
+        for position, (row, token, score) in enumerate(candidates.tolist()):
+            if row < 0:
+                break
+            tokens = (*self.running[int(row)].tokens, int(token))
+            if int(token) not in self.stop_ids and len(tokens) < self.max_new_tokens:
+                continued.append((int(row), Hypothesis(tokens, score)))
+            elif position < self.beams.count:
+                self.finished.append(
+                    Hypothesis(tokens, self._length_normalized(score, len(tokens)))
+                )
+        continued.sort(key=lambda item: -item[1].score)
+        self.running = [hypothesis for _, hypothesis in continued[: self.beams.count]]
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.finished[self.beams.count :]
+        return [row for row, _ in continued[: self.beams.count]]
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether no running hypothesis can become better than the finished ones."""
+        if not self.running:
+            return True
+        if len(self.finished) < self.beams.count:
+            return False
+        best = self.running[0]
+        reachable = self._length_normalized(best.score, len(best.tokens))
+        return self.beams.early_stopping or reachable <= self.finished[-1].score
+
+    @property
+    def best(self) -> Hypothesis:
+        """Return the best finished hypothesis; in an interrupted search, the best running one."""
+        return (self.finished or self.running)[0]
+
+    def _length_normalized(self, score: float, length: int) -> float:
+        return float(score / length**self.beams.length_penalty)

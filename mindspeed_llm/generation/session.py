@@ -1,4 +1,4 @@
-"""A model that is ready to answer, and the answers to a list of prompts."""
+"""A loaded model with its tokenizer: complete a list of prompts, or hold a conversation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,114 +7,171 @@ from typing import Literal
 from mindspeed.checkpoint.detection import detect
 from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
-from mindspeed_llm.generation.beam import Beams
-from mindspeed_llm.generation.engine import Engine, Request
+from mindspeed_llm.data.conversation import Message
+from mindspeed_llm.generation.engine import Engine, Request, Step
 from mindspeed_llm.generation.model import load_model
 from mindspeed_llm.generation.options import GenerateOptions, as_training
-from mindspeed_llm.generation.sampling import Rule
-from mindspeed_llm.generation.text import Text
+from mindspeed_llm.generation.sampling import BeamParams, SamplingParams
+from mindspeed_llm.generation.text import TextCodec, TextStream
 
-TALKING_MINUTES = 60 * 24 * 365
-"""How long ranks wait for a person to type."""
+INTERACTIVE_TIMEOUT_MINUTES = 60 * 24 * 365
+"""How long ranks wait for the next line of a user."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the model says to one prompt."""
+class Completion:
+    """The completion of one prompt."""
 
     task: str
     prompt: str
     text: str
     tokens: tuple[int, ...]
     end: Literal["stop", "length"]
-    """Whether it came to its end or to the longest that was allowed."""
+    """The reason why it ended: a stop token or the length limit."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """The model, the tokenizer and how long they may go on together."""
+    """The engine, the tokenizer and the limits of a loaded model."""
 
     options: GenerateOptions
     engine: Engine
-    text: Text
+    codec: TextCodec
     limit: int
-    """The most tokens of a prompt with its answer."""
+    """The most tokens of a prompt with its completion."""
     vocab_size: int
 
-    def room(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens an answer may have; a prompt that leaves none is an error."""
+    def max_new_tokens(self, prompt: Sequence[int]) -> int:
+        """Return the limit of a completion; a prompt that leaves no tokens is an error."""
         if max(prompt) >= self.vocab_size:
             raise ConfigError(
-                f"the prompt has token {max(prompt)}, the model knows {self.vocab_size}: "
+                f"the prompt has token {max(prompt)}, the model has {self.vocab_size}: "
                 "--tokenizer-name-or-path is that of another model"
             )
         if len(prompt) >= self.limit:
             raise ConfigError(
-                f"the prompt has {len(prompt)} tokens, and with its answer there may be "
+                f"the prompt has {len(prompt)} tokens, and with its completion there may be "
                 f"{self.limit}: shorten it, or raise --max-length if the model allows it"
             )
         return min(self.options.max_new_tokens, self.limit - len(prompt))
 
     def request(self, task: str, prompts: Sequence[Sequence[int]], first: int = 0) -> Request:
-        """Ask for answers by a task; `first` is the number of the first prompt."""
+        """Return the request of a task; `first` is the index of the first prompt."""
         options = self.options
-        is_sampled = task not in ("greedy", "beam_search") and options.temperature > 0
-        kept = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-        beams = Beams(options.num_beams, options.length_penalty, options.early_stopping)
+        params = SamplingParams()
+        if task not in ("greedy", "beam_search") and options.temperature > 0:
+            params = SamplingParams(
+                sample=True,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                seed=options.seed,
+            )
+        beams = BeamParams(options.num_beams, options.length_penalty, options.early_stopping)
         return Request(
             prompts=tuple(map(tuple, prompts)),
-            rooms=tuple(map(self.room, prompts)),
-            stops=self.text.stops,
-            rule=Rule(True, seed=options.seed, **kept) if is_sampled else Rule(),
+            max_new_tokens=tuple(map(self.max_new_tokens, prompts)),
+            stop_ids=self.codec.stop_ids,
+            params=params,
             beams=beams if task.startswith("beam_search") else None,
             first=first,
         )
 
-    def answers(self, task: str, prompts: Sequence[str]) -> Iterator[Answer]:
-        """Answer prompts in batches; all are checked before the first is answered."""
-        encoded = [self.text.encode(prompt) for prompt in prompts]
+    def complete(self, task: str, prompts: Sequence[str]) -> Iterator[Completion]:
+        """Complete prompts in batches; all are checked before the first is run."""
+        encoded = [self.codec.encode(prompt) for prompt in prompts]
         for ids in encoded:
-            self.room(ids)
+            self.max_new_tokens(ids)
         size = self.options.batch_size
         for first in range(0, len(prompts), size):
             request = self.request(task, encoded[first : first + size], first)
-            said: list[list[int]] = [[] for _ in request.prompts]
-            for step in self.engine.answer(request):
+            completions: list[list[int]] = [[] for _ in request.prompts]
+            for step in self.engine.generate(request):
                 for row, token in step:
-                    said[row].append(token)
-            for prompt, tokens in zip(prompts[first:], said):
+                    completions[row].append(token)
+            for prompt, tokens in zip(prompts[first:], completions):
                 end: Literal["stop", "length"] = "stop"
-                if tokens[-1] not in request.stops:
+                if tokens[-1] not in request.stop_ids:
                     end = "length"
-                yield Answer(task, prompt, self.text.decode(tokens), tuple(tokens), end)
+                yield Completion(task, prompt, self.codec.decode(tokens), tuple(tokens), end)
 
 
 def run_session(
-    options: GenerateOptions, lead: Callable[[Session], None], *, talks: bool = False
+    options: GenerateOptions, run: Callable[[Session], None], *, interactive: bool = False
 ) -> None:
-    """Load the model and call `lead` on the first rank; the others do their part of its work."""
-    is_leader = environment.is_rank_zero()
-    # Before the weights: what is wrong with the tokenizer or the template is told at once.
+    """Load the model and call `run` on rank 0; the other ranks serve its requests."""
+    is_rank_zero = environment.is_rank_zero()
+    assert options.load is not None  # checked with the options
+    # Before the weights, so that errors of the tokenizer or the template come at once.
     folder = detect(options.load).config_folder
-    text = Text(options, folder, talks=talks) if is_leader else None
+    codec = TextCodec(options, folder, interactive=interactive) if is_rank_zero else None
     training = as_training(options)
-    if talks:
-        training = training.model_copy(update={"distributed_timeout_minutes": TALKING_MINUTES})
+    if interactive:
+        training = training.model_copy(
+            update={"distributed_timeout_minutes": INTERACTIVE_TIMEOUT_MINUTES}
+        )
     model = load_model(training)
     engine = Engine(model, cached=options.use_kv_cache)
-    if text is None:
-        return engine.follow()
+    if codec is None:
+        return engine.serve()
     try:
-        limit = _limit(options, model.longest)
-        lead(Session(options, engine, text, limit, model.shape.vocab_size))
+        limit = _limit(options, model.max_length)
+        run(Session(options, engine, codec, limit, model.config.vocab_size))
     finally:
         engine.close()
 
 
-def _limit(options: GenerateOptions, longest: int) -> int:
-    if options.max_length is not None and options.max_length > longest:
+def _limit(options: GenerateOptions, max_length: int) -> int:
+    if options.max_length is not None and options.max_length > max_length:
         raise ConfigError(
-            f"--max-length {options.max_length}: the model reads at most {longest} tokens "
+            f"--max-length {options.max_length}: the model supports at most {max_length} tokens "
             "(--max-position-embeddings changes that)"
         )
-    return options.max_length or longest
+    return options.max_length or max_length
+
+
+class Conversation:
+    """A multi-turn chat: keeps as much of the history as fits into the context."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._history: list[Message] = []
+        self._asked = 0
+        self.dropped = 0
+        """Earlier turns that did not fit with the last question."""
+
+    def clear(self) -> None:
+        """Clear the history."""
+        self._history.clear()
+
+    def ask(self, question: str, stop: Callable[[], bool]) -> Iterator[str]:
+        """Stream the answer until `stop` returns True, and add it to the history."""
+        prompt = self._fit(Message("user", question))
+        request = self._session.request("chat", [prompt], self._asked)
+        self._asked += 1
+        return self._stream(question, self._session.engine.generate(request, stop))
+
+    def _stream(self, question: str, steps: Iterator[Step]) -> Iterator[str]:
+        stream = TextStream(self._session.codec)
+        for ((_, token),) in steps:
+            if piece := stream.push(token):
+                yield piece
+        yield stream.flush()
+        if stream.text.strip():  # a turn without an answer would confuse the next one
+            self._history += [Message("user", question), Message("assistant", stream.text)]
+
+    def _fit(self, question: Message) -> list[int]:
+        """Encode the question after the newest turns that fit."""
+        session = self._session
+        turns = len(self._history) // 2
+        kept = min(session.options.history_turns, turns)
+        self._history = self._history[2 * (turns - kept) :]
+        # Turns are dropped for an answer of full length, up to half of the context.
+        wanted = min(session.options.max_new_tokens, session.limit // 2)
+        self.dropped = 0
+        while True:
+            prompt = session.codec.encode_chat([*self._history, question])
+            if len(prompt) + wanted <= session.limit or not self._history:
+                return prompt
+            del self._history[:2]
+            self.dropped += 1

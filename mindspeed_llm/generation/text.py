@@ -1,25 +1,25 @@
-"""Text to prompts and tokens to text, with one tokenizer and one way to put questions."""
+"""Encode prompts and decode completions with a tokenizer and a chat template."""
 
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError, parse_json
+from mindspeed.config import ConfigError, kind_of, parse_json
 from mindspeed_llm.data.conversation import MalformedRecord, Message, UnusableRecord
 from mindspeed_llm.data.samples import PromptEncoder
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 from mindspeed_llm.generation.options import GenerateOptions
 
-HALF = "\ufffd"
-"""What stands for bytes that are no character (yet)."""
+INCOMPLETE = "\ufffd"
+"""Replaces bytes that are not a complete character (yet)."""
 
 
-class Text:
-    """Encodes what people type and decodes what the model says."""
+class TextCodec:
+    """Encodes prompts and decodes completions."""
 
     def __init__(
-        self, options: GenerateOptions, config_folder: Path | None, *, talks: bool
+        self, options: GenerateOptions, config_folder: Path | None, *, interactive: bool
     ) -> None:
         from tokenizers import Tokenizer
 
@@ -28,31 +28,35 @@ class Text:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._system = options.system
-        self._chat = _chat_encoder(options, self._facts, talks=talks)
+        self._chat = _chat_encoder(options, self._facts, interactive=interactive)
         own = set() if self._chat is None else self._chat.stop_ids
         added = (self._special(token) for token in options.add_eos_token)
-        self.stops = frozenset({*own, *_ends(config_folder, self._facts), *added})
+        self.stop_ids = frozenset({*own, *_eos_ids(config_folder, self._facts), *added})
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the ids of a text to continue or, with a template, of a question to answer."""
+        """Return the ids of a prompt, in the chat template if there is one."""
         if self._chat is not None:
             return self.encode_chat([Message("user", prompt)])
         ids: list[int] = self._tokenizer.encode(prompt).ids
         if not ids:
-            raise ConfigError("an empty prompt has nothing to continue: give some text")
+            raise ConfigError("an empty prompt cannot be completed: give some text")
         return ids
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation up to where the model is to answer."""
+        """Return the ids of a conversation with the generation prompt."""
         assert self._chat is not None
         try:
             return self._chat.encode(messages, self._system)
         except (MalformedRecord, UnusableRecord) as error:
-            raise ConfigError(f"the template cannot write this conversation: {error}") from None
+            raise ConfigError(
+                f"the chat template cannot render this conversation: {error}"
+            ) from None
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of an answer."""
-        text: str = self._tokenizer.decode([token for token in tokens if token not in self.stops])
+        """Return the text of a completion."""
+        text: str = self._tokenizer.decode(
+            [token for token in tokens if token not in self.stop_ids]
+        )
         return text
 
     def _special(self, token: str) -> int:
@@ -62,37 +66,37 @@ class Text:
         return int(found)
 
 
-class Stream:
-    """The text of tokens that come one by one; half a character waits for its other half."""
+class TextStream:
+    """The text of tokens that arrive one by one; incomplete characters are held back."""
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
         self._tokens: list[int] = []
         self._shown = 0
 
     @property
-    def whole(self) -> str:
-        """The text so far."""
-        return self._text.decode(self._tokens)
+    def text(self) -> str:
+        """Return the text so far."""
+        return self._codec.decode(self._tokens)
 
-    def feed(self, token: int) -> str:
-        """Take the next token and return what can be shown of it."""
+    def push(self, token: int) -> str:
+        """Add a token and return the text that can be shown."""
         self._tokens.append(token)
-        return "" if self.whole.endswith(HALF) else self.rest()
+        return "" if self.text.endswith(INCOMPLETE) else self.flush()
 
-    def rest(self) -> str:
-        """Return what was not shown yet."""
-        text = self.whole
+    def flush(self) -> str:
+        """Return the text that was not shown yet."""
+        text = self.text
         piece, self._shown = text[self._shown :], len(text)
         return piece
 
 
 def _chat_encoder(
-    options: GenerateOptions, facts: TokenizerFacts, *, talks: bool
+    options: GenerateOptions, facts: TokenizerFacts, *, interactive: bool
 ) -> PromptEncoder | None:
-    """Return what writes questions; without a template, texts are continued as they are."""
+    """Return the encoder of chat prompts; None to continue texts as they are."""
     prompt_type = "tokenizer" if options.hf_chat_template else options.prompt_type
-    if prompt_type is None and talks:
+    if prompt_type is None and interactive:
         if facts.chat_template is None:
             raise ConfigError(
                 f"the tokenizer in {facts.source} has no chat template: give --prompt-type with "
@@ -109,8 +113,8 @@ def _chat_encoder(
     )
 
 
-def _ends(folder: Path | None, facts: TokenizerFacts) -> set[int]:
-    """Return the tokens at which the model was made to end: its own list, or the tokenizer's."""
+def _eos_ids(folder: Path | None, facts: TokenizerFacts) -> set[int]:
+    """Return the end-of-sequence tokens of the model and the tokenizer."""
     found: Any = None
     for name in ("generation_config.json", "config.json"):
         if found is None and folder is not None and (folder / name).is_file():
@@ -125,3 +129,32 @@ def _ends(folder: Path | None, facts: TokenizerFacts) -> set[int]:
 
 def _str(folder: Path | None) -> str | None:
     return None if folder is None else os.fspath(folder)
+
+
+def read_prompts(path: str) -> list[str]:
+    """Read one prompt a line: plain text, or in a .jsonl file objects with "prompt"."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--prompts {path} cannot be read: {reason}") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"--prompts {path} is empty: give one prompt a line")
+    if not path.endswith(".jsonl"):
+        return [line for _, line in numbered]
+    return [_prompt(line, f"{path}, line {number}") for number, line in numbered]
+
+
+def _prompt(line: str, where: str) -> str:
+    try:
+        record: Any = parse_json(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f'{where}: holds {kind_of(record)}, not an object with the text "prompt"')
+    if "prompt" not in record:
+        raise ConfigError(f"{where}: has no prompt; it has {', '.join(record) or 'nothing'}")
+    if not isinstance(record["prompt"], str):
+        raise ConfigError(f"{where}: prompt is {kind_of(record['prompt'])}: it must be text")
+    return str(record["prompt"])

@@ -206,7 +206,7 @@ SWITCHES = {
 def contradictions(options: Options, model: ModelConfig) -> list[str]:
     """Return the switches that are on in the options of a command and do not fit the model."""
     return [
-        f"{Spelling.FLAG.name_of(name)} (the model has another setting)"
+        f"{Spelling.FLAG.name_of(name)} (not in this model)"
         for name, field in SWITCHES.items()
         if getattr(options, name, False) and not model.get(field)
     ]

@@ -2,13 +2,18 @@
 
 import pytest
 
-from mindspeed_llm.generation.beam import Beams
+from mindspeed_llm.generation.sampling import BeamParams
 from tests.llm import tiny
 from tests.llm.generation import PROMPTS, request, several, theirs
 from tests.ranks import run_ranks
 
 FAMILIES = ("qwen2", "deepseek3", "mistral_window", "qwen3_moe", "llama_all_biases")
-BEAMS = (Beams(3), Beams(4, length_penalty=-1.0), Beams(2, early_stopping=True), Beams(5, 2.0))
+BEAMS = (
+    BeamParams(3),
+    BeamParams(4, length_penalty=-1.0),
+    BeamParams(2, early_stopping=True),
+    BeamParams(5, 2.0),
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +82,7 @@ def test_two_ranks(models):
 @pytest.mark.parametrize("layouts", [[{}], [{"tp": 2}, {"pp": 2}]], ids=["one rank", "two ranks"])
 def test_beam_search(models, layouts):
     folder, model = models["qwen2"]
-    stops = {one for answer in theirs(model, PROMPTS, beams=Beams(3)) for one in answer[3:5]}
+    stops = {one for answer in theirs(model, PROMPTS, beams=BeamParams(3)) for one in answer[3:5]}
     asked, wanted = [], []
     for beams in BEAMS:
         asked.append(request(stops=stops, beams=beams))

@@ -2,10 +2,9 @@
 
 import torch
 
-from mindspeed_llm.generation.beam import Beams
 from mindspeed_llm.generation.engine import Engine, Request
 from mindspeed_llm.generation.model import load_model
-from mindspeed_llm.generation.sampling import Rule
+from mindspeed_llm.generation.sampling import BeamParams, SamplingParams
 from mindspeed_llm.training.options import TrainOptions
 
 PROMPTS = ((3, 98, 7, 41, 0, 66), (1, 2, 50), (17,), (90, 5, 12, 66, 0, 41, 7, 98, 3))
@@ -26,8 +25,8 @@ def ours(source, requests, cached=True, tp=1, pp=1, ep=1, **options):
         )
     )
     engine = Engine(model, cached=cached)
-    if not engine.leads:
-        return engine.follow()
+    if not engine.is_rank_zero:
+        return engine.serve()
     found = [collect(engine, request) for request in requests]
     engine.close()
     return found
@@ -35,7 +34,7 @@ def ours(source, requests, cached=True, tp=1, pp=1, ep=1, **options):
 
 def collect(engine, request):
     answers = [[] for _ in request.prompts]
-    for step in engine.answer(request):
+    for step in engine.generate(request):
         for row, token in step:
             answers[row].append(token)
     return answers
@@ -47,18 +46,18 @@ def several(cases):
 
 
 def request(prompts=PROMPTS, room=12, stops=(), **options):
-    """Ask for a greedy answer, a sampled one (rule=) or that of a beam search (beams=)."""
+    """Ask for a greedy answer, a sampled one (params=) or that of a beam search (beams=)."""
     return Request(
         prompts=tuple(prompts),
-        rooms=(room,) * len(prompts),
-        stops=frozenset(stops),
-        rule=options.get("rule", Rule()),
+        max_new_tokens=(room,) * len(prompts),
+        stop_ids=frozenset(stops),
+        params=options.get("params", SamplingParams()),
         beams=options.get("beams"),
         first=options.get("first", 0),
     )
 
 
-def theirs(model, prompts, room=12, stops=(), beams: Beams | None = None):
+def theirs(model, prompts, room=12, stops=(), beams: BeamParams | None = None):
     """Return what transformers generates, one prompt at a time."""
     settings = {"num_beams": 1}
     if beams is not None:

@@ -67,7 +67,7 @@ def test_what_is_printed(capsys, qwen2, tmp_path):
         (["--model-type-hf", "lama2"], "llama, llama2, llama3, mistral, mixtral"),
         (
             ["--add-dense-bias", "--add-qkv-bias"],
-            "not the model that is loaded: --add-dense-bias (the model is not so): drop these",
+            "not the model that is loaded: --add-dense-bias (not in this model): drop these",
         ),
         (["--make-vocab-size-divisible-by", "0"], "must be at least 1"),
         (["--load-model-type", "mg"], "is an HF model"),
@@ -95,7 +95,7 @@ def test_flags_that_contradict_the_model(capsys, copy, tmp_path):
     assert run(capsys, copy, tmp_path / "out") == (0, "")
     back = ("--load-model-type", "mg", "--save-model-type", "hf")
     flags = (*back, "--untie-embeddings-and-output-weights")
-    assert "the model is not so" in refused(capsys, tmp_path / "out", tmp_path / "hf", *flags)
+    assert "not in this model" in refused(capsys, tmp_path / "out", tmp_path / "hf", *flags)
 
 
 def test_wrong_directories(capsys, qwen2, tmp_path):

@@ -1,4 +1,4 @@
-"""Text comes out whole, piece by piece, and ends where it should."""
+"""Prompts are encoded, completions decoded piece by piece, and end at stop tokens."""
 
 import functools
 import tempfile
@@ -7,7 +7,7 @@ import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.generation.options import GenerateOptions
-from mindspeed_llm.generation.text import Stream, Text
+from mindspeed_llm.generation.text import TextCodec, TextStream, read_prompts
 from tests.small_tokenizers import byte_level, metaspace
 
 WORDS = "Who are you? naïve café 你好世界 😀 def f(x):\n    return x"
@@ -23,39 +23,58 @@ def saved(tokenizer):
 
 def text(tmp_path, tokenizer, **options):
     options |= {"load": "x", "tokenizer_name_or_path": saved(tokenizer)}
-    return Text(GenerateOptions(**options), tmp_path, talks=False)
+    return TextCodec(GenerateOptions(**options), tmp_path, interactive=False)
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), metaspace("first")], ids=["bytes", "words"])
-def test_pieces_make_the_whole(tmp_path, tokenizer):
+def test_pieces_make_the_text(tmp_path, tokenizer):
     made = text(tmp_path, tokenizer)
     tokens = tokenizer(WORDS)["input_ids"]
-    stream = Stream(made)
-    pieces = [stream.feed(token) for token in tokens]
+    stream = TextStream(made)
+    pieces = [stream.push(token) for token in tokens]
     whole = tokenizer.decode(tokens, skip_special_tokens=True)
     assert "".join(pieces) == made.decode(tokens) == whole
-    assert stream.rest() == "" and "你好世界 😀" in stream.whole
+    assert stream.flush() == "" and "你好世界 😀" in stream.text
     assert sum(map(bool, pieces)) > 10, "nothing was shown before the end"
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_cut_character_is_shown_at_the_end(tmp_path):
+def test_an_incomplete_character_is_shown_at_the_end(tmp_path):
     tokenizer = byte_level()
-    stream = Stream(text(tmp_path, tokenizer))
+    stream = TextStream(text(tmp_path, tokenizer))
     tokens = tokenizer("a😀")["input_ids"][:-1]
-    assert "".join(map(stream.feed, tokens)) == "a"
-    assert stream.rest().startswith("\ufffd") and stream.rest() == ""
+    assert "".join(map(stream.push, tokens)) == "a"
+    assert stream.flush().startswith("\ufffd") and stream.flush() == ""
 
 
-def test_what_ends_an_answer(tmp_path):
+def test_stop_ids(tmp_path):
     tokenizer = byte_level()
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     made = text(tmp_path, tokenizer, add_eos_token=("<|eot_id|>",), prompt_type="chatml")
     names = ("<|im_end|>", "<|im_start|>", "<|eot_id|>")
-    assert made.stops == {7, 9, *tokenizer.convert_tokens_to_ids(list(names))}
+    assert made.stop_ids == {7, 9, *tokenizer.convert_tokens_to_ids(list(names))}
     assert made.decode(tokenizer("Hi")["input_ids"] + [tokenizer.eos_token_id]) == "Hi"
 
 
-def test_no_text_is_no_prompt(tmp_path):
+def test_an_empty_prompt_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="empty prompt"):
         text(tmp_path, byte_level()).encode("")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"prompt": 5}', "line 2: prompt is a number: it must be text"),
+        ('{"text": "x"}', "line 2: has no prompt; it has text"),
+        ("{}", "line 2: has no prompt; it has nothing"),
+        ("[]", "line 2: holds a list, not an object with the text"),
+        ("{", "line 2: is not valid JSON"),
+        ("[" * 100_000, "line 2: is not valid JSON"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_wrong_lines_of_a_prompt_file(tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "good"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(str(path))

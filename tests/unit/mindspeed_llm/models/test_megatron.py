@@ -20,7 +20,7 @@ CONFIG = {
 
 
 def shape_of(**changes):
-    return family_named("llama").shape(HfConfig(CONFIG | changes, "config.json"), ())
+    return family_named("llama").read_config(HfConfig(CONFIG | changes, "config.json"), ())
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 )
 def test_an_output_layer_is_tied_where_the_config_says_so_or_there_is_none(said, tensors, is_tied):
     config = HfConfig(CONFIG | {"tie_word_embeddings": said}, "config.json")
-    assert family_named("llama").shape(config, tensors).tied is is_tied
+    assert family_named("llama").read_config(config, tensors).tied is is_tied
 
 
 def test_a_window_counts_the_token_itself():

@@ -77,7 +77,7 @@ def test_sizes_that_are_given_must_be_those_of_the_model() -> None:
     assert str(caught.value) == (
         "not the model that is loaded: --norm-epsilon 1e-05 (the model has 1e-06); "
         "--num-layers 5 (the model has 4); --rotary-base 500000.0 (the model has 10000.0); "
-        "--add-qkv-bias (the model is not so): drop these flags"
+        "--add-qkv-bias (not in this model): drop these flags"
     )
 
 
