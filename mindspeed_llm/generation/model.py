@@ -46,6 +46,8 @@ def load_model(options: TrainOptions) -> LoadedModel:
     # After the adaptor: it imports Megatron.
     from mindspeed_llm.generation.inference import cache_rotated_keys, use_inference_linears
 
+    if options.load is None:
+        raise ConfigError("--load is missing: give a model or a checkpoint")
     _check_ranks(options)
     setup = prepare(options, is_training=False)
     seed_everything(options.seed)  # some layers fork a random generator even in inference

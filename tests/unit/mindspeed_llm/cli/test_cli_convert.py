@@ -89,8 +89,8 @@ def test_flags_that_contradict_the_model(capsys, copy, tmp_path):
     save_file(kept, copy / "model.safetensors", metadata={"format": "pt"})
     message = refused(capsys, copy, tmp_path / "out", "--untie-embeddings-and-output-weights")
     assert message == (
-        "not the model that is loaded: --untie-embeddings-and-output-weights (the model is not "
-        "so): drop these flags"
+        "not the model that is loaded: --untie-embeddings-and-output-weights (not in this "
+        "model): drop these flags"
     )
     assert run(capsys, copy, tmp_path / "out") == (0, "")
     back = ("--load-model-type", "mg", "--save-model-type", "hf")
