@@ -16,7 +16,7 @@ from mindspeed import device
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 OURS = "ours"
-GEMMS = "products alone"  # the name of the row in results/ops.csv
+GEMMS = "GEMMs alone"  # the name of the row in results/ops.csv
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 

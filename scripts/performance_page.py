@@ -20,7 +20,7 @@ TARGETS = ROOT / "benchmarks" / "op_targets.csv"
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CONTEXT = ("device", "torch", "triton", "liger", "megatron_core", "commit")
 PEER_ORDER = ("ours", "eager", "compile", "liger")
-GEMMS = "products alone"
+GEMMS = "GEMMs alone"
 REMOVED = ("ours-tuned",)  # stacks that were tried and are not maintained
 
 Row = dict[str, str]
@@ -98,7 +98,7 @@ def op_choices(rows: list[Row]) -> Iterator[str]:
             cells = ours["op"], f"{ours['shape']}, {ours['pass']}", _micro(ours["gpu_us"]), second
             lines.append([*cells, ours["floor_over_time"]])
     yield from markdown(
-        ["operator", "shape, pass", "ours, us", "best other, us", "floor / ours"], lines
+        ["operator", "shape, pass", "ours, us", "best other, us", "roofline / ours"], lines
     )
 
 
@@ -114,7 +114,7 @@ def _target(target: Row, groups: list[list[Row]]) -> list[str]:
                 shares.append((share, ours["shape"]))
     cells = [target[column] for column in ("row", "op", "pass", "against", "at_least")]
     if not shares:
-        return [*cells, "-", "", "not raced yet"]
+        return [*cells, "-", "", "not measured yet"]
     share, shape = min(shares)
     is_met = share >= float(target["at_least"])
     return [*cells, f"{share:.3f}", shape, "reached" if is_met else f"missed: {target['why']}"]
@@ -126,8 +126,8 @@ def _share(against: str, ours: Row, group: list[Row]) -> float | None:
         return float(against.removesuffix(" us")) / float(ours["gpu_us"])
     if against.endswith(" MiB"):
         return float(against.removesuffix(" MiB")) / float(ours["peak_mib"])
-    if against in ("floor", "best other"):
-        text = ours["floor_over_time" if against == "floor" else "best_other_over_time"]
+    if against in ("roofline", "best other"):
+        text = ours["floor_over_time" if against == "roofline" else "best_other_over_time"]
         return float(text) if text else None
     others = [row for row in group if row["peer"] == against]
     return float(others[0]["gpu_us"]) / float(ours["gpu_us"]) if others else None
@@ -136,7 +136,7 @@ def _share(against: str, ours: Row, group: list[Row]) -> float | None:
 def _operator(groups: list[list[Row]]) -> Iterator[str]:
     peers = dict.fromkeys(row["peer"] for group in groups for row in group)
     ordered = sorted(peers, key=lambda peer: (PEER_ORDER + tuple(peers)).index(peer))
-    head = ["shape", "pass", *ordered, "floor", "floor / ours", "best other / ours"]
+    head = ["shape", "pass", *ordered, "roofline", "roofline / ours", "best other / ours"]
     has_gemms = GEMMS in peers
     head += [f"{GEMMS} / ours"] if has_gemms else []
     lines = []

@@ -85,7 +85,7 @@ class Drill:
         self._values, self._rank = subject.settings(folder, steps), subject.train
 
     def run(self, tell: Callable[[Kill], None] | None = None) -> list[Kill]:
-        """Kill, resume, kill, ...; then compare with a run that nobody disturbed."""
+        """Kill, resume, kill, ...; then compare with an undisturbed run."""
         whole, broken = self._folder / "whole", self._folder / "broken"
         self._train(whole, "sync", interval=None)
         kills = []
@@ -123,8 +123,8 @@ class Drill:
         watcher.join()
         if not watcher.is_done:
             raise AssertionError(f"kill {number}: the run ended before its moment came")
-        told = self._folder / "began"  # not there if the kill came before the weights
-        began = int(told.read_text()) if told.is_file() else before
+        first = self._folder / "began"  # not there if the kill came before the weights
+        began = int(first.read_text()) if first.is_file() else before
         left = _iteration(saved)
         if began < before or left < watcher.committed:
             raise LostCheckpoint(f"kill {number}: began {began} of {before}, left {left}")

@@ -50,7 +50,7 @@ def deterministic(shape):
 
 
 def swiglu_apart(shape):
-    """Build ours with SwiGLU between its products, where they would compute it by themselves."""
+    """Build ours with SwiGLU as a separate op between its GEMMs, not fused into them."""
     return ours(shape, features={"fuse_swiglu_gemm": False})
 
 

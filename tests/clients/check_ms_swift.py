@@ -317,7 +317,7 @@ def _ours(subject: Subject, **changes: Any) -> list[float]:
         "adam_beta2": 0.95,
         "adam_eps": EPS,
         "calculate_per_token_loss": True,
-        # As ms-swift does: a bfloat16 product of padded rows may be rounded in another place.
+        # As ms-swift does: a bfloat16 GEMM of padded rows may be rounded in another place.
         "variable_seq_lengths": True,
         "log_file": str(subject.folder / "ours.jsonl"),
     }

@@ -40,7 +40,7 @@ def test_a_failure_is_the_clients_own_at_its_place_and_with_its_words():
     assert verdict == "failed"
 
 
-def test_a_listed_failure_that_passes_is_told():
+def test_a_listed_failure_that_passes_is_reported_as_stale():
     outcome = run("some", "0.16.1", case(), OWN)
     assert (outcome.verdict, outcome.is_fine) == ("stale", False)
 

@@ -1,6 +1,6 @@
 """docs/features/README.md lists every feature as it declares itself.
 
-`python -m tests.conventions.test_features_page` writes the page anew.
+`python -m tests.conventions.test_features_page` rewrites the page.
 """
 
 from itertools import groupby

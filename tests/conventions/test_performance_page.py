@@ -22,7 +22,7 @@ def test_a_missed_target_says_why():
     assert "missed: |" not in page.PAGES[0].read_text(), "write why into benchmarks/op_targets.csv"
 
 
-def race(peers, shape="8x4", which="full", commit="abc"):
+def measurement(peers, shape="8x4", which="full", commit="abc"):
     return [
         {
             "op": "rms_norm",
@@ -36,7 +36,7 @@ def race(peers, shape="8x4", which="full", commit="abc"):
             "best_other_over_time": f"{min(t for p, t in peers.items() if p != 'ours') / time:.3f}",
             "peak_mib": "5.0",
             "launches": "2",
-            "error": "" if peer == "products alone" else "1e-3",
+            "error": "" if peer == "GEMMs alone" else "1e-3",
             "device": "NVIDIA H200",
             "run": commit,
             "commit": commit,
@@ -52,10 +52,10 @@ def write(rows, path):
         writer.writerows(rows)
 
 
-def test_the_last_race_of_a_shape_counts(tmp_path):
-    rows = race({"ours": 25.0, "eager": 20.0}, commit="old")
-    rows += race({"liger": 40.0, "eager": 1234.0, "ours": 12.5})
-    rows += race({"ours": 50.0, "eager": 60.0}, which="fwd")
+def test_the_last_measurement_of_a_shape_counts(tmp_path):
+    rows = measurement({"ours": 25.0, "eager": 20.0}, commit="old")
+    rows += measurement({"liger": 40.0, "eager": 1234.0, "ours": 12.5})
+    rows += measurement({"ours": 50.0, "eager": 60.0}, which="fwd")
     write(rows, tmp_path / "ops.csv")
     text = page.render("a\n<!-- table: ops -->\nstale\n<!-- end -->\nb\n", tmp_path)
     assert "stale" not in text and "old" not in text
@@ -64,16 +64,16 @@ def test_the_last_race_of_a_shape_counts(tmp_path):
     assert "| 8x4 | fwd | 50.0 (2) | 60.0 (2) | - | 10.0 | 0.200 | 1.200 |" in text
 
 
-def test_products_alone_have_a_share_of_ours(tmp_path):
-    write(race({"ours": 20.0, "eager": 30.0, "products alone": 15.0}), tmp_path / "ops.csv")
+def test_gemms_alone_have_a_share_of_ours(tmp_path):
+    write(measurement({"ours": 20.0, "eager": 30.0, "GEMMs alone": 15.0}), tmp_path / "ops.csv")
     text = page.render("<!-- table: ops -->\n<!-- end -->\n", tmp_path)
-    assert "best other / ours | products alone / ours |" in text and "| 0.750 |" in text
+    assert "best other / ours | GEMMs alone / ours |" in text and "| 0.750 |" in text
 
 
-def test_the_largest_race_tells_why_an_implementation_was_chosen(tmp_path):
-    rows = race({"ours": 2.0, "eager": 1.0}, shape="1x1")
+def test_the_largest_shape_is_shown_for_each_operator(tmp_path):
+    rows = measurement({"ours": 2.0, "eager": 1.0}, shape="1x1")
     rows[0]["floor_us"] = rows[1]["floor_us"] = "1.0"
-    rows += race({"ours": 12.5, "eager": 60.0, "liger": 40.0, "products alone": 11.0})
+    rows += measurement({"ours": 12.5, "eager": 60.0, "liger": 40.0, "GEMMs alone": 11.0})
     write(rows, tmp_path / "ops.csv")
     text = page.render("<!-- table: op_choices -->\n<!-- end -->\n", tmp_path)
     assert "| rms_norm | 8x4, full | 12.5 | liger 40.0 | 0.800 |" in text and "1x1" not in text
@@ -85,20 +85,20 @@ TARGET = {"row": "1", "op": "rms_norm", "pass": "full", "shape": "", "why": "a r
 @pytest.mark.parametrize(
     ("target", "cells"),
     [
-        ({"against": "floor", "at_least": "0.40"}, "0.400 | 8x8 | reached"),
-        ({"against": "floor", "at_least": "0.41"}, "0.400 | 8x8 | missed: a reason"),
-        ({"against": "floor", "at_least": "0.41", "shape": "8x4"}, "0.800 | 8x4 | reached"),
+        ({"against": "roofline", "at_least": "0.40"}, "0.400 | 8x8 | reached"),
+        ({"against": "roofline", "at_least": "0.41"}, "0.400 | 8x8 | missed: a reason"),
+        ({"against": "roofline", "at_least": "0.41", "shape": "8x4"}, "0.800 | 8x4 | reached"),
         ({"against": "best other", "at_least": "2"}, "1.600 | 8x4 | missed: a reason"),
         ({"against": "liger", "at_least": "2"}, "3.200 | 8x4 | reached"),
         ({"against": "50 us", "at_least": "1"}, "2.000 | 8x8 | reached"),
         ({"against": "4 MiB", "at_least": "1"}, "0.800 | 8x4 | missed: a reason"),
-        ({"against": "compile", "at_least": "1"}, "- |  | not raced yet"),
-        ({"against": "floor", "at_least": "1", "pass": "bwd"}, "- |  | not raced yet"),
+        ({"against": "compile", "at_least": "1"}, "- |  | not measured yet"),
+        ({"against": "roofline", "at_least": "1", "pass": "bwd"}, "- |  | not measured yet"),
     ],
 )
 def test_the_worst_shape_meets_a_target_or_misses_it(tmp_path, monkeypatch, target, cells):
-    rows = race({"ours": 12.5, "eager": 20.0, "liger": 40.0})
-    rows += race({"ours": 25.0, "eager": 60.0}, shape="8x8") + race(
+    rows = measurement({"ours": 12.5, "eager": 20.0, "liger": 40.0})
+    rows += measurement({"ours": 25.0, "eager": 60.0}, shape="8x8") + measurement(
         {"ours": 1.0, "eager": 1}, "8x4", "fwd"
     )
     write(rows, tmp_path / "ops.csv")
@@ -107,7 +107,7 @@ def test_the_worst_shape_meets_a_target_or_misses_it(tmp_path, monkeypatch, targ
     assert cells in page.render("<!-- table: op_targets -->\n<!-- end -->\n", tmp_path)
 
 
-def test_what_was_not_measured_is_told(tmp_path):
+def test_missing_measurements_are_reported(tmp_path):
     text = page.render("<!-- table: train_step -->\n<!-- end -->\n", tmp_path)
     assert "Not measured yet" in text and page.render(text, tmp_path) == text
 
@@ -127,10 +127,10 @@ def test_a_stack_that_was_not_raced_again_is_shown_as_it_was(tmp_path):
     assert lines[0].endswith("new |") and lines[1].endswith("old |")
 
 
-def test_the_last_race_against_each_peer_is_shown(tmp_path):
+def test_the_last_measurement_against_each_peer_is_shown(tmp_path):
     names = ("peer", "against", "milliseconds", "device", "commit")
-    races = [("ours", "fused", "5"), ("fused", "fused", "6"), ("ours", "plain", "5")]
-    rows = [dict(zip(names, (*race, "H200", "old"))) for race in races]
+    compared = [("ours", "fused", "5"), ("fused", "fused", "6"), ("ours", "plain", "5")]
+    rows = [dict(zip(names, (*each, "H200", "old"))) for each in compared]
     rows.append(dict(zip(names, ("ours", "plain", "4", "H200", "new"))))
     write(rows, tmp_path / "mm_step.csv")
     text = page.render("<!-- table: mm_step -->\n<!-- end -->\n", tmp_path)

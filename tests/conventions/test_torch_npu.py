@@ -1,6 +1,6 @@
 """Every torch_npu call binds to the signature that torch-npu's wheel declares.
 
-`python -m tests.conventions.test_torch_npu WHEEL...` writes torch_npu.txt anew: what every wheel
+`python -m tests.conventions.test_torch_npu WHEEL...` rewrites torch_npu.txt: what every wheel
 given declares of the functions that are called or were in it before.
 """
 

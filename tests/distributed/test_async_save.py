@@ -1,4 +1,4 @@
-"""Checkpoints written in the background hold what others hold, and failures are told."""
+"""Checkpoints written in the background hold what others hold, and failures are reported."""
 
 import ast
 import resource
@@ -107,6 +107,6 @@ def test_the_full_disk_is_named(tmp_path: Path) -> None:
     command = ["unshare", "-Urm", "sh", "-c", script, "sh", str(folder), sys.executable, FILL]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if "unshare:" in done.stderr or "mount:" in done.stderr:
-        pytest.skip("this machine lets nobody mount a file system")
+        pytest.skip("mounting a file system is not permitted on this machine")
     why = "No space left on device: 0 of 65536 bytes are free on the disk at"
     assert ast.literal_eval(done.stdout) == [f"{why} {folder}"] * 2 + ["Permission denied"]

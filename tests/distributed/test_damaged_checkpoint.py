@@ -1,4 +1,4 @@
-"""A checkpoint that was damaged on the disk is told in one line, and so is what to do."""
+"""A checkpoint damaged on disk gives a one-line error that says what to do."""
 
 import json
 import re

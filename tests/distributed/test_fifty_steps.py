@@ -17,7 +17,7 @@ def train(layout, level):
     from mindspeed.features.registry import registry
     from tests.gpt.training import Training
 
-    # On a cpu nobody decides for us: ask for what the device would switch on.
+    # A cpu enables no feature by default: enable what another device would.
     asked = [f for f in registry() if f.default_devices and f.name not in NEEDS_A_GPU]
     mindspeed.enable(optimization_level=level, **{f.enabled_by: True for f in asked})
     training = Training(layout)

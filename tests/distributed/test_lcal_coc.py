@@ -1,4 +1,4 @@
-"""Products in slices equal whole ones, and send a slice while the next is computed."""
+"""GEMMs in slices equal whole ones, and send a slice while the next is computed."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_products_in_slices(rows, slices, by_name):
 
 
 def order_of_calls():
-    """Return what happens in which order: products and collectives."""
+    """Return what happens in which order: GEMMs and collectives."""
     from mindspeed.ops.lcal_coc import coc_ops
 
     events = []

@@ -142,7 +142,7 @@ def test_ten_steps_are_those_of_peft(
     values = peft.settings(tmp_path, lora_load=str(peft.start), **targets, **layout)
     losses = run_ranks(train, world, values)[0]
     assert losses == pytest.approx(peft.losses, abs=1e-5)
-    assert losses[0] - losses[-1] > 0.01, "nothing was learnt, so nothing was compared"
+    assert losses[0] - losses[-1] > 0.01, "the loss did not fall, so nothing was compared"
 
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     assert main(["export-lora", str(tmp_path / "saved"), str(adapter)]) == 0
@@ -194,7 +194,7 @@ def test_a_run_goes_on_in_another_layout_and_only_with_its_adapters(
     ],
     ids=["module", "rank", "experts", "load"],
 )
-def test_misuse_is_told(
+def test_misuse_is_reported(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
     name: str,

@@ -1,7 +1,7 @@
 """The operations counted in a step of a tiny GPT equal the closed form, with recompute and without.
 
-Per token a product with a weight costs 2 operations a number of it, and twice that backward; the
-two products of attention cost 4 S H over all pairs of tokens, half of it where a causal kernel
+Per token a GEMM with a weight costs 2 operations a number of it, and twice that backward; the
+two GEMMs of attention cost 4 S H over all pairs of tokens, half of it where a causal kernel
 leaves pairs out. Recomputed activations add a forward to what the device does, not to the model.
 """
 
@@ -123,7 +123,7 @@ def _count(training: "Training") -> tuple[float, float]:
 
     mindspeed.enable(op_cal_tflops=True)
     meter = FlopMeter()
-    for _ in range(2):  # the second step is not counted anew
+    for _ in range(2):  # the second step is not counted again
         with meter.step():
             training.step()
     flops = meter.flops

@@ -71,10 +71,10 @@ def test_losses_are_those_of_preprocessed_data(
     )
     expected = run_ranks(train, 2, tiny.settings(tmp_path, prefix, **packing))[0]
     values = tiny.settings(tmp_path, str(tiny.file), **packing)
-    (losses, told), (_, silence) = run_ranks(logged, 2, values)
+    (losses, log), (_, other_log) = run_ranks(logged, 2, values)
     assert losses == expected
-    assert f"preprocessing into {tiny.cache / 'data/sums-'}" in told and not silence
-    assert "12 records in = 12 written + 0 skipped" in told
+    assert f"preprocessing into {tiny.cache / 'data/sums-'}" in log and not other_log
+    assert "12 records in = 12 written + 0 skipped" in log
 
 
 def test_the_cache_is_used_again_until_content_or_options_change(

@@ -75,7 +75,7 @@ def test_losses_are_those_of_a_plain_loop(tiny: _Tiny, tmp_path: Path, name: str
     values = settings(tiny.model, tiny.data, tmp_path, **layout)
     losses = run_ranks(train, world, values)[0]
     assert losses == pytest.approx(tiny.losses, abs=1e-5)
-    assert losses[0] - losses[-1] > 0.05, "nothing was learnt, so nothing was compared"
+    assert losses[0] - losses[-1] > 0.05, "the loss did not fall, so nothing was compared"
 
 
 def test_weights_are_those_of_a_plain_loop(tiny: _Tiny, tmp_path: Path) -> None:

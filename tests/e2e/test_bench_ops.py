@@ -51,7 +51,7 @@ def test_every_target_has_a_case(monkeypatch):
         measured = [c for c in cases if c.op == target["op"] and target["pass"] in c.work]
         assert measured, target
         assert set(filter(None, target["shape"].split("|"))) <= {c.shape for c in measured}, target
-        others = {"floor", "best other"}.union(
+        others = {"roofline", "best other"}.union(
             *(c.peers.keys() | c.lower_bounds.keys() for c in measured)
         )
         assert target["against"] in others or target["against"].endswith((" us", " MiB")), target

@@ -170,10 +170,10 @@ def test_misuse_is_one_line(model, tmp_path, capsys, flags, words):
         code = main(["generate", *flags.format(**places).split()])
     except SystemExit as error:
         code = error.code
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert code == 2
-    assert words.format(**places) in told
-    assert "Traceback" not in told and told.rstrip().splitlines()[-1].count("error:") == 1
+    assert words.format(**places) in printed
+    assert "Traceback" not in printed and printed.rstrip().splitlines()[-1].count("error:") == 1
 
 
 def test_what_only_the_loaded_model_can_tell(model):

@@ -10,7 +10,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["megatron_suite.py", "nowhere"], "nowhere is no checkout of Megatron-LM"),
         (["megatron_scripts.py", "nowhere"], "nowhere is no checkout of Megatron-LM"),
@@ -21,7 +21,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
         (["megatron_suite_report.py", "other.md", "tag=half.json"], "other.md does not exist"),
     ],
 )
-def test_one_line_says_what_is_wrong(tmp_path, arguments, told):
+def test_one_line_says_what_is_wrong(tmp_path, arguments, message):
     (tmp_path / "megatron/core").mkdir(parents=True)
     (tmp_path / "tests/unit_tests").mkdir(parents=True)
     for name in ("half.json", "page.md"):
@@ -30,6 +30,6 @@ def test_one_line_says_what_is_wrong(tmp_path, arguments, told):
     command = [sys.executable, "-W", "ignore", str(SCRIPTS / script), *rest]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
-    assert told in (done.stdout + done.stderr).splitlines()[-1]
+    assert message in (done.stdout + done.stderr).splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert (tmp_path / "page.md").read_text() == (tmp_path / "half.json").read_text() == "{"

@@ -39,15 +39,15 @@ def test_tokens_of_the_chat_template(facts, system):
     messages = head + [{"role": m.role, "content": m.content} for m in TALK]
     expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     # <filename> is a special token of this tokenizer: transformers takes it for one, and so do we
-    # when told to; otherwise it stays what the user typed.
+    # when parse_special is set; otherwise it stays what the user typed.
     encoder = TextEncoder(facts, parse_special=True)
     conversation = Conversation(TALK, system)
     chat = JinjaFormat(facts, parse_special=True)
     assert chat.trains_eos
     sample = build(SampleEncoder(encoder).encode([chat.render(conversation)])[0])
     assert sample.ids.tolist() == expected
-    learnt = tokenizer.decode(sample.ids[sample.labels != IGNORE_INDEX])
-    assert learnt == "".join(f"{m.content}{facts.eos}" for m in TALK[1::2])
+    trained = tokenizer.decode(sample.ids[sample.labels != IGNORE_INDEX])
+    assert trained == "".join(f"{m.content}{facts.eos}" for m in TALK[1::2])
 
     if system:
         by_template = TemplateFormat(Template(load_template("chatml"), facts))

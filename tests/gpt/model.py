@@ -60,7 +60,7 @@ def transformer_config(layout: Layout) -> TransformerConfig:
 
 def build_chunk(config: TransformerConfig, layout: Layout, stage: int | None) -> GPTModel:
     """Build the model of one (virtual) pipeline stage, with the weights its layers stand for."""
-    # Older releases are told the virtual stage by a global, newer ones by an argument.
+    # Older releases read the virtual stage from a global, newer ones take an argument.
     if stage is not None:
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
     newer = "vp_stage" in inspect.signature(GPTModel).parameters

@@ -30,7 +30,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "meta": ({"num_to_forward_prefetch": 1, "num_to_backward_prefetch": 2}, META),
     "recompute": (AGAIN, {}),
-    "recompute anew": (AGAIN | {"use_reentrant": False}, {}),
+    "recompute non-reentrant": (AGAIN | {"use_reentrant": False}, {}),
     "offload": (OFFLOADED, {}),
     "offload from meta": (OFFLOADED | {"reshard_after_forward": False}, META),
 }

@@ -1,4 +1,4 @@
-"""The clock of the operator race on a real GPU: what it captures and counts, and what it leaves."""
+"""The clock of the operator benchmark on a GPU: what it captures, counts and leaves."""
 
 from pathlib import Path
 

@@ -30,7 +30,7 @@ def test_attention_of_every_backend(backend, is_causal):
     assert counter.flops.model == counter.flops.hardware == 3 * expected
 
 
-def test_recomputed_attention_is_told_apart():
+def test_recomputed_attention_counts_as_hardware_flops_only():
     q, k, v = (torch.randn(2, 4, 256, 64, **HALF, requires_grad=True) for _ in "qkv")
 
     def attend(q, k, v):
@@ -43,7 +43,7 @@ def test_recomputed_attention_is_told_apart():
     assert counter.flops.hardware - counter.flops.model == forward
 
 
-def test_grouped_products_and_weight_gradients():
+def test_grouped_gemms_and_weight_gradients():
     x = torch.randn(48, 64, **HALF, requires_grad=True)
     weight = torch.randn(3, 64, 32, **HALF, requires_grad=True)
     ends = torch.tensor([16, 16, 48], device="cuda")

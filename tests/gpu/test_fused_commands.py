@@ -103,7 +103,7 @@ def test_our_commands_are_fused(inputs, tmp_path, name):
     if script == "pretrain_gpt.py" or "--variable-seq-lengths" not in flags:
         flags = [*flags, "--seq-length", str(LENGTH)]
     where = ["--hf-cfg-dir", inputs / model, "--data-path", inputs / data]
-    # Adapters add to frozen products; the gradients of a router and of its experts are summed.
+    # Adapters add to frozen GEMMs; the gradients of a router and of its experts are summed.
     allowed = {"add"} if name in ("lora", "pretrain moe") else set()
     check(tmp_path, ROOT / script, [*TRAIN, *where, *flags], allowed)
 

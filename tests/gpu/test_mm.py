@@ -13,7 +13,15 @@ from tests.mm import runs, tiny
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
 
 pytestmark = pytest.mark.gpu
-SAME = ("plain", "meta", "recompute", "recompute anew", "offload", "offload from meta", "converted")
+SAME = (
+    "plain",
+    "meta",
+    "recompute",
+    "recompute non-reentrant",
+    "offload",
+    "offload from meta",
+    "converted",
+)
 STEPS = 5
 SCRIPT = """
 import mindspeed.megatron_adaptor

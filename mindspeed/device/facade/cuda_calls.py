@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
 
 _TENSOR_TYPES = "Byte Char Short Int Long Half BFloat16 Float Double Bool".split()
-# A cpu has no such number. With less Megatron refuses grouped products, with more it asks for what
+# A cpu has no such number. With less Megatron refuses grouped GEMMs, with more it asks for what
 # newer GPUs have.
 _CAPABILITY = (8, 0)
 _SENSORS = ("temperature", "power_draw", "utilization", "memory_usage", "clock_rate")

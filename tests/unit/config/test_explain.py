@@ -1,4 +1,4 @@
-"""Keyword arguments: strict, unchangeable, and wrong ones told as they were written."""
+"""Keyword arguments: strict, immutable, and named in errors as the user wrote them."""
 
 from typing import Literal
 

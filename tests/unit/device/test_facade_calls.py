@@ -1,4 +1,4 @@
-"""While the facade is installed, torch.cuda answers Megatron for the cpu, and nobody else."""
+"""While the facade is installed, torch.cuda answers for the cpu in calls from Megatron only."""
 
 import contextlib
 import inspect

@@ -45,7 +45,7 @@ def on(**arguments):
         ),
         ({"recompute_activations": True}, {"recompute"}),
         ({"recompute_granularity": "full", "recompute_method": "block"}, {"recompute"}),
-        # Stages that Megatron is told to make unequal.
+        # Unequal pipeline stages.
         (
             {"world_size": 2, PP: 2, "num_layers": 3, "decoder_first_pipeline_num_layers": 1},
             {"pipeline_parallel"},

@@ -54,13 +54,13 @@ def _sleep_in(rank: int, folder: str) -> None:
     dist.barrier()
 
 
-def _fork_and_die(told: str) -> None:
+def _fork_and_die(pid_file: str) -> None:
     if dist.get_rank() == 1:
         child = os.fork()
         if child == 0:
             time.sleep(600)  # with every descriptor of the rank
             os._exit(0)
-        with open(told, "w") as file:
+        with open(pid_file, "w") as file:
             file.write(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()

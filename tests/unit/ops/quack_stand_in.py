@@ -30,7 +30,7 @@ def apart(x):
 
 
 def wide(*tensors):
-    """Products sum up in float32 at least, and are rounded once."""
+    """GEMMs accumulate in float32 at least, and are rounded once."""
     return (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
 
 
@@ -56,7 +56,7 @@ class GemmConfig:
 
 
 class gemm_tuned:
-    """The product behind all others; `fn` takes the kernel by name."""
+    """The GEMM behind all others; `fn` takes the kernel by name."""
 
     @staticmethod
     def fn(A, B, out, *, config, concat_layout, add_to_output=False):

@@ -118,7 +118,7 @@ def test_gradient_in_the_place_of_the_logits():
         loss.sum().backward()
 
 
-def test_who_kept_the_logits_is_told():
+def test_backward_fails_when_another_op_saved_the_logits():
     from mindspeed.ops.cross_entropy import triton_impl
 
     leaf, target = case(torch.float32)

@@ -201,14 +201,14 @@ def test_an_early_one_of_another_package_is_silent(on_disk, caplog):
     assert not hopper.FLASH_ATTENTION.is_here() and not caplog.records
 
 
-def test_one_that_does_not_load_is_told_of(on_disk, monkeypatch, caplog):
+def test_one_that_does_not_load_gives_a_warning(on_disk, monkeypatch, caplog):
     install(monkeypatch)
     with caplog.at_level(logging.WARNING):
         assert not hopper.FLASH_ATTENTION.is_here()
     assert "flash-attn-4 is installed and cannot be used: the compiler has no such" in caplog.text
 
 
-def test_one_that_is_too_old_is_told_of(package, monkeypatch, on_hopper, caplog):
+def test_one_that_is_too_old_gives_a_warning(package, monkeypatch, on_hopper, caplog):
     install(monkeypatch, "4.0.0b4")
     with caplog.at_level(logging.WARNING):
         assert not hopper.FLASH_ATTENTION.is_here()

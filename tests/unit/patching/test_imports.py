@@ -236,7 +236,7 @@ def test_two_patchers_wait_for_one_module(lib):
     second.apply("b", [wrap])
     module = importlib.import_module("lib.deep.mod")
     assert module.work(1) == "<<old>>" and not hooks()
-    # The inner one first: both must come off, whoever goes first.
+    # The inner one first: both must come off in either order.
     second.revert()
     first.revert()
     assert not hooks()

@@ -1,4 +1,4 @@
-"""The switches of grouped products and of the fused permutation."""
+"""The switches of grouped GEMMs and of the fused permutation."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def switched_on():
 
 @pytest.fixture
 def grouped_gemm_util():
-    """The products of the legacy experts, which megatron-core 0.19 no longer has."""
+    """The GEMMs of the legacy experts, which megatron-core 0.19 no longer has."""
     return pytest.importorskip("megatron.core.transformer.moe.grouped_gemm_util")
 
 

@@ -1,4 +1,4 @@
-"""What every family has to keep: types, layouts, the output layer, biases nobody announced."""
+"""What every family keeps: types, layouts, the output layer, biases the config does not name."""
 
 import json
 import shutil

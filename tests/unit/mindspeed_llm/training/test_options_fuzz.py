@@ -59,31 +59,31 @@ def test_flags() -> None:
         for word in action.option_strings
         if word.startswith("--") and word not in ("--help", "--config")
     }
-    told = set()
+    errors = set()
 
     @mutants(8)
     @given(flags(known, VALUES))
     def check(words: list[str]) -> None:
-        told.add(end(*FLAGS, *words))
+        errors.add(end(*FLAGS, *words))
 
     check()
     # Many flags are switches, which have no value that could be refused in a way of its own.
-    assert len(told) > 80, "hardly any of them was refused"
+    assert len(errors) > 80, "hardly any of them was refused"
 
 
 def test_yaml(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     plain = yaml.safe_dump(GOOD).encode()
     odd = changed(GOOD).map(lambda values: yaml.safe_dump(values).encode())
-    told = set()
+    errors = set()
 
     @mutants(8)
     @given(st.one_of(odd, damaged(plain)))
     def check(content: bytes) -> None:
         file.write_bytes(content)
-        told.add(end("--config", str(file)))
+        errors.add(end("--config", str(file)))
 
     file.write_bytes(plain)
     assert end("--config", str(file)) == ""
     check()
-    assert len(told) > 100, "hardly any of them was refused"
+    assert len(errors) > 100, "hardly any of them was refused"

@@ -35,7 +35,7 @@ def make_model(folder: Path, **changes: Any) -> str:
 
 
 def make_samples(count: int, seed: int = 0) -> list[Sample]:
-    """Return ids and labels of samples of different lengths; the first third is not learnt."""
+    """Return ids and labels of samples of different lengths; the first third is masked."""
     generator = np.random.default_rng(seed)
     samples = []
     for _ in range(count):

@@ -135,7 +135,7 @@ def test_a_crafted_metadata_runs_nothing(tmp_path):
     assert not marker.exists() and not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_is_told_and_leaves_nothing(case, tmp_path):
+def test_invalid_requests_are_refused_and_write_nothing(case, tmp_path):
     _, root = case
     with pytest.raises(ConfigError, match="--save-dir is missing"):
         go(root / "hf", "")

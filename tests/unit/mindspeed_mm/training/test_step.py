@@ -1,4 +1,4 @@
-"""What a step tells of its losses, before any rank has to wait for its device."""
+"""A step reports its losses without synchronizing with the device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -44,13 +44,13 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_numbers_of_python_go_to_the_device_without_a_copy(one_rank: None) -> None:
     loss = torch.ones((), device=FAR)
-    told = {"lm loss": loss, "share": 0.5, "pair": (loss, 3), "count": 2}
+    metrics = {"lm loss": loss, "share": 0.5, "pair": (loss, 3), "count": 2}
     with Copies() as copies:
         torch.as_tensor(1.0, device=FAR)
         assert copies.found, "this one is seen"
         copies.found.clear()
         reports = Reports(per_token=False)
-        reports.add(read_loss((loss, 7, told)))
+        reports.add(read_loss((loss, 7, metrics)))
         totals = reports.reduce(loss, 1.0)
     assert totals.values.shape == (4 * 2 + 1 + 2,) and totals.values.is_meta
     assert not copies.found

@@ -1,4 +1,4 @@
-"""Products fused with an all-reduce equal their unfused composition."""
+"""GEMMs fused with an all-reduce equal their unfused composition."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.distributed.same_numbers import shared
 from tests.ranks import run_ranks
 
 H, M = 8, 6
-K, N = 64, 5  # of the products of int8
+K, N = 64, 5  # of the int8 GEMMs
 
 
 def mm_all_reduce(slices_rows, in_place, by_name):

@@ -1,4 +1,4 @@
-"""Experts' products fused with collectives equal experts in one place, gradients too."""
+"""Expert GEMMs fused with collectives equal local experts, gradients too."""
 
 import pytest
 import torch
