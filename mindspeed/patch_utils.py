@@ -59,7 +59,7 @@ class RegisteredPatch:
         current().patcher.revert(self._owner)
 
     def is_applied(self) -> bool:
-        """Tell whether the target is patched now."""
+        """Return whether the target is patched now."""
         records = [each for each in current().patcher.report() if each.owner == self._owner]
         return any(each.state == "applied" for each in records)
 

@@ -106,7 +106,7 @@ class Drill:
         run_ranks(self._rank, 2, values, str(self._folder), timeout=PATIENCE)
 
     def _kill(self, number: int, saved: Path) -> Kill:
-        """Start or go on, kill at some moment, and look at what is left."""
+        """Start or resume, kill at some moment, and check what is left."""
         how = self._random.choice(["sync", "async"])
         victims = self._random.choice([[0], [1], [0, 1]])
         before = _iteration(saved)

@@ -36,7 +36,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def running(pid: int) -> bool:
-    """Tell whether a process exists and is not just waiting to be reaped."""
+    """Return whether a process exists and is not just waiting to be reaped."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

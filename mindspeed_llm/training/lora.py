@@ -67,7 +67,7 @@ def add_adapters(
 class LoraLinear(nn.Module):
     """The adapters of one linear layer.
 
-    They take part in its product where the layer lets them; with dropout, which the product's own
+    They take part in its GEMM where the layer lets them; with dropout, which the GEMM's own
     input does not get, and beside Megatron's local layers they add to its output.
     """
 
@@ -148,7 +148,7 @@ class LoraLinear(nn.Module):
 
     def _add_to_output(self, linear: Any) -> None:
         has_norm = isinstance(linear, LayerNormLinear)
-        if has_norm:  # the adapters want what the product gets, not what the norm does
+        if has_norm:  # the adapters want what the GEMM gets, not what the norm does
             linear.return_layernorm_output = True
 
         def add(module: Any, arguments: tuple[Any, ...], output: tuple[Any, ...]) -> Any:
@@ -177,7 +177,7 @@ class LoraLinear(nn.Module):
 
         cut, whole = (a, b) if self._is_row else (b, a)
         set_tensor_model_parallel_attributes(cut, True, 1 if self._is_row else 0, 1)
-        # Inside the layer's product the layer sums the gradients of a whole factor.
+        # Inside the layer's GEMM the layer sums the gradients of a whole factor.
         is_partial = self._is_sequence and not self._is_inside
         whole.sequence_parallel = is_partial  # type: ignore[attr-defined]
 

@@ -32,11 +32,11 @@ class OwnFailure:
     core: str = "*"
 
     def covers(self, case: "Case", core: str, error: str) -> bool:
-        """Tell whether this error of a case is the one described."""
+        """Return whether this error of a case is the one described."""
         return self.is_at(case.model, case.layout, core) and self.says in error
 
     def is_at(self, model: str, layout: str, core: str) -> bool:
-        """Tell whether the failure is expected at this place."""
+        """Return whether the failure is expected here."""
         places = ((model, self.model), (layout, self.layout), (core, self.core))
         return all(fnmatch(name, pattern) for name, pattern in places)
 
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def is_fine(self) -> bool:
-        """Tell whether the check as a whole may pass with this outcome."""
+        """Return whether the check as a whole may pass with this outcome."""
         return self.verdict in ("passed", "client")
 
 

@@ -23,7 +23,7 @@ def folders(client: Client, core: str) -> list[Path]:
 
 
 def is_installed(client: Client) -> bool:
-    """Tell whether the client's folder holds the pinned packages."""
+    """Return whether the client's folder holds the pinned packages."""
     return _is_current(FOLDER / client.name, client.requirements)
 
 

@@ -23,7 +23,7 @@ def train(layout, level):
     training = Training(layout)
     losses = []
     for step in range(STEPS):
-        # Fresh data: a model that learns one batch by heart multiplies every rounding error.
+        # Fresh data: a model that overfits one batch multiplies every rounding error.
         training._data = functools.partial(batches, step, layout)
         losses.append(training.step()[0])
     return losses, set(mindspeed.report().on) & {f.name for f in asked}

@@ -6,7 +6,7 @@ import torch
 from tests.llm.generation import ours, request, theirs
 from tests.ranks import run_ranks
 
-ROOM = 16
+MAX_NEW_TOKENS = 16
 PROMPTS = (
     (1, 4093, 198, 10576, 4150, 260, 1238, 24630, 28, 284, 281, 527, 713, 436, 357, 808, 4940)
     + (47, 2, 198, 1, 520, 9531, 198),
@@ -24,7 +24,7 @@ def model(smollm2):
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    answers = theirs(reference.eval(), PROMPTS, ROOM, stops=(2,))
+    answers = theirs(reference.eval(), PROMPTS, MAX_NEW_TOKENS, stops=(2,))
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
     return str(smollm2), answers
 
@@ -32,6 +32,6 @@ def model(smollm2):
 @pytest.mark.parametrize("tp, pp", [(1, 1), (3, 1), (1, 2)], ids=str)
 def test_greedy(model, tp, pp):
     folder, expected = model
-    asked = [request(PROMPTS, ROOM, stops=(2,))]
+    asked = [request(PROMPTS, MAX_NEW_TOKENS, stops=(2,))]
     found = run_ranks(ours, tp * pp, folder, asked, True, tp, pp, timeout=280)
     assert found[0] == [expected]

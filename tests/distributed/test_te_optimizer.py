@@ -72,7 +72,7 @@ def plain() -> list[Any]:
 
 
 def has_tie(weights: torch.Tensor) -> bool:
-    """Say whether a float32 weight lies half way between two bfloat16 numbers."""
+    """Return whether a float32 weight lies half way between two bfloat16 numbers."""
     return bool((weights.view(torch.int32) & 0xFFFF == 0x8000).any())
 
 

@@ -138,6 +138,6 @@ def test_the_debugger_listens_on_loopback_and_leaves_with_its_rank(
 
 
 def _listeners(port: int) -> set[str]:
-    # The adapter makes itself a daemon, so it is no descendant of the job: look at every process.
+    # The adapter makes itself a daemon, so it is no descendant of the job: inspect every process.
     everyone = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     return {address for address, found in listening_addresses(everyone) if found == port}

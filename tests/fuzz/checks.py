@@ -14,7 +14,7 @@ RANK_FILE = "iter_0000001/mp_rank_00/model_optim_rng.pt"
 
 
 def loss(check: str, end: End, reference: End | None, good: Path) -> str:
-    """Say what was lost, "" if nothing; the current folder is that of the case."""
+    """Return what was lost, "" if nothing; the current folder is that of the case."""
     kind, _, name = check.partition(" ")
     if kind == "records":
         return _records(Path(name), end)

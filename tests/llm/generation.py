@@ -45,11 +45,11 @@ def several(cases):
     return [ours(**case) for case in cases]
 
 
-def request(prompts=PROMPTS, room=12, stops=(), **options):
+def request(prompts=PROMPTS, max_new_tokens=12, stops=(), **options):
     """Ask for a greedy answer, a sampled one (params=) or that of a beam search (beams=)."""
     return Request(
         prompts=tuple(prompts),
-        max_new_tokens=(room,) * len(prompts),
+        max_new_tokens=(max_new_tokens,) * len(prompts),
         stop_ids=frozenset(stops),
         params=options.get("params", SamplingParams()),
         beams=options.get("beams"),
@@ -57,7 +57,7 @@ def request(prompts=PROMPTS, room=12, stops=(), **options):
     )
 
 
-def theirs(model, prompts, room=12, stops=(), beams: BeamParams | None = None):
+def theirs(model, prompts, max_new_tokens=12, stops=(), beams: BeamParams | None = None):
     """Return what transformers generates, one prompt at a time."""
     settings = {"num_beams": 1}
     if beams is not None:
@@ -73,7 +73,7 @@ def theirs(model, prompts, room=12, stops=(), beams: BeamParams | None = None):
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=room,
+            max_new_tokens=max_new_tokens,
             eos_token_id=list(stops) or None,
             pad_token_id=0,
             **settings,

@@ -32,7 +32,7 @@ class _WeightGradients:
         if self.deferred is not None:
             self.deferred.put(functools.partial(self._run_later, x, grad, ends))
         elif not self.fused:
-            return self._products(x, grad, ends)
+            return self._compute(x, grad, ends)
         else:
             self._accumulate(x, grad, ends)
         return self._placeholders() if self.fused else [None] * len(self.weights)
@@ -41,21 +41,21 @@ class _WeightGradients:
         if self.fused:
             self._accumulate(x, grad, ends)
             return
-        for weight, product in zip(self.weights, self._products(x, grad, ends), strict=True):
-            weight.grad = product if weight.grad is None else weight.grad + product
+        for weight, update in zip(self.weights, self._compute(x, grad, ends), strict=True):
+            weight.grad = update if weight.grad is None else weight.grad + update
 
     def _accumulate(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
         totals = [main_grad_of(weight) for weight in self.weights]
         if totals[0].dtype == torch.promote_types(x.dtype, torch.float32):
             groupmatmul_add_fp32(grad, x, ends, totals)
             return
-        for total, product in zip(totals, self._products(x, grad, ends), strict=True):
-            total.add_(product)
+        for total, update in zip(totals, self._compute(x, grad, ends), strict=True):
+            total.add_(update)
 
-    def _products(self, x: Tensor, grad: Tensor, ends: Tensor) -> Sequence[Tensor]:
-        products = gmm(grad.t(), x, group_list=ends, group_type=2)
+    def _compute(self, x: Tensor, grad: Tensor, ends: Tensor) -> Sequence[Tensor]:
+        stacked = gmm(grad.t(), x, group_list=ends, group_type=2)
         return (
-            products.view(len(self.weights), *self.weights[0].shape)
+            stacked.view(len(self.weights), *self.weights[0].shape)
             .to(self.weights[0].dtype)
             .unbind()
         )

@@ -61,7 +61,7 @@ def fused_topk_with_score_function(
 def fused_compute_score_for_moe_aux_loss(
     logits: Tensor, topk: int, score_function: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the plain choice of experts and the normalised scores that the loss looks at."""
+    """Return the plain choice of experts and the normalised scores that the loss reads."""
     _check(score_function, ("softmax", "sigmoid"))
     if score_function == "softmax":
         scores = logits.float().softmax(dim=-1)

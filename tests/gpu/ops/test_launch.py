@@ -1,4 +1,4 @@
-"""A kernel started by its known binary does what it does when Triton looks at every argument."""
+"""A kernel started by its known binary does what it does when Triton inspects every argument."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ def exact(x, dy, grad):
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_adds_the_float32_product(shape, dtype):
+def test_adds_the_float32_gemm(shape, dtype):
     torch.manual_seed(0)
     x, dy = torch.randn(*shape, 11).to(dtype), torch.randn(*shape, 6).to(dtype)
     grad = torch.randn(6, 11, dtype=torch.float64 if dtype == torch.float64 else torch.float32)

@@ -120,9 +120,9 @@ def test_decay_is_checked():
     ("selection", "is_read"),
     [("fused_adamw", False), ("fused_torch_adamw", False), ("fused_ema_adamw", True)],
 )
-def test_a_decay_that_nothing_reads_is_told_of(selection, is_read, caplog):
+def test_an_unused_decay_gives_a_warning(selection, is_read, caplog):
     chosen = registry()
     options = chosen.options_class(optimizer_selection=selection, ema_decay=0.5)
     select(chosen, options, Context())
-    told = f"ema_decay=0.5 has no effect: optimizer_selection={selection!r}"
-    assert (told in caplog.messages) is not is_read
+    warning = f"ema_decay=0.5 has no effect: optimizer_selection={selection!r}"
+    assert (warning in caplog.messages) is not is_read

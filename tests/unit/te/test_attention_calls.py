@@ -1,4 +1,4 @@
-"""What attention refuses, tells of itself and keeps in checkpoints."""
+"""What attention refuses, exposes as attributes and keeps in checkpoints."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_a_call_without_causality_sees_all_keys_of_a_causal_module():
 
 
 @pytest.mark.parametrize(
-    "mask_type, given, told",
+    "mask_type, given, expected",
     [
         ("causal", None, (-1, 0)),
         ("causal", (4, 4), (4, 0)),
@@ -90,6 +90,6 @@ def test_a_call_without_causality_sees_all_keys_of_a_causal_module():
         ("no_mask", (3, 5), (3, 5)),
     ],
 )
-def test_the_window_in_force_is_told_as_it_was_given(mask_type, given, told):
+def test_the_window_in_force_is_an_attribute(mask_type, given, expected):
     attention = DotProductAttention(N, H, attn_mask_type=mask_type, window_size=given)
-    assert attention.window_size == told
+    assert attention.window_size == expected

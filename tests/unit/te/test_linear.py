@@ -93,7 +93,7 @@ def test_layernorm_output_comes_last():
 
 
 @pytest.mark.parametrize("split", [("q_", "k_"), {"q_": 15, "k_": 5}])
-def test_parameters_split_is_one_product(split):
+def test_parameters_split_is_one_gemm(split):
     module = fill(Linear(IN, OUT, parameters_split=split, params_dtype=torch.float64))
     assert [n for n, _ in module.named_parameters()] == ["q_weight", "q_bias", "k_weight", "k_bias"]
     check(

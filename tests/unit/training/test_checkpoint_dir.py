@@ -24,7 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def make(root, **changes):
-    """Make what is looked at before anything is loaded."""
+    """Write the files that are checked before anything is loaded."""
     folder = root / "iter_0000002"
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()

@@ -34,7 +34,7 @@ def grouped_gemm_util():
     return pytest.importorskip("megatron.core.transformer.moe.grouped_gemm_util")
 
 
-def product_and_parameter(grouped_gemm_util):
+def gemm_and_parameter(grouped_gemm_util):
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(6, 3 * 4).bfloat16())
     parameter.main_grad = torch.ones(6, 12)
@@ -47,12 +47,12 @@ def product_and_parameter(grouped_gemm_util):
 
 
 def test_gradients_of_grouped_experts_go_to_main_grad(switched_on, grouped_gemm_util):
-    plain, exact = product_and_parameter(grouped_gemm_util)
+    plain, exact = gemm_and_parameter(grouped_gemm_util)
     assert not plain.grad_added_to_main_grad and torch.equal(plain.main_grad, torch.ones(6, 12))
     torch.testing.assert_close(plain.grad.double().view(3, 6, 4), exact, rtol=2**-8, atol=1e-6)
 
     switched_on(MoeWeightGradientFusion(), gemm_gradient_accumulation_fusion=True)
-    fused, exact = product_and_parameter(grouped_gemm_util)
+    fused, exact = gemm_and_parameter(grouped_gemm_util)
     assert fused.grad_added_to_main_grad and fused.grad is not None
     torch.testing.assert_close(fused.main_grad.double().view(3, 6, 4), exact + 1)
     assert not torch.equal(exact.bfloat16().double(), exact)  # rounding would have shown

@@ -1,4 +1,4 @@
-"""Losses that are looked at once a step lead to the same decisions as those looked at at once."""
+"""Losses that are checked once a step lead to the same decisions as those checked at once."""
 
 from itertools import chain
 

@@ -214,7 +214,7 @@ def test_metadata_that_runs_code(tmp_path):
 
 
 def test_metadata_cannot_take_all_memory(tmp_path):
-    """An unpickler in C makes room for as many objects as the number says."""
+    """An unpickler in C allocates as many objects as the number says."""
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
