@@ -176,9 +176,9 @@ def test_misuse_is_one_line(model, tmp_path, capsys, flags, words):
     assert "Traceback" not in printed and printed.rstrip().splitlines()[-1].count("error:") == 1
 
 
-def test_what_only_the_loaded_model_can_tell(model):
+def test_errors_that_need_the_loaded_model(model):
     code, _, errors = run("--load", model, "--prompt", "x " * 600)
-    assert code == 2 and "tokens, and with its answer there may be 512: shorten it" in errors
+    assert code == 2 and "tokens, and with its completion there may be 512: shorten it" in errors
     flags = f"--load {model} --prompt a --tensor-model-parallel-size 4"
     code, _, errors = run(*flags.split(), nproc=4)
     assert code == 2 and "4" in errors and "Traceback" not in errors
