@@ -50,7 +50,7 @@ def test_the_document(tmp_path, tp, pp, rest, files):
     script = DOCUMENT.format(model=model, tp=tp, pp=pp, rest=rest, python=sys.executable)
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "config.json says qwen2: used instead of llama2" in done.stderr
+    assert "config.json is of family qwen2: used instead of llama2" in done.stderr
     target = model / f"mcore_tp{tp}_pp{pp}"
     assert (target / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert (target / "hf/tokenizer.json").exists()
