@@ -25,6 +25,5 @@ def scale_into(sources: list[Tensor], targets: list[Tensor], scale: float | Tens
     if all(source is target for source, target in zip(sources, targets)):
         torch._foreach_mul_(targets, scale)
         return
-    if isinstance(scale, Tensor) or scale != 1.0:
-        sources = torch._foreach_mul(sources, scale)
-    torch._foreach_copy_(targets, sources)
+    is_scaled = isinstance(scale, Tensor) or scale != 1.0
+    torch._foreach_copy_(targets, torch._foreach_mul(sources, scale) if is_scaled else sources)

@@ -105,8 +105,9 @@ class LoraLinear(nn.Module):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return A and B of the whole layer: what is added to its weight is B A."""
-        inner = [part.lora_A() for part in self.children()]
-        outer = [part.lora_B() for part in self.children()]
+        parts: list[Any] = list(self.children())
+        inner = [part.lora_A() for part in parts]
+        outer = [part.lora_B() for part in parts]
         factors: tuple[Tensor, Tensor] = _Join.apply(self._blocks, *inner, *outer)
         return factors
 

@@ -65,7 +65,7 @@ class _WeightGradients:
         if not hasattr(first, "grad_added_to_main_grad"):
             return [None] * len(self.weights)
         for weight in self.weights:
-            weight.grad_added_to_main_grad = True
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's
         like = first.expand(len(self.weights), *first.shape)
         return dummy_gradient(like, zero=getattr(first, "zero_out_wgrad", False)).unbind()
 

@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        norm = {"eps": layernorm_epsilon, "normalization": normalization}
+        norm: dict[str, Any] = {"eps": layernorm_epsilon, "normalization": normalization}
         self._heads = (num_attention_heads, hidden_size // num_attention_heads)
         self._hidden_dropout = hidden_dropout
         self.qkv = LayerNormLinear(

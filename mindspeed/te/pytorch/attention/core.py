@@ -35,8 +35,8 @@ class Documents:
 
     starts: list[int]
     lengths: list[int]
-    given: Tensor
-    """The cumulative lengths they were read from."""
+    bounds: Tensor
+    """The cumulative lengths without padding, as given."""
 
     @classmethod
     def of(cls, bounds: Tensor, padded_bounds: Tensor | None) -> Documents:
@@ -109,8 +109,9 @@ def attend(
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, softmax: Softmax) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    options = {"scale": softmax.scale, "dropout": softmax.dropout, "window": rule.window}
-    return sdpa.flash_attention(q, k, v, **options).transpose(1, 2)
+    return sdpa.flash_attention(
+        q, k, v, scale=softmax.scale, dropout=softmax.dropout, window=rule.window
+    ).transpose(1, 2)
 
 
 def attend_batch(
@@ -150,8 +151,10 @@ def attend_documents(
     pieces, end = [], 0
     for rows, columns in zip(of_q.slices(), of_k.slices(), strict=True):
         pieces.append(v.new_zeros(rows.start - end, q.shape[1], v.shape[2]))
-        document = (x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[columns], v[columns]))
-        pieces.append(attend(*document, rule, softmax).squeeze(0).transpose(0, 1))
+        one_q, one_k, one_v = (
+            x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[columns], v[columns])
+        )
+        pieces.append(attend(one_q, one_k, one_v, rule, softmax).squeeze(0).transpose(0, 1))
         end = rows.stop
     pieces.append(v.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))
     return torch.cat(pieces).flatten(1)
@@ -179,7 +182,13 @@ def _attend_packed(
     of_q: Documents,
     of_k: Documents,
 ) -> Tensor:
-    on_device = (documents.given.to(q.device, torch.int32) for documents in (of_q, of_k))
-    documents = sdpa.Documents(*on_device, max(of_q.lengths), max(of_k.lengths))
-    options = {"scale": softmax.scale, "dropout": softmax.dropout, "window": rule.window}
-    return sdpa.flash_attention(q, k, v, documents=documents, **options).flatten(1)
+    q_bounds, k_bounds = (one.bounds.to(q.device, torch.int32) for one in (of_q, of_k))
+    return sdpa.flash_attention(
+        q,
+        k,
+        v,
+        scale=softmax.scale,
+        dropout=softmax.dropout,
+        window=rule.window,
+        documents=sdpa.Documents(q_bounds, k_bounds, max(of_q.lengths), max(of_k.lengths)),
+    ).flatten(1)

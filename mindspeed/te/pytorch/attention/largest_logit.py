@@ -33,8 +33,8 @@ def largest_in_documents(
     """Return (N,) for packed (T, N, H) queries and keys, of which each document sees itself."""
     largest = []
     for rows, columns in zip(of_q.slices(), of_k.slices(), strict=True):
-        document = (x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[columns]))
-        largest.append(_largest(*document, rule, scale))
+        one_q, one_k = (x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[columns]))
+        largest.append(_largest(one_q, one_k, rule, scale))
     return torch.stack(largest).amax(0)
 
 

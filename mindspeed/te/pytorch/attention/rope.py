@@ -39,8 +39,8 @@ def apply_rotary_pos_emb(
             raise ValueError("tensor_format=thd needs cu_seqlens")
         if cp_size == 1 and start_positions is None:
             return rotate_packed(t, freqs, cu_seqlens, interleaved)
-        positions = packed_positions(t, cu_seqlens, cp_size, cp_rank, start_positions)
-        return rotate_qk(t.unsqueeze(1), None, freqs, positions, interleaved)[0].squeeze(1)
+        packed = packed_positions(t, cu_seqlens, cp_size, cp_rank, start_positions)
+        return rotate_qk(t.unsqueeze(1), None, freqs, packed, interleaved)[0].squeeze(1)
     if tensor_format not in ("sbhd", "bshd"):
         raise ValueError(f"tensor_format={tensor_format} is not known: use sbhd, bshd or thd")
     if tensor_format == "bshd":

@@ -159,7 +159,9 @@ class TransformerEngineBaseModule(nn.Module):
         self, name: str, shape: tuple[int, int], init_method: Callable[[Tensor], Any] | None
     ) -> None:
         """Create one weight matrix (out, in), marked as the shard that it is."""
-        param = self._add_parameter(name, shape, init_method or default_init_method, random=True)
+        init_method = init_method or default_init_method
+        # Any: the marks of Megatron are attributes that torch does not declare.
+        param: Any = self._add_parameter(name, shape, init_method, random=True)
         self.weight_names.append(name)
         param.tensor_model_parallel = self.rng_tracker_name != _REPLICATED_RNG
         param.partition_dim = 1 if self.parallel_mode == "row" else 0
@@ -169,7 +171,7 @@ class TransformerEngineBaseModule(nn.Module):
 
     def _add_bias(self, name: str, size: int) -> None:
         """Create one bias, sharded in a column-parallel module and whole in a row-parallel one."""
-        param = self._add_parameter(name, (size,), nn.init.zeros_)
+        param: Any = self._add_parameter(name, (size,), nn.init.zeros_)
         if self.parallel_mode == "row":
             param.sequence_parallel = self.sequence_parallel
         elif self.parallel_mode == "column":

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindspeed.parallel.tensor import grouped_linear
 from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activation_dtype
@@ -18,6 +18,8 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     It never talks to other ranks, sharded or not: Megatron's token dispatcher does that.
     """
+
+    weight0: nn.Parameter
 
     def __init__(
         self,
@@ -88,8 +90,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         if self._on_meta():
             return
         block = self.weight0.data.new_empty(self.num_gemms, *self.weight0.shape)
-        for weight, place in zip(self._parts("weight"), block, strict=True):
-            weight.data = place
+        for weight, rows in zip(self._parts("weight"), block, strict=True):
+            weight.data = rows
 
     def _parts(self, name: str) -> list[Tensor]:
         return [getattr(self, f"{name}{index}") for index in range(self.num_gemms)]

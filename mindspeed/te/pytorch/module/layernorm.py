@@ -17,6 +17,7 @@ class Norm(nn.Module):
     """Parameters of a norm over the last dimensions; a subclass says what is computed."""
 
     has_bias: bool
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Norm(nn.Module):
             param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
             # Under sequence parallelism each rank sees a part of the tokens: Megatron sums the
             # gradients of the parameters that carry this mark.
-            param.sequence_parallel = sequence_parallel
+            param.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
             self.register_parameter(name, param)
         self.reset_parameters(defer_init=self.weight.is_meta)
 
@@ -71,6 +72,7 @@ class LayerNorm(Norm):
     """Layer norm, computed in float32 at least."""
 
     has_bias = True
+    bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimensions of x."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class LayerNormLinear(LinearBase):
     """y = norm(x) W^T + b; under sequence parallelism the norm works on this rank's tokens."""
 
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
     residual_norm: ResidualNorm | None = None
     """Where the residual sum before this module computes the norm along with it."""
 
@@ -62,7 +64,7 @@ class LayerNormLinear(LinearBase):
         if self.return_layernorm_output:
             gather = self.return_layernorm_output_gathered and self.sequence_parallel
             results.append(all_gather(normed, self._group()) if gather else normed)
-        return results[0] if len(results) == 1 else tuple(results)
+        return out if len(results) == 1 else tuple(results)
 
     def add_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the norm of x + residual and the sum, by one kernel; None where there is none."""
@@ -78,7 +80,8 @@ class LayerNormLinear(LinearBase):
         options = self._types(x)
         if self.normalization == "RMSNorm":
             return rms_norm(x, self.layer_norm_weight, self.eps, **options)
-        return layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, **options)
+        bias = cast("Tensor", self.layer_norm_bias)  # None only for RMSNorm
+        return layer_norm(x, self.layer_norm_weight, bias, self.eps, **options)
 
     def _types(self, x: Tensor) -> dict[str, Any]:
         dtype = activation_dtype(x, self.layer_norm_weight)
@@ -86,5 +89,5 @@ class LayerNormLinear(LinearBase):
 
     def _add_norm_parameter(self, name: str, start: Callable[[Tensor], Any]) -> None:
         size = self.in_features
-        param = self._add_parameter(name, (size,), start)
+        param: Any = self._add_parameter(name, (size,), start)
         param.sequence_parallel = self.sequence_parallel

@@ -44,7 +44,7 @@ class LayerNormMLP(nn.Module):
         self._is_gated = activation in _GATED
         self._activate = _PLAIN[_GATED.get(activation, activation)]
         rows = ffn_hidden_size * (2 if self._is_gated else 1)
-        norm = {"eps": eps, "normalization": normalization}
+        norm: dict[str, Any] = {"eps": eps, "normalization": normalization}
         self.fc1 = LayerNormLinear(hidden_size, rows, **norm, **options)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, **options)
 

@@ -61,10 +61,7 @@ def wrap_load_parameter_state(original: Callable[..., None]) -> Callable[..., No
         self.optimizer.complete_state()
         with _hidden_averages(self.optimizer):
             original(self, state_dict, *args, **kwargs)
-        averages = None if state_dict is None else dict(state_dict)
-        for (index, dtype), tensors in _buffers(state_dict):
-            moved = tensors | {"exp_avg": tensors.get(AVERAGE, tensors["param"])}
-            averages[index] = averages[index] | {dtype: moved}
+        averages = None if state_dict is None else _averages_as_first_moment(state_dict)
         with _hidden_averages(self.optimizer, as_first_moment=True):
             original(self, averages, *args, **kwargs)
 
@@ -130,6 +127,15 @@ def _buffers(state: State | None) -> Iterator[tuple[tuple[int, Any], State]]:
         if isinstance(index, int):
             found = (((index, dtype), tensors) for dtype, tensors in by_type.items())
             yield from (pair for pair in found if "exp_avg" in pair[1])
+
+
+def _averages_as_first_moment(state: State) -> State:
+    """Return the state with each average, or the weights where none was saved, as `exp_avg`."""
+    averages = dict(state)
+    for (index, dtype), tensors in _buffers(state):
+        moved = tensors | {"exp_avg": tensors.get(AVERAGE, tensors["param"])}
+        averages[index] = averages[index] | {dtype: moved}
+    return averages
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class FusedAdam(torch.optim.Optimizer):
         for param in self._all_params():
             grad = getattr(param, "decoupled_grad", None)
             if set_to_none:
-                param.decoupled_grad = None
+                param.decoupled_grad = None  # type: ignore[attr-defined]  # Megatron's
             elif grad is not None:
                 grad.zero_()
 
@@ -178,12 +178,12 @@ class FusedAdam(torch.optim.Optimizer):
         states = [self.state[param] for param in params]
         weights = [state[MASTER] for state in states] if self.master_weights else params
         moments = [[state[name] for state in states] for name in MOMENTS]
-        self._apply(params, weights, moments, hyper, params if self.master_weights else ())
+        self._apply(params, weights, moments, hyper, params if self.master_weights else [])
 
     def _update_encoded(self, param: Tensor, hyper: AdamHyper) -> None:
         """Update one parameter in float32, and store its state as it was."""
         weight, *moments = (self._work(param, name) for name in (MASTER, *MOMENTS))
-        self._apply([param], [weight], [[moment] for moment in moments], hyper, ())
+        self._apply([param], [weight], [[moment] for moment in moments], hyper, [])
         for name, moment in zip(MOMENTS, moments):
             if moment is not self.state[param][name]:
                 self._store(param, name, moment)
@@ -197,10 +197,10 @@ class FusedAdam(torch.optim.Optimizer):
         weights: list[Tensor],
         moments: list[list[Tensor]],
         hyper: AdamHyper,
-        copies: Sequence[Tensor],
+        copies: list[Tensor],
     ) -> None:
         """Take one step on the float32 weights of some parameters."""
-        grads = [self._grad(param) for param in params]
+        grads = self._grads(params)
         adamw(weights, grads, *moments, hyper, copies=copies, grad_scale=self.grad_scale)
 
     def _work(self, param: Tensor, name: str) -> Tensor:
@@ -234,6 +234,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _grad(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+
+    def _grads(self, params: list[Tensor]) -> list[Tensor]:
+        # `step` updates only parameters that have a gradient.
+        return [cast("Tensor", self._grad(param)) for param in params]
 
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

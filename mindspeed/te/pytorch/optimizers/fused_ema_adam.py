@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,14 +55,14 @@ class FusedEmaAdam(FusedAdam):
         weights: list[Tensor],
         moments: list[list[Tensor]],
         hyper: AdamHyper,
-        copies: Sequence[Tensor],
+        copies: list[Tensor],
     ) -> None:
         for param, weight in zip(params, weights):
             self._start_average(param, weight)
         decay = min(self.ema_decay, (1 + hyper.step) / (10 + hyper.step))
         adamw(
             weights,
-            [self._grad(param) for param in params],
+            self._grads(params),
             *moments,
             replace(hyper, ema_decay=decay),
             averages=[self.state[param][AVERAGE] for param in params],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -23,18 +21,20 @@ class TorchFusedAdam(FusedAdam):
         weights: list[Tensor],
         moments: list[list[Tensor]],
         hyper: AdamHyper,
-        copies: Sequence[Tensor],
+        copies: list[Tensor],
     ) -> None:
         if not hyper.bias_correction:
             super()._apply(params, weights, moments, hyper, copies)
             return
         step = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
         beta1, beta2 = hyper.betas
+        exp_avgs, exp_avg_sqs = moments
         count = torch.full((), float(hyper.step), device=weights[0].device)
         step(
             weights,
-            [self._grad(param).to(weight.dtype) for param, weight in zip(params, weights)],
-            *moments,
+            [grad.to(weight.dtype) for grad, weight in zip(self._grads(params), weights)],
+            exp_avgs,
+            exp_avg_sqs,
             [],
             [count] * len(weights),
             lr=hyper.lr,

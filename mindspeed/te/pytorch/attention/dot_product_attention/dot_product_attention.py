@@ -130,13 +130,16 @@ class DotProductAttention(nn.Module):
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
             self._given_window if window_size is None else window_size,
         )
+        largest: Callable[..., Tensor]
         bias = _scaled_bias(core_attention_bias_type, core_attention_bias, self.softmax_scale)
         if layout == "thd":
-            of_q, of_k = (cu_seqlens_q, cu_seqlens_q_padded), (cu_seqlens_kv, cu_seqlens_kv_padded)
-            _check_packed(rule, bias, cu_seqlens_q, cu_seqlens_kv)
-            documents = {"of_q": Documents.of(*of_q), "of_k": Documents.of(*of_k)}
-            run = partial(self._packed, rule=rule, documents=documents)
-            largest = partial(largest_in_documents, rule=rule, **documents)
+            if cu_seqlens_q is None or cu_seqlens_kv is None:
+                raise ValueError("qkv_format=thd needs cu_seqlens_q and cu_seqlens_kv")
+            _check_packed(rule, bias)
+            of_q = Documents.of(cu_seqlens_q, cu_seqlens_q_padded)
+            of_k = Documents.of(cu_seqlens_kv, cu_seqlens_kv_padded)
+            run = partial(self._packed, rule=rule, of_q=of_q, of_k=of_k)
+            largest = partial(largest_in_documents, rule=rule, of_q=of_q, of_k=of_k)
         else:
             run = partial(self._batched, rule=rule, layout=layout, mask=attention_mask, bias=bias)
             largest = partial(largest_in_batch, rule=rule, mask=attention_mask, bias=bias)
@@ -175,10 +178,17 @@ class DotProductAttention(nn.Module):
         return out.transpose(0, 1) if layout == "bshd" else out
 
     def _packed(
-        self, q: Tensor, k: Tensor, v: Tensor, *, rule: MaskRule, documents: dict[str, Documents]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rule: MaskRule,
+        of_q: Documents,
+        of_k: Documents,
     ) -> Tensor:
         with self._random_state():
-            return attend_documents(q, k, v, rule, self._softmax(), **documents)
+            return attend_documents(q, k, v, rule, self._softmax(), of_q=of_q, of_k=of_k)
 
     def _softmax(self) -> Softmax:
         return Softmax(self.softmax_scale, self.attention_dropout if self.training else 0.0)
@@ -220,9 +230,7 @@ def _check_softmax(softmax_type: str) -> None:
         raise ValueError(f"softmax_type={softmax_type} is not supported: use vanilla")
 
 
-def _check_packed(rule: MaskRule, bias: Tensor | None, *bounds: Tensor | None) -> None:
-    if any(bound is None for bound in bounds):
-        raise ValueError("qkv_format=thd needs cu_seqlens_q and cu_seqlens_kv")
+def _check_packed(rule: MaskRule, bias: Tensor | None) -> None:
     if bias is not None or rule.kind == "arbitrary":
         raise ValueError("qkv_format=thd takes neither a bias nor attn_mask_type=arbitrary")
 
