@@ -58,7 +58,7 @@ def run_tasks(options: GenerateOptions) -> int:
         def lead(session: Session) -> None:
             answering = [task for task in tasks if task != "chat"]
             if answering:
-                answers = (a for task in answering for a in session.complete(task, prompts))
+                answers = (a for task in answering for a in session.answers(task, prompts))
                 _show(answers, options.output)
             if "chat" in tasks:
                 from mindspeed_llm.cli.chat import talk

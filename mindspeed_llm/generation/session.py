@@ -77,7 +77,7 @@ class Session:
             first=first,
         )
 
-    def complete(self, task: str, prompts: Sequence[str]) -> Iterator[Completion]:
+    def answers(self, task: str, prompts: Sequence[str]) -> Iterator[Completion]:
         """Complete prompts in batches; all are checked before the first is run."""
         encoded = [self.codec.encode(prompt) for prompt in prompts]
         for ids in encoded:
