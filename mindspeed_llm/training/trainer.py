@@ -141,12 +141,12 @@ class Trainer(ABC):
 
     def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
         """Take the next micro-batch to the device; sequence boundaries stay known to the host."""
-        from mindspeed.te.pytorch.attention.core import remember
+        from mindspeed.te.pytorch.attention.core import register_host_bounds
 
         on_host = next(data_iterator)
         batch = to_device(on_host)
         if "cu_seqlens" in batch:
-            remember(batch["cu_seqlens"], on_host["cu_seqlens"].tolist())
+            register_host_bounds(batch["cu_seqlens"], on_host["cu_seqlens"].tolist())
         return batch
 
     def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mindspeed.te.pytorch import DotProductAttention
-from mindspeed.te.pytorch.attention.core import Documents
+from mindspeed.te.pytorch.attention.core import Documents, register_host_bounds
 from tests.unit.te.dense_attention import H, N, S, band, check, dense
 
 
@@ -64,3 +64,9 @@ def test_cumulative_lengths_are_read_once_and_again_when_they_change():
     assert not Documents.of(bounds, bounds + torch.tensor([0, 1, 1])).fill(S + 1)
     with torch.inference_mode():
         assert Documents.of(torch.tensor([0, 3]), None).lengths == [3]
+
+
+def test_registered_lengths_are_not_read_from_the_device():
+    bounds = torch.empty(3, dtype=torch.int32, device="meta")  # has no values to read
+    register_host_bounds(bounds, [0, 4, S])
+    assert Documents.of(bounds, None).lengths == [4, S - 4]

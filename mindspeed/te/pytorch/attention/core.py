@@ -17,8 +17,11 @@ from mindspeed.ops.fusion_attention import sdpa
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
 LONG = 1024  # tokens of a document from where one by one is faster than all at once
-# Every layer of a step is given the same cumulative lengths: the host waits for them once.
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Host copies of cumulative lengths, so that attention does not synchronise with the device in every
+# layer. They cannot come as an argument: Megatron's TEDotProductAttention passes on the fields of
+# its own PackedSeqParams only (0.12 to 0.16), not those of a subclass, and its other fields have a
+# meaning elsewhere (rotary embeddings read cu_seqlens_*_padded on the device).
+_host_bounds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a packed sequence lie: where each starts, and how long it is."""
+    """The start and the length of each document of a packed sequence, on the host."""
 
     starts: list[int]
     lengths: list[int]
@@ -40,33 +43,34 @@ class Documents:
 
     @classmethod
     def of(cls, bounds: Tensor, padded_bounds: Tensor | None) -> Documents:
-        """Read cumulative lengths; with padding between documents, the padded ones say where."""
-        places = _on_host(bounds if padded_bounds is None else padded_bounds)
-        lengths = [end - start for start, end in pairwise(_on_host(bounds))]
-        return cls(places[:-1], lengths, bounds)
+        """Read cumulative lengths; where there is padding, the padded ones give the starts."""
+        starts = host_bounds(bounds if padded_bounds is None else padded_bounds)[:-1]
+        lengths = [end - start for start, end in pairwise(host_bounds(bounds))]
+        return cls(starts, lengths, bounds)
 
     def fill(self, tokens: int) -> bool:
-        """Return whether they fill so many tokens, without padding between or behind them."""
+        """Return whether the documents fill `tokens`, without padding between or behind them."""
         ends = [0, *accumulate(self.lengths)]
         return ends == [*self.starts, tokens]
 
     def slices(self) -> list[slice]:
-        """Return each document's place."""
+        """Return the token range of each document."""
         return [slice(start, start + n) for start, n in zip(self.starts, self.lengths)]
 
 
-def remember(bounds: Tensor, values: list[int]) -> None:
-    """Note what cumulative lengths on the device are, so that the host need not wait for them."""
-    _read[bounds] = bounds._version, values
+def register_host_bounds(bounds: Tensor, values: list[int]) -> None:
+    """Register the values of cumulative lengths on the device, so that no layer reads them."""
+    _host_bounds[bounds] = bounds._version, values
 
 
-def _on_host(bounds: Tensor) -> list[int]:
-    if bounds.is_inference():  # which does not tell whether it was changed
+def host_bounds(bounds: Tensor) -> list[int]:
+    """Return cumulative lengths as registered, or read them from the device and register them."""
+    if bounds.is_inference():  # has no version to detect changes by
         return bounds.tolist()
-    version, values = _read.get(bounds, (None, []))
+    version, values = _host_bounds.get(bounds, (None, []))
     if version != bounds._version:
         values = bounds.tolist()
-        remember(bounds, values)
+        register_host_bounds(bounds, values)
     return values
 
 
