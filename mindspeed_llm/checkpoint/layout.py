@@ -27,7 +27,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Rank:
-    """A place in the tensor and expert parallel groups; every pipeline stage has all of them."""
+    """A position in the tensor and expert parallel groups; every pipeline stage has all of them."""
 
     tp: int
     tp_size: int

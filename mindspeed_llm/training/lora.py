@@ -223,7 +223,7 @@ class _Blocks:
     """Which row of the projections, one behind the other, a row of the layer is."""
     back: Tensor | None
 
-    def place(self, number: int) -> tuple[slice, slice]:
+    def slices(self, number: int) -> tuple[slice, slice]:
         """Return the rows and columns of one projection's outer factor."""
         return self.rows[number], slice(number * self.rank, (number + 1) * self.rank)
 
@@ -240,7 +240,7 @@ class _Join(Function):
         if count > 1 or len(parts[0]) < blocks.size:
             outer.zero_()
         for number, part in enumerate(parts):
-            torch.mul(part, blocks.scale, out=outer[blocks.place(number)])
+            torch.mul(part, blocks.scale, out=outer[blocks.slices(number)])
         return inner, outer if blocks.order is None else outer.index_select(0, blocks.order)
 
     @staticmethod
@@ -248,7 +248,7 @@ class _Join(Function):
     def backward(ctx: Any, inner: Tensor, outer: Tensor) -> tuple[Tensor | None, ...]:
         blocks = ctx.blocks
         outer = outer if blocks.back is None else outer.index_select(0, blocks.back)
-        parts = [outer[blocks.place(number)] * blocks.scale for number in range(len(blocks.rows))]
+        parts = [outer[blocks.slices(number)] * blocks.scale for number in range(len(blocks.rows))]
         return None, *inner.split(blocks.rank), *parts
 
 

@@ -135,11 +135,11 @@ def together(weights: Sequence[Tensor]) -> Tensor:
     first, last = weights[0], weights[-1]
     if len(weights) == 1:
         return first.unsqueeze(0)
-    places = [weight.data_ptr() for weight in weights]
-    step = (places[1] - places[0]) // first.itemsize
+    pointers = [weight.data_ptr() for weight in weights]
+    step = (pointers[1] - pointers[0]) // first.itemsize
     is_even = (
         step >= first.numel()
-        and places == list(range(places[0], places[-1] + 1, step * first.itemsize))
+        and pointers == list(range(pointers[0], pointers[-1] + 1, step * first.itemsize))
         and all(weight.is_contiguous() for weight in weights)
         # What lies between two parts of a storage is a part of it.
         and first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()

@@ -41,8 +41,8 @@ def wrap_get_parameter_state(original: Callable[..., State | None]) -> Callable[
             return state
         with _hidden_averages(self.optimizer, as_first_moment=True):
             averages = original(self, *args, **kwargs)
-        for place, tensors in _buffers(state):
-            tensors[AVERAGE] = dict(_buffers(averages))[place]["exp_avg"]
+        for key, tensors in _buffers(state):
+            tensors[AVERAGE] = dict(_buffers(averages))[key]["exp_avg"]
         return state
 
     return get_parameter_state_dp_zero
