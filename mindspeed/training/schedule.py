@@ -44,7 +44,7 @@ class Schedule:
 
     def _decayed(self, done: float, style: str) -> float:
         """Return the rate when a share of the decay is done."""
-        left = {
+        left: float = {
             "linear": 1.0 - done,
             "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
             "exponential": 2.0 * 0.5**done - 1.0,

@@ -88,7 +88,7 @@ def test_folders_without_digests_are_read_with_one_warning(folder, caplog):
         verify(folder, is_expected=False)
         verify(folder, enabled=False)
     (record,) = caplog.records
-    assert "has no digests.json: damage to its files is not noticed" in record.message
+    assert "has no digests.json: damage to its files is not detected" in record.message
 
 
 def test_parts_of_a_stream(monkeypatch):
