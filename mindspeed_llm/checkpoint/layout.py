@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mindspeed.config import ConfigError, one_of
+from mindspeed.config import ConfigError
+from mindspeed.distributed.parallel_dims import check_divides
 from mindspeed_llm.models.config import ModelConfig
 
 TP, PP, EP, ETP = (
@@ -123,12 +124,12 @@ class LayoutRequest:
         """Return the layers of each chunk, in the order of the model."""
         if self.layer_list:
             return self._given_sizes(total)
-        _must_divide(PP, self.pp, total, "layers", "or give --num-layer-list")
+        check_divides(PP, self.pp, total, f"the {total} layers", "or give --num-layer-list")
         per_stage = total // self.pp
         size = per_stage if self.layers_per_chunk is None else self.layers_per_chunk
         if self.layers_per_chunk is not None:
             flag = "--num-layers-per-virtual-pipeline-stage"
-            _must_divide(flag, size, per_stage, "layers of a pipeline stage")
+            check_divides(flag, size, per_stage, f"the {per_stage} layers of a pipeline stage")
             if self.pp == 1:
                 raise ConfigError(f"{flag} {size} needs {PP} of at least 2")
         return [size] * (total // size)
@@ -150,16 +151,20 @@ class LayoutRequest:
         return list(self.layer_list)
 
     def _check_widths(self, config: ModelConfig, etp: int) -> None:
-        _must_divide(TP, self.tp, config.num_query_groups, "key/value heads")
-        _must_divide(TP, self.tp, config.ffn_hidden_size, "MLP columns")
+        widths = [
+            (TP, self.tp, config.num_query_groups, "key/value heads"),
+            (TP, self.tp, config.ffn_hidden_size, "MLP columns"),
+        ]
         if config.moe is None:
             if self.ep > 1:
                 raise ConfigError(f"{EP} {self.ep}: {config.family} has no experts, use 1")
-            return
-        _must_divide(EP, self.ep, config.moe.num_experts, "experts")
-        _must_divide(ETP, etp, config.moe.ffn_hidden_size, "columns of an expert")
-        if config.moe.shared_ffn_hidden_size:
-            _must_divide(TP, self.tp, config.moe.shared_ffn_hidden_size, "shared expert columns")
+        else:
+            shared = config.moe.shared_ffn_hidden_size
+            widths.append((EP, self.ep, config.moe.num_experts, "experts"))
+            widths.append((ETP, etp, config.moe.ffn_hidden_size, "columns of an expert"))
+            widths += [(TP, self.tp, shared, "shared expert columns")] if shared else []
+        for flag, size, whole, what in widths:
+            check_divides(flag, size, whole, f"the {whole} {what}")
 
 
 def _with_ends(
@@ -190,11 +195,3 @@ def _numbered(num_layers: int, noops: tuple[int, ...]) -> list[int | None]:
         )
     numbers = iter(range(num_layers))
     return [None if layer in noops else next(numbers) for layer in range(total)]
-
-
-def _must_divide(flag: str, size: int, whole: int, what: str, otherwise: str = "") -> None:
-    if size < 1 or whole % size:
-        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
-        shown = one_of(divisors) if len(divisors) <= 12 else "a divisor of it"
-        hint = f"use {shown} {otherwise}".strip()
-        raise ConfigError(f"{flag} {size} does not divide the {whole} {what}: {hint}")
