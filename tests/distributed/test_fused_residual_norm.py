@@ -18,17 +18,17 @@ FULL = ("full", "uniform", 1)
 def _train(layout, is_on, modules=()):
     """Return losses, gradients, and how many norms were computed with their sum."""
     import mindspeed
-    from mindspeed.te.pytorch.module import normalize
+    from mindspeed.te.pytorch.module import layernorm
 
     mindspeed.enable(use_fused_residual_norm=is_on)
     together = []
-    plain = normalize.plain_add_rms_norm
+    plain = layernorm.plain_add_rms_norm
 
     def counted(*args):
         together.append(1)
         return plain(*args)
 
-    normalize.plain_add_rms_norm = counted
+    layernorm.plain_add_rms_norm = counted
     from tests.gpt import training as gpt
 
     if modules:
@@ -168,11 +168,11 @@ def _train_recomputed(layout, is_on, use_reentrant, layers):
     os.environ["TRITON_INTERPRET"] = "1"
     import mindspeed
     from mindspeed.ops.norm import triton_impl
-    from mindspeed.te.pytorch.module import normalize
+    from mindspeed.te.pytorch.module import layernorm
     from tests.gpt.training import Training
 
-    normalize.plain_rms_norm = triton_impl.rms_norm
-    normalize.plain_add_rms_norm = triton_impl.add_rms_norm
+    layernorm.plain_rms_norm = triton_impl.rms_norm
+    layernorm.plain_add_rms_norm = triton_impl.add_rms_norm
     mindspeed.enable(use_fused_residual_norm=is_on)
     training = Training(layout)
     for layer in training.chunks[0].decoder.layers[layers]:

@@ -19,7 +19,7 @@ from mindspeed.distributed.collectives import (
 from mindspeed.parallel.tensor import linear
 from mindspeed.te.pytorch.module.base import activation_dtype
 from mindspeed.te.pytorch.module.layernorm import LayerNorm as LayerNormModule
-from mindspeed.te.pytorch.module.rmsnorm import RMSNorm as RMSNormModule
+from mindspeed.te.pytorch.module.layernorm import RMSNorm as RMSNormModule
 
 
 class FusibleOperation(nn.Module):

@@ -10,8 +10,7 @@ from mindspeed.features.registry import registry
 from mindspeed.features.selection import select
 from mindspeed.te.pytorch.optimizers import FusedAdam
 from mindspeed.te.pytorch.optimizers.fused_ema_adam import FusedEmaAdam
-from mindspeed.te.pytorch.optimizers.selection import select_adam
-from mindspeed.te.pytorch.optimizers.torch_adam import TorchFusedAdam
+from mindspeed.te.pytorch.optimizers.selection import TorchFusedAdam, select_adam
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -2,11 +2,10 @@
 
 from mindspeed.te.pytorch.module.fp8_padding import Fp8Padding, Fp8Unpadding
 from mindspeed.te.pytorch.module.grouped_linear import GroupedLinear
-from mindspeed.te.pytorch.module.layernorm import LayerNorm
+from mindspeed.te.pytorch.module.layernorm import LayerNorm, RMSNorm
 from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
 from mindspeed.te.pytorch.module.layernorm_mlp import LayerNormMLP
 from mindspeed.te.pytorch.module.linear import Linear
-from mindspeed.te.pytorch.module.rmsnorm import RMSNorm
 
 __all__ = [
     "Fp8Padding",

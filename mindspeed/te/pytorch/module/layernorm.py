@@ -1,20 +1,25 @@
-"""LayerNorm with Megatron's parameter marks."""
+"""LayerNorm and RMSNorm with Megatron's parameter marks, gamma stored as it is or minus one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mindspeed import device as devices
+from mindspeed.ops.norm import add_rms_norm as plain_add_rms_norm
+from mindspeed.ops.norm import layer_norm as plain_layer_norm
+from mindspeed.ops.norm import rms_norm as plain_rms_norm
 from mindspeed.te.pytorch.module.base import activation_dtype, materialised
-from mindspeed.te.pytorch.module.normalize import layer_norm
+
+if TYPE_CHECKING:
+    from mindspeed.te.fused_residual_norm import ResidualNorm
 
 
 class Norm(nn.Module):
-    """Parameters of a norm over the last dimensions; a subclass says what is computed."""
+    """Parameters of a norm over the last dimensions; a subclass defines what is computed."""
 
     has_bias: bool
     weight: nn.Parameter
@@ -84,3 +89,74 @@ class LayerNorm(Norm):
             zero_centered=self.zero_centered_gamma,
             dtype=activation_dtype(x, self.weight),
         )
+
+
+class RMSNorm(Norm):
+    """Root-mean-square norm, computed in float32 at least."""
+
+    has_bias = False
+    residual_norm: ResidualNorm | None = None
+    """Where the residual sum before this module computes the norm along with it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimensions of x."""
+        normed = None if self.residual_norm is None else self.residual_norm.take(x)
+        return rms_norm(x, self.weight, self.eps, **self._types(x)) if normed is None else normed
+
+    def add_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the norm of x + residual and the sum, by one kernel; None where there is none."""
+        return add_rms_norm(x, residual, self.weight, self.eps, **self._types(x))
+
+    def _types(self, x: Tensor) -> dict[str, Any]:
+        dtype = activation_dtype(x, self.weight)
+        return {"zero_centered": self.zero_centered_gamma, "dtype": dtype}
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * gamma + bias, rounded once, to `dtype`."""
+    x = _wide_enough(x, dtype)
+    weight = _gamma(weight, x, zero_centered)
+    return plain_layer_norm(x, weight, bias, eps).to(dtype)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool, dtype: torch.dtype
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * gamma, rounded once, to `dtype`."""
+    x = _wide_enough(x, dtype)
+    return plain_rms_norm(x, _gamma(weight, x, zero_centered), eps).to(dtype)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor] | None:
+    """Return rms_norm(x + residual) and the sum, or None where types would change between them."""
+    if not x.dtype == residual.dtype == dtype:
+        return None
+    return plain_add_rms_norm(x, residual, _gamma(weight, x, zero_centered), eps)
+
+
+def _wide_enough(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # The operators return the dtype of x: it must not be the narrower one.
+    return x.to(torch.promote_types(x.dtype, dtype))
+
+
+def _gamma(weight: Tensor, x: Tensor, zero_centered: bool) -> Tensor:
+    if not zero_centered:
+        return weight
+    # 1 + gamma needs the digits.
+    return weight.to(torch.promote_types(x.dtype, torch.float32)) + 1

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mindspeed.distributed.collectives import all_gather
 from mindspeed.te.pytorch.module.base import activation_dtype
+from mindspeed.te.pytorch.module.layernorm import add_rms_norm, layer_norm, rms_norm
 from mindspeed.te.pytorch.module.linear import LinearBase
-from mindspeed.te.pytorch.module.normalize import add_rms_norm, layer_norm, rms_norm
 
 if TYPE_CHECKING:
     from mindspeed.te.fused_residual_norm import ResidualNorm

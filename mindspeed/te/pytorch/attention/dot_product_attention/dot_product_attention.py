@@ -15,8 +15,9 @@ from mindspeed.te.pytorch.attention.core import (
     Softmax,
     attend_batch,
     attend_documents,
+    largest_in_batch,
+    largest_in_documents,
 )
-from mindspeed.te.pytorch.attention.largest_logit import largest_in_batch, largest_in_documents
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, Window
 from mindspeed.te.pytorch.distributed import checkpoint
 
