@@ -119,7 +119,7 @@ class LoraLinear(nn.Module):
         return out + F.linear(low, outer).to(out.dtype)
 
     def _plan_blocks(self, order: Tensor | None, linear: Any) -> _Blocks:
-        """Say where the outer factors are in that of the whole layer."""
+        """Return where the factors of each projection are in those of the whole layer."""
         rows, start = {}, 0
         for name, (size, _) in self._sizes.items():
             stop = start + size // (1 if self._is_row else self._tp)
@@ -136,7 +136,7 @@ class LoraLinear(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Tell Megatron's checkpoints which factor is cut, and along what."""
+        """Return the sharded state dict: one factor is split over the tensor-parallel ranks."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         state = self.state_dict(prefix="", keep_vars=True)
@@ -173,7 +173,7 @@ class LoraLinear(nn.Module):
         return tuple(f.to(like.device, like.dtype, copy=True).contiguous() for f in (a, b))  # type: ignore[return-value]
 
     def _mark(self, a: Tensor, b: Tensor) -> None:
-        """Tell Megatron which factor is cut, and which sums over parts of the sequence."""
+        """Mark for Megatron which factor is sharded, and which sums over parts of the sequence."""
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
         cut, whole = (a, b) if self._is_row else (b, a)
@@ -213,7 +213,7 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The place of every projection's factors in those of the layer."""
+    """The offsets of every projection's factors in those of the layer."""
 
     rows: list[slice]
     size: int
@@ -291,7 +291,7 @@ def _first_values(
     seed: int,
     loaded: Mapping[str, Factors] | None,
 ) -> Factors:
-    """Return the factors to begin with; new ones depend on the name and the seed only."""
+    """Return the initial factors; new ones depend on the name and the seed only."""
     rows, columns = size
     if loaded is not None:
         if name not in loaded:

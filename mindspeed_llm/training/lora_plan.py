@@ -93,7 +93,7 @@ def _check_loaded(folder: Path, rank: int, alpha: float) -> None:
 
 
 def check_same(plan: LoraPlan | None, saved: Mapping[str, Any]) -> None:
-    """Refuse to go on with other adapters than a run had."""
+    """Raise if a run would resume with other adapters than it was saved with."""
     now = plan.as_peft() if plan is not None else {}
     for key, flag in (
         ("r", "--lora-r"),
@@ -102,8 +102,8 @@ def check_same(plan: LoraPlan | None, saved: Mapping[str, Any]) -> None:
     ):
         if now.get(key) != saved.get(key):
             raise ConfigError(
-                f"{flag} {now.get(key, 'is not given')}: the run to go on from has "
-                f"{saved.get(key, 'no adapters')}: choose another --save, or begin from that "
+                f"{flag} {now.get(key, 'is not given')}: the checkpoint to resume from has "
+                f"{saved.get(key, 'no adapters')}: choose another --save, or start from that "
                 "checkpoint with --finetune"
             )
 

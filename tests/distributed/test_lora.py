@@ -163,7 +163,7 @@ def test_ten_steps_are_those_of_peft(
         assert not torch.allclose(tiny.logits(Path(peft.base)), loaded, atol=1e-2)
 
 
-def test_a_run_goes_on_in_another_layout_and_only_with_its_adapters(
+def test_a_run_resumes_in_another_layout_and_only_with_its_adapters(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     peft = _peft(tmp_path_factory, "llama", ALL)
@@ -171,10 +171,12 @@ def test_a_run_goes_on_in_another_layout_and_only_with_its_adapters(
     values = peft.settings(tmp_path, **dropped)
     expected = run_ranks(train, 1, values)[0]
     (tmp_path / "saved/latest_checkpointed_iteration.txt").write_text("2")
-    assert run_ranks(train, 1, values)[0] == expected, "going on is not bit-exact"
-    with pytest.raises(RankFailed, match="--lora-r 2: the run to go on from has 4"):
+    assert run_ranks(train, 1, values)[0] == expected, "resuming is not bit-exact"
+    with pytest.raises(RankFailed, match="--lora-r 2: the checkpoint to resume from has 4"):
         run_ranks(train, 1, values | {"lora_r": 2})
-    with pytest.raises(RankFailed, match="--lora-r is not given: the run to go on from has 4"):
+    with pytest.raises(
+        RankFailed, match="--lora-r is not given: the checkpoint to resume from has 4"
+    ):
         run_ranks(train, 1, values | {"lora_r": None})
 
     other = peft.settings(tmp_path / "other", train_iters=4, save_interval=2)
