@@ -1,6 +1,7 @@
 """The `mindspeed` command, and the like for the `cli` folder of another package.
 
-Every other file of such a folder is a sub-command: `add_parser(subparsers)` and `run(args) -> int`.
+Every other file of such a folder that has `add_parser(subparsers)` and `run(args) -> int` is a
+sub-command.
 What is not Python's own is imported in `main`, where Ctrl-C is quiet.
 """
 
