@@ -73,7 +73,7 @@ ATTACKS = {
     weight: r"\.metadata: decoder.layers.mlp.linear_fc1.weight is not a tensor there",
     metadata_chain: r"\.metadata: refused: it names .*_get_device_module",
     common: r"common.pt: cannot be loaded safely",
-    other_backend: r"metadata.json: is damaged: it says",
+    other_backend: r"metadata.json: is damaged: it holds",
     broken_backend: r"metadata.json: is damaged",
 }
 
