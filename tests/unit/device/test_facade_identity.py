@@ -163,6 +163,7 @@ def test_a_compiled_function_hears_what_it_hears_uncompiled(facade):
 def test_a_default_device_reaches_compiled_functions_and_older_copies(facade):
     older = inspect.unwrap(torch.empty)
     torch._dynamo.reset()
+    torch._dynamo.trace_rules.clear_lru_cache()  # tests before this one fill it without this facade
     compiled = torch.compile(lambda: torch.ones(2) + 1, fullgraph=True, backend="eager")
     with torch.device("meta"):
         made = [torch.empty(2), older(2), torch.tensor([1.0]), torch.arange(2), compiled()]
