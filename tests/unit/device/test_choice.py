@@ -1,5 +1,6 @@
 """The device is chosen by preference, or by MINDSPEED_DEVICE, which must be usable."""
 
+import mmap
 import sys
 
 import pytest
@@ -52,11 +53,12 @@ def test_the_cpu_generator_is_the_one_random_ops_draw_from():
 def test_memory_is_the_resident_set_and_its_peak_can_be_reset():
     cpu = device.known()["cpu"]
     before = cpu.memory_allocated()
-    block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    size = block.numel()
+    size = 64 * 2**20
+    block = mmap.mmap(-1, size)  # not malloc, which may reuse pages that are resident already
+    block[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)  # touches every page
     assert cpu.memory_allocated() - before > 0.9 * size
     assert cpu.max_memory_allocated() >= cpu.memory_allocated() > 0
-    del block
+    block.close()
     high = cpu.max_memory_allocated()
     cpu.reset_peak_memory()
     if sys.platform == "linux":
