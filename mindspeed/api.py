@@ -18,10 +18,8 @@ def enable(*, config: str | os.PathLike[str] | None = None, **options: Any) -> N
     options_class = activation.registry.options_class
     spelling, values = Spelling.KEYWORD, dict(options)
     if config is not None:
-        from_file = load_yaml(config, options_class).model_dump(exclude_unset=True)
-        names = options_class.accepted_names()
-        keywords = {names.get(name, name): value for name, value in options.items()}
-        spelling, values = Spelling.KEY, {**from_file, **keywords}
+        from_file = load_yaml(config, options_class).as_given()
+        spelling, values = Spelling.KEY, options | options_class.merge(from_file, options)
     given = build(options_class, values)
     activation.activate(given, Context(spelling))
     activation.preset = given

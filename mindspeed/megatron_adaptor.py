@@ -26,10 +26,8 @@ def repatch(args: Mapping[str, Any] | object) -> None:
     given = dict(args) if isinstance(args, Mapping) else vars(args)
     active = activation.current()
     options_class = active.registry.options_class
-    values = dict(active.preset)
-    names = options_class.accepted_names()
-    named = ((field, given[name]) for name, field in names.items() if name in given)
-    values.update((field, value) for field, value in named if value is not None)
+    named = {name: value for name, value in given.items() if value is not None}
+    values = options_class.merge(dict(active.preset), named)
     # The namespace of Megatron's parser is complete; what a dictionary lacks may still be set.
     is_complete = isinstance(args, argparse.Namespace)
     active.activate(build(options_class, values), Context(megatron=given if is_complete else None))

@@ -47,11 +47,15 @@ def build(
     try:
         return options_class.model_validate(dict(values))
     except ValidationError as error:
-        problems = [_explain(item, options_class, spelling) for item in error.errors()]
+        names = options_class.accepted_names()
+        old_names = {names[name]: name for name in values if name in names}
+        problems = [_explain(item, options_class, spelling, old_names) for item in error.errors()]
     raise ConfigError((f"{source}: " if source else "") + "; ".join(problems))
 
 
-def _explain(item: Any, options_class: type[Options], spelling: Spelling) -> str:
+def _explain(
+    item: Any, options_class: type[Options], spelling: Spelling, old_names: Mapping[str, str]
+) -> str:
     given, kind = item["input"], item["type"]
     owner, field, is_inside = _locate(item["loc"], options_class)
     if not field:
@@ -67,9 +71,10 @@ def _explain(item: Any, options_class: type[Options], spelling: Spelling) -> str
     if section := _section(owner, name):
         keys = f"give keys and values, of {', '.join(section.model_fields)}"
         return f"{field}: {keys if kind.endswith(TYPE_ERRORS) else _message(item)}"
-    shown = spelling.with_value(field, given)
+    typed = old_names.get(field, field)
+    shown = spelling.with_value(typed, given)
     if is_inside:
-        shown = f"{spelling.name_of(field)} holds {_plain(given)}, which"
+        shown = f"{spelling.name_of(typed)} holds {_plain(given)}, which"
     if kind.endswith(TYPE_ERRORS) and name in owner.model_fields:
         allowed = in_words(owner.model_fields[name].annotation)
         return f"{shown} is not allowed: give {allowed}"

@@ -45,8 +45,12 @@ def add_flags(
         if info.is_required():  # not in the namespace unless given, and reported as missing then
             default = argparse.SUPPRESS
         default = default if defaults is None else getattr(defaults, field)
-        flags = map(flag_name, (field, *aliases(info)))
-        parser.add_argument(*flags, dest=field, **_keywords(info, default))
+        parser.add_argument(flag_name(field), dest=field, **_keywords(info, default))
+        for alias in aliases(info):
+            # In the namespace only where it is given, so that errors can name what was typed.
+            keywords = _keywords(info, default) | {"default": argparse.SUPPRESS}
+            keywords["help"] = f"Old name of {flag_name(field)}."
+            parser.add_argument(flag_name(alias), dest=alias, **keywords)
 
 
 def from_namespace(
@@ -55,11 +59,12 @@ def from_namespace(
     defaults: Options | None = None,
 ) -> OptionsT:
     """Take the fields of an options class out of a parsed namespace; other names are not ours."""
-    values = {} if defaults is None else dict(defaults)
-    given = vars(namespace)
-    names = options_class.accepted_names()
-    values.update((field, given[name]) for name, field in names.items() if name in given)
-    return build(options_class, values, Spelling.FLAG)
+    given, values = dict(vars(namespace)), {} if defaults is None else dict(defaults)
+    for name, field in options_class.accepted_names().items():
+        unset = values.get(field, options_class.model_fields[field].default)
+        if name in given and name != field and given.get(field) == unset:
+            given.pop(field, None)  # the default of the flag whose old name was given
+    return build(options_class, options_class.merge(values, given), Spelling.FLAG)
 
 
 def add_options(
@@ -75,18 +80,19 @@ def add_options(
         add_flags(parser.add_argument_group(title, section.__doc__), section)
     add_flags(parser.add_argument_group("mindspeed") if sections else parser, options_class)
     for action in parser._actions:
-        if action.dest in options_class.model_fields:
+        if action.dest in options_class.accepted_names():
             action.default = argparse.SUPPRESS  # what is not given may be in the file
 
 
 def read_options(namespace: argparse.Namespace, options_class: type[OptionsT]) -> OptionsT:
     """Build the options that were given, by a flag or in the file; the others count as not set."""
     if namespace.config:
-        values = load_yaml(namespace.config, options_class).model_dump(exclude_unset=True)
+        values = load_yaml(namespace.config, options_class).as_given()
         for name, value in values.items():
             if "\0" in str(value):  # no path and no command line can hold it
                 raise ConfigError(f"{namespace.config}: {name} holds a NUL character")
-        namespace = argparse.Namespace(**values | vars(namespace))
+        given = vars(namespace)
+        namespace = argparse.Namespace(**given | options_class.merge(values, given))
     return from_namespace(options_class, namespace)
 
 

@@ -1,11 +1,21 @@
 """The base of every options class, and its field annotations in words and as Python types."""
 
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from typing_extensions import Self
 
 from mindspeed.config.suggest import one_of
 
@@ -81,20 +91,42 @@ class Options(BaseModel):
             names.update(dict.fromkeys(aliases(info), field))
         return names
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_aliases(cls, values: Any) -> Any:
+    def merge(cls, values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values with those of its options that are given, by the names they are given."""
+        names = cls.accepted_names()
+        ours = {name: value for name, value in given.items() if name in names}
+        given_fields = {names[name] for name in ours}
+        return {n: v for n, v in values.items() if names.get(n, n) not in given_fields} | ours
+
+    _old_names: dict[str, str] = PrivateAttr(default_factory=dict)
+    """The fields that were given by an old name, and that name."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and dict(self) == dict(other)  # type: ignore[call-overload]
+
+    def name_given(self, field: str) -> str:
+        """Return the name that a field was given by, for errors: an old name or its own."""
+        return self._old_names.get(field, field)
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the values that were set, by the names that they were given."""
+        values = self.model_dump(exclude_unset=True)
+        return {self.name_given(field): value for field, value in values.items()}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _by_old_names(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         names = cls.accepted_names()
         if not isinstance(values, dict) or len(names) == len(cls.model_fields):
-            return values
-        renamed: dict[Any, Any] = {}
-        for name, value in values.items():
-            field = names.get(name, name)
-            if field in renamed:
-                alias = next(each for each in values if names.get(each) == field != each)
+            return validate(values)
+        old_names = {names[name]: name for name in values if names.get(name, name) != name}
+        for field, alias in old_names.items():
+            if field in values:
                 raise ValueError(f"{field} and its old name {alias} are both given: drop {alias}")
-            renamed[field] = value
-        return renamed
+        options = validate({names.get(name, name): value for name, value in values.items()})
+        options._old_names = old_names
+        return options
 
     @field_validator("*", mode="before")
     @classmethod

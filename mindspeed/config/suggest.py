@@ -10,12 +10,33 @@ from mindspeed.config.errors import printable
 from mindspeed.config.synonyms import by_meaning
 
 LISTED = 20
-"""How many known names an error lists in full; beyond that only the nearest are named."""
+"""How many known names an error lists; of more, only one that is near."""
+SIMILAR, SHORT_NAME, SIMILAR_IF_SHORT = 0.75, 5, 0.66
+"""The share of letters in common that makes names near; in a short one a slip weighs more."""
+SIMILAR_WITH_COMMON_WORDS = 0.6
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most like `name`, or None when nothing is near."""
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    """Return the candidate most like `name`, or None when nothing is near.
+
+    Near are a slip of the keys, and a name with words left out or added: layers, num-layers.
+    """
+    known = {_plain(candidate): candidate for candidate in candidates}
+    typed = _plain(name)
+    found = _most_similar(typed, known, SIMILAR if len(typed) >= SHORT_NAME else SIMILAR_IF_SHORT)
+    if found is None:
+        words = set(typed.split("-"))
+        related = [n for n in known if (w := set(n.split("-"))) <= words or w >= words]
+        found = _most_similar(typed, related, SIMILAR_WITH_COMMON_WORDS)
+    return None if found is None else known[found]
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()
+
+
+def _most_similar(name: str, candidates: Iterable[str], cutoff: float) -> str | None:
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
@@ -26,8 +47,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     if match is not None:
         return f"did you mean {match}?"
     if len(known) > LISTED:
-        known = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-        return f"the most similar known names are {one_of(known)}"
+        return f"none of the {len(known)} known names is similar"
     return f"known: {', '.join(known)}"
 
 
@@ -59,7 +79,8 @@ def _hint(word: str, known: Collection[str]) -> str | None:
     fields = {flag.lstrip("-").replace("-", "_"): flag for flag in known if flag.startswith("--")}
     if word.startswith("-") and (hint := by_meaning(word, fields, fields.__getitem__)):
         return hint
-    return did_you_mean(word, known) if nearest(word, known) else None
+    same_kind = [one for one in known if one.startswith("--") == word.startswith("-")]
+    return did_you_mean(word, same_kind) if nearest(word, same_kind) else None
 
 
 def _unknown_names(message: str) -> list[str]:

@@ -15,7 +15,9 @@ _MICRO = ("{micro_batch_size}", "{batch_size}")
 _MODEL = ("{model.init_from_hf_path}", "{load}", "{load_dir}", "{tokenizer_name_or_path}")
 _DATA = ("{data_path}", "{data.dataset_param.basic_parameters.dataset}", "{input}", "{prompts}")
 _OUTPUT = ("{save}", "{save_dir}", "{output_prefix}", "{output}")
-_BOARD = ("{tensorboard_dir} for TensorBoard, or {log_file} for lines of JSON",)
+_WANDB = ("{report_to} wandb",)
+_BETA = ("{dpo_beta}, {simpo_beta} or {kto_beta}",)
+_LOSS = ("{dpo_loss_type} or {simpo_loss_type}",)
 _EVALUATE = ("{eval_interval} and {eval_iters}",)
 _VALIDATE = (
     "{data.dataset_param.basic_parameters.val_dataset}",
@@ -97,6 +99,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "model_max_length": _LENGTH,
     "max_length": _LENGTH,
     "sequence_length": _LENGTH,
+    "context_length": _LENGTH,
     "seq_len": _LENGTH,
     "block_size": _LENGTH,
     "decoder_seq_length": _LENGTH,
@@ -135,6 +138,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "lr_scheduler": ("{lr_decay_style}",),
     "warmup_ratio": ("{lr_warmup_fraction}",),
     "warmup_steps": ("{lr_warmup_iters}",),
+    "warmup": ("{lr_warmup_fraction} or {lr_warmup_iters}",),
     "lr_warmup_samples": ("{lr_warmup_iters} = samples / {global_batch_size}",),
     "lr_decay_samples": ("{lr_decay_iters} = samples / {global_batch_size}",),
     "min_learning_rate": ("{min_lr}",),
@@ -153,14 +157,27 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "save_total_limit": ("{keep_last}",),
     "logging_steps": ("{log_interval}",),
     "logging_dir": ("{tensorboard_dir}",),
-    "report_to": _BOARD,
-    "use_wandb": _BOARD,
-    "wandb_project": _BOARD,
+    "use_wandb": _WANDB,
+    "wandb_project": _WANDB,
     "plot_loss": ("{log_file}, which mindspeed-llm plot draws",),
     "eval_steps": _EVALUATE,
     "eval_strategy": _EVALUATE,
     "evaluation_strategy": _EVALUATE,
     "do_eval": _EVALUATE,
+    # preferences
+    "beta": _BETA,
+    "pref_beta": _BETA,
+    "loss_type": _LOSS,
+    "pref_loss": _LOSS,
+    "label_smoothing": ("{dpo_label_smoothing} or {simpo_label_smoothing}",),
+    "simpo_gamma": ("{gamma_beta_ratio}, as a multiple of {simpo_beta}",),
+    "rpo_alpha": ("{pref_ftx}",),
+    "ref_model_name_or_path": ("{ref_model}",),
+    "precompute_ref_logps": ("{precompute_ref_log_probs}",),
+    "desirable_weight": ("{kto_desirable_weight}",),
+    "undesirable_weight": ("{kto_undesirable_weight}",),
+    "kto_chosen_weight": ("{kto_desirable_weight}",),
+    "kto_rejected_weight": ("{kto_undesirable_weight}",),
     # devices
     "torch_dtype": _DTYPE,
     "dtype": _DTYPE,

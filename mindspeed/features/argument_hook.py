@@ -2,13 +2,13 @@
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mindspeed.config import ConfigError, Spelling, add_flags, from_namespace, suggest_flags
 from mindspeed.distributed.environment import is_local_rank_zero
 from mindspeed.features.activation import current
-from mindspeed.features.base import Context
+from mindspeed.features.base import Context, Feature
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 MISUSE = 2
@@ -47,8 +47,16 @@ class _Provider:
         activation = current()
         group = self.parser.add_argument_group("mindspeed")
         add_flags(group, activation.registry.options_class, defaults=activation.preset)
+        _add_choices(self.parser, activation.registry)
         suggest_flags(self.parser)
         return self.parser
+
+
+def _add_choices(parser: argparse.ArgumentParser, features: Iterable[Feature]) -> None:
+    added = {name: more for each in features for name, more in each.megatron_choices.items()}
+    for action in parser._actions:
+        if action.dest in added and action.choices is not None:
+            action.choices = [*action.choices, *added[action.dest]]
 
 
 def _activate(namespace: argparse.Namespace) -> None:

@@ -38,6 +38,10 @@ class Context:
         value = (self.megatron or {}).get(name)
         return default if value is None else value
 
+    def name_of(self, options: config.Options, field: str) -> str:
+        """Spell an option as the user did, also where that is an old name."""
+        return self.spelling.name_of(options.name_given(field))
+
 
 def bind(factory: str, *arguments: Any) -> Callable[[Any], Any]:
     """Make a wrap factory of "module:name" that is called with the original and these arguments.
@@ -70,6 +74,8 @@ class Feature:
     """Features that must be off, each with the reason; it holds both ways."""
     megatron_flags: ClassVar[tuple[str, ...]] = ()
     """Megatron's own flags that belong to it; the first one switches it on."""
+    megatron_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Values that it adds to Megatron's own flags, by the name of the argument."""
     is_native: ClassVar[bool] = False
     """Megatron does it all; whether it is on depends on Megatron's arguments only."""
     devices: ClassVar[tuple[str, ...]] = ALL_DEVICES
@@ -114,10 +120,10 @@ class Feature:
         """The flags of this feature, ours and Megatron's."""
         return (*map(flag_name, self.fields), *self.megatron_flags)
 
-    def spelled(self, spelling: Spelling) -> str:
+    def spelled(self, options: Any, context: Context) -> str:
         """Name the feature by the switch that the user wrote."""
         if self.enabled_by is not None:
-            return spelling.name_of(self.enabled_by)
+            return context.name_of(options, self.enabled_by)
         return self.megatron_flags[0] if self.megatron_flags else self.name
 
 

@@ -1,7 +1,6 @@
 """Decide which features the options switch on, and refuse what cannot work together."""
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +55,7 @@ def _warn_idle(choice: Choice, options: Any, context: Context) -> None:
 
 
 def _choose(feature: Feature, needs: list[Choice], options: Any, context: Context) -> Choice:
-    switch = _switch_name(feature, context)
+    switch = feature.spelled(options, context)
     if feature.is_native and context.megatron is None:
         return Choice(feature, False, "Megatron's own configuration decides", is_known=False)
     if feature.is_native:
@@ -83,11 +82,11 @@ def _choose_by_device(
 ) -> Choice:
     name = device_name()
     if name not in feature.default_devices:
-        return Choice(feature, False, f"{_switch_name(feature, context)} is not set")
+        return Choice(feature, False, f"{feature.spelled(options, context)} is not set")
     if feature.level > options.optimization_level:
         asked = context.spelling.with_value("optimization_level", options.optimization_level)
         return Choice(feature, False, f"level {feature.level:d} is above {asked}")
-    missing = [_switch_name(need.feature, context) for need in needs if need.state == "off"]
+    missing = [need.feature.spelled(options, context) for need in needs if need.state == "off"]
     if missing:
         return Choice(feature, False, f"{', '.join(missing)} is off")
     try:
@@ -98,35 +97,22 @@ def _choose_by_device(
 
 
 def _check(features: list[Feature], registry: Registry, options: Any, context: Context) -> None:
+    def switch(feature: Feature) -> str:
+        return feature.spelled(options, context)
+
     for feature in features:
-        _check_requires(feature, features, registry, context)
-        _check_conflicts(feature, features, registry, context)
+        for needed in map(registry.__getitem__, feature.requires):
+            unknown = needed.is_native and context.megatron is None
+            if needed not in features and not unknown:
+                ours, theirs = switch(feature), switch(needed)
+                raise ConfigError(f"{ours} needs {theirs}: add {theirs} or drop {ours}")
+        for other in features:
+            reason = registry.conflict(feature, other)
+            if reason is not None:
+                one, two = sorted([switch(feature), switch(other)])
+                raise ConfigError(f"{one} and {two} cannot be used together: {reason}; drop one")
     for feature in features:
         feature.check(options, context)
-
-
-def _check_requires(
-    feature: Feature, on: Iterable[Feature], registry: Registry, context: Context
-) -> None:
-    for needed in map(registry.__getitem__, feature.requires):
-        unknown = needed.is_native and context.megatron is None
-        if needed not in on and not unknown:
-            ours, theirs = _switch_name(feature, context), _switch_name(needed, context)
-            raise ConfigError(f"{ours} needs {theirs}: add {theirs} or drop {ours}")
-
-
-def _check_conflicts(
-    feature: Feature, on: Iterable[Feature], registry: Registry, context: Context
-) -> None:
-    for other in on:
-        reason = registry.conflict(feature, other)
-        if reason is not None:
-            first, second = sorted([_switch_name(feature, context), _switch_name(other, context)])
-            raise ConfigError(f"{first} and {second} cannot be used together: {reason}; drop one")
-
-
-def _switch_name(feature: Feature, context: Context) -> str:
-    return feature.spelled(context.spelling)
 
 
 def device_name() -> str:

@@ -1,13 +1,18 @@
 """Batches of Megatron's scripts without broadcasts in tensor-parallel groups of one rank."""
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from packaging.version import Version
+
 from mindspeed import config
+from mindspeed.compat import megatron
 from mindspeed.features.base import Feature, Level
 from mindspeed.patching import Patch
+
+WITHOUT_COUNT = Version("0.18")
+"""From here on Megatron sends no count of documents, for which the host waited."""
 
 
 class LocalBatches(Feature):
@@ -29,8 +34,7 @@ class LocalBatches(Feature):
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Wrap the function through which the scripts get their batches."""
-        # Only Megatron-LM's own training package has it, and its parser ran by now.
-        if "megatron.training.arguments" in sys.modules:
+        if megatron.has_training() and megatron.version() < WITHOUT_COUNT:
             yield Patch.wrap(
                 "megatron.training.utils:get_batch_on_this_tp_rank",
                 wrap_get_batch,

@@ -1,13 +1,12 @@
 """SwiGLU in the epilogues of the GEMMs around it."""
 
-import pkgutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 from mindspeed import config
 from mindspeed.config import Alias, ConfigError
-from mindspeed.features.base import Context, Effect, Feature, Level
+from mindspeed.features.base import Context, Feature, Level
+from mindspeed.patching import Patch
 
 
 class FuseSwigluGemm(Feature):
@@ -33,19 +32,16 @@ class FuseSwigluGemm(Feature):
         from mindspeed.device.hopper import QUACK
 
         if not QUACK.is_here():
-            flag = context.spelling.name_of("fuse_swiglu_gemm")
+            flag = context.name_of(options, "fuse_swiglu_gemm")
             raise ConfigError(
                 f"{flag} needs a Hopper GPU and {QUACK.name}: pip install '{QUACK.requirement}' "
                 f"(beside a CUDA 13 build of torch) or drop {flag}"
             )
 
-    def effects(self, options: Any) -> Iterator[Effect]:
-        """Let the fused MLP, which `fused_swiglu` puts in, use the kernels."""
-        yield Effect("SwiGLU is computed in the epilogue of fc1's GEMM", _enabled())
-
-
-@contextmanager
-def _enabled() -> Iterator[None]:
-    # By name, as the factories of patches: what needs torch is imported when the feature goes on.
-    with pkgutil.resolve_name("mindspeed.te.fused_mlp:swiglu_in_epilogue")():
-        yield
+    def patches(self, options: Any) -> Iterator[Patch]:
+        """Let the fused MLPs that `fused_swiglu` builds use the kernels."""
+        yield Patch.wrap(
+            "megatron.core.transformer.mlp:MLP.__init__",
+            "mindspeed.te.fused_mlp:wrap_mlp_init_in_epilogue",
+            why="chosen when an MLP is built; no spec or argument reaches it",
+        )

@@ -49,6 +49,11 @@ class FusedSwiglu(Feature):
             why="experts call this one, with a factor for each token",
         )
         yield Patch.wrap(
+            "megatron.core.transformer.mlp:MLP.__init__",
+            "mindspeed.te.fused_mlp:wrap_mlp_init",
+            why="an MLP of any spec gets the fused path when it is built",
+        )
+        yield Patch.wrap(
             "megatron.core.transformer.mlp:MLP.forward",
             "mindspeed.te.fused_mlp:wrap_mlp_forward",
             why="fc2 recomputes the activation of fc1, and only the MLP has both, in any spec",

@@ -1,12 +1,12 @@
 """Layers that do nothing, to balance pipeline stages that also hold the embedding or the loss."""
 
-import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import field_validator
 
 from mindspeed import config
+from mindspeed.compat import megatron
 from mindspeed.config import CommaSeparated, ConfigError
 from mindspeed.features.base import Context, Feature, Level, bind
 from mindspeed.patching import Patch
@@ -79,8 +79,8 @@ class NoopLayers(Feature):
             f"{PACKAGE}:wrap_sharded_state_dict",
             why="layers without weights leave holes in tensors that are stacked over layers",
         )
-        # Only Megatron-LM's own training package counts operations, and its parser ran by now.
-        if "megatron.training.arguments" in sys.modules:
+        # Only Megatron-LM's own training package counts operations.
+        if megatron.has_training():
             yield Patch.wrap(
                 "megatron.training.training:num_floating_point_operations",
                 bind(f"{PACKAGE}:wrap_num_floating_point_operations", layers),

@@ -1,10 +1,10 @@
 """Model and hardware FLOP/s in the log line, counted operator by operator."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from mindspeed import config
+from mindspeed.compat import megatron
 from mindspeed.features.base import Feature, Level
 from mindspeed.patching import Patch
 
@@ -55,8 +55,8 @@ class OpCalTflops(Feature):
             f"{COUNTER}:marks_recompute",
             why="logits that were not kept are computed again in its backward",
         )
-        # Only Megatron-LM's own training package has a loop, and its parser ran by now.
-        if "megatron.training.arguments" in sys.modules:
+        # Only Megatron-LM's own training package has a loop.
+        if megatron.has_training():
             yield Patch.wrap(
                 "megatron.training.training:train_step",
                 f"{PACKAGE}:wrap_train_step",

@@ -14,9 +14,11 @@ from mindspeed.config import (
     ConfigError,
     Options,
     add_flags,
+    add_options,
     build,
     from_namespace,
     load_yaml,
+    read_options,
 )
 
 
@@ -120,11 +122,34 @@ def test_an_old_name_is_accepted_through_every_front_door(tmp_path, value):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, Renamed)
     parsed = parser.parse_args(["--in-product" if value else "--no-in-product"])
-    assert parsed.fuse_gemm is value and not hasattr(parsed, "in_product")
     from_keywords = build(Renamed, {"in_product": value})
     assert from_keywords == Renamed(fuse_gemm=value) == load_yaml(file, Renamed)
     assert from_namespace(Renamed, parsed) == from_keywords
     assert from_namespace(Renamed, argparse.Namespace(in_product=value)) == from_keywords
+    preset = Renamed(fuse_gemm=not value)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, Renamed, defaults=preset)
+    parsed = parser.parse_args(["--in-product" if value else "--no-in-product"])
+    assert from_namespace(Renamed, parsed, defaults=preset) == from_keywords
+
+
+def test_errors_name_the_old_name_where_that_was_given(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("in_product: 3\n")
+    with pytest.raises(ConfigError, match="in_product: 3 is not allowed: give true or false"):
+        load_yaml(file, Renamed)
+    file.write_text("in_product: true\n")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser, Renamed)
+    for words, name in (
+        (["--in-product"], "in_product"),
+        (["--config", str(file)], "in_product"),
+        (["--config", str(file), "--fuse-gemm"], "fuse_gemm"),
+        (["--no-fuse-gemm"], "fuse_gemm"),
+    ):
+        options = read_options(parser.parse_args(words), Renamed)
+        assert options.name_given("fuse_gemm") == name
+        assert options.as_given() == {name: "--no-fuse-gemm" not in words}
 
 
 @pytest.mark.parametrize("order", [("fuse_gemm", "in_product"), ("in_product", "fuse_gemm")])
@@ -134,3 +159,7 @@ def test_both_names_at_once_are_refused(order):
     assert str(raised.value) == (
         "fuse_gemm and its old name in_product are both given: drop in_product"
     )
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, Renamed)
+    with pytest.raises(ConfigError, match="are both given"):
+        from_namespace(Renamed, parser.parse_args(["--in-product", "--no-fuse-gemm"]))

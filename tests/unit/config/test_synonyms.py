@@ -58,7 +58,8 @@ def test_every_entry_answers_in_some_command():
 LLM = [
     ("--lora-rank", "did you mean --lora-r?"),
     ("--cutoff-len", "did you mean --seq-length?"),
-    ("--report-to", "use --tensorboard-dir for TensorBoard, or --log-file for lines of JSON"),
+    ("--wandb-project", "use --report-to wandb"),
+    ("--simpo-gamma", "use --gamma-beta-ratio, as a multiple of --simpo-beta"),
     ("--use-ema", "use --optimizer-selection fused_ema_adamw and --ema-decay"),
     (
         "--gradient-accumulation-steps",

@@ -91,6 +91,7 @@ CASES = {
     "unmet": {"line": "--use-fused-swiglu"},
     "heads": {"line": "--tensor-model-parallel-size 3 --num-attention-heads 4"},
     "needs": {"line": "--overlap-param-gather"},
+    "old name": {"line": "--swiglu-in-product --swiglu"},
     "quiet rank": {"line": "--use-fused-swiglu", "env": {"RANK": "1"}},
     "first of a machine": {"line": "--use-fused-swiglu", "env": {"RANK": "8", "LOCAL_RANK": "0"}},
     "preset": {"line": "--swiglu", "enable": {"use_fused_swiglu": True}},
@@ -123,6 +124,37 @@ def results(request, tmp_path_factory):
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     keys = ("out", "err", "code", "args", "on")
     return {name: dict(zip(keys, line)) for name, line in zip(CASES, lines, strict=True)}
+
+
+def test_features_on_before_the_script_imports_megatron_training_reach_it(tmp_path):
+    """As with the defaults of a device: the parser finds them on and changes nothing."""
+    files = {
+        **VERSIONS["0.12-0.16"],
+        "utils.py": "def get_batch_on_this_tp_rank(data_iterator):\n    return {}\n",
+        "training.py": TRAINING,
+    }
+    script = """
+import sys
+import mindspeed
+mindspeed.enable(skip_batch_broadcasts=True)
+from megatron.training.initialize import initialize
+from megatron.training.utils import get_batch_on_this_tp_rank
+sys.argv = ["pretrain.py"]
+initialize()
+print(get_batch_on_this_tp_rank.__wrapped__.__name__)
+"""
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    for name, text in {**files, "__init__.py": ""}.items():
+        (package / name).write_text(text)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path, "MINDSPEED_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "get_batch_on_this_tp_rank\n", done.stderr
 
 
 def test_a_script_without_our_flags_parses_as_before(results):
@@ -169,6 +201,10 @@ def test_unknown_flags_can_be_ignored_as_upstream(results):
         ("no such layer", "--noop-layers 0,9 names a layer that does not exist: --num-layers 4"),
         ("unmet", "--use-fused-swiglu needs a SwiGLU MLP: add --swiglu or drop"),
         ("heads", "--tensor-model-parallel-size 3 does not divide --num-attention-heads 4: use"),
+        (
+            "old name",
+            "--swiglu-in-product needs --use-fused-swiglu: add --use-fused-swiglu or drop",
+        ),
         ("needs", "--overlap-param-gather needs --use-distributed-optimizer: add"),
         ("first of a machine", "--use-fused-swiglu needs a SwiGLU MLP"),
     ],
