@@ -1,14 +1,15 @@
 """Megatron's SwiGLU MLP with its two linears and the activation as one path.
 
 fc1 hands its pre-activation and SwiGLU of it to fc2, which keeps the pre-activation for backward
-and not the activation. fc1's GEMM may compute SwiGLU in its epilogue.
+and not the activation. fc1's GEMM may compute SwiGLU in its epilogue. An MLP gets the path when it
+is built; code that is put into one of its linears later, a hook or an adapter, makes it Megatron's
+again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,22 +19,31 @@ from torch.nn.modules import module as every_module
 
 from mindspeed.te.pytorch.module.linear import LinearBase
 
-_in_epilogue = False
+
+def wrap_mlp_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Choose the path of an MLP: `fused_linears` are the classes of its linears if it is fused."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fused_linears = _classes(self) if is_fusible(self) else None
+
+    return __init__
 
 
-@contextmanager
-def swiglu_in_epilogue() -> Iterator[None]:
-    """Let fc1's GEMM compute SwiGLU where a kernel does both."""
-    global _in_epilogue
-    _in_epilogue = True
-    try:
-        yield
-    finally:
-        _in_epilogue = False
+def wrap_mlp_init_in_epilogue(original: Callable[..., None]) -> Callable[..., None]:
+    """Let fc1's GEMM compute SwiGLU in a fused MLP, where a kernel does both."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.swiglu_in_epilogue = True
+
+    return __init__
 
 
 def wrap_mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an MLP of this package's linears without a bias as one path; others stay Megatron's."""
+    """Run an MLP that was built for it as one path; others stay Megatron's."""
 
     @functools.wraps(original)
     def forward(
@@ -43,32 +53,30 @@ def wrap_mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if per_token_scale is not None or torch.compiler.is_compiling() or not is_fusible(self):
+        if per_token_scale is not None or torch.compiler.is_compiling() or not _is_as_built(self):
             return original(self, hidden_states, per_token_scale, *args, **kwargs)
-        return _forward(self.linear_fc1, self.linear_fc2, hidden_states), None
+        return _forward(self, hidden_states), None
 
     return forward
 
 
-def _forward(fc1: LinearBase, fc2: LinearBase, hidden_states: Tensor) -> Tensor:
+def _forward(mlp: Any, hidden_states: Tensor) -> Tensor:
+    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
     x = _run_forward_pre_hooks(fc1, hidden_states)
-    preact, activated = fc1.linear_swiglu(x, in_epilogue=_in_epilogue)
+    in_epilogue = getattr(mlp, "swiglu_in_epilogue", False)
+    preact, activated = fc1.linear_swiglu(x, in_epilogue=in_epilogue)
     # A hook that returns another input of fc2 gets its gradient through `activated`.
     given = _run_forward_pre_hooks(fc2, activated)
     return fc2.swiglu_linear(preact if given is activated else None, given)
 
 
 def is_fusible(mlp: Any) -> bool:
-    """Return whether an MLP is fc1, SwiGLU and fc2, with nothing that sees the tensors between."""
+    """Return whether an MLP, as it is built, is fc1, SwiGLU and fc2 of this package's linears."""
     return (
         _is_plain_swiglu(mlp.config)
         and _is_plain_linear(mlp.linear_fc1)
         and _is_plain_linear(mlp.linear_fc2)
         and mlp.linear_fc1.parallel_mode != "row"
-        and not any(
-            getattr(every_module, f"_global_{kind}")
-            for kind in ("forward_pre_hooks", "forward_hooks", *_BACKWARD_HOOKS)
-        )
     )
 
 
@@ -84,16 +92,42 @@ def _is_plain_swiglu(config: Any) -> bool:
     )
 
 
-_BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
-
-
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Return whether a module is one of the socket's linears, as Megatron built it."""
+    """Return whether a module is one of the socket's linears without a bias."""
     return (
         type(module).forward in _socket_forwards()
-        and "forward" not in vars(module)
         and not getattr(module, "use_bias", True)
         and not getattr(module, "return_layernorm_output", False)
+    )
+
+
+_BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(
+    getattr(every_module, f"_global_{kind}")
+    for kind in ("forward_pre_hooks", "forward_hooks", *_BACKWARD_HOOKS)
+)
+
+
+def _is_as_built(mlp: Any) -> bool:
+    """Return whether an MLP is fused and nothing since then sees the tensors between its linears.
+
+    Hooks and adapters may come and go between two steps.
+    """
+    return (
+        getattr(mlp, "fused_linears", None) == _classes(mlp)
+        and _is_untouched(mlp.linear_fc1)
+        and _is_untouched(mlp.linear_fc2)
+        and not any(_GLOBAL_HOOKS)
+    )
+
+
+def _classes(mlp: Any) -> tuple[type, type]:
+    return type(mlp.linear_fc1), type(mlp.linear_fc2)
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    return (
+        "forward" not in vars(module)
         and not module._forward_hooks
         and not any(getattr(module, f"_{kind}") for kind in _BACKWARD_HOOKS)
     )

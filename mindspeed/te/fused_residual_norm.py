@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed.memory.swap import is_swap
+
 # How torch shows that saved-tensor hooks are active, as under its checkpoint; 2.7 does not.
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -96,7 +98,10 @@ class ResidualNorm:
 
 def _is_recorded_as_is() -> bool:
     """Return whether autograd records, without the saved-tensor hooks of checkpoints."""
-    return torch.is_grad_enabled() and _top_hooks is not None and _top_hooks(True) is None
+    if not torch.is_grad_enabled() or _top_hooks is None:
+        return False
+    hooks = _top_hooks(True)
+    return hooks is None or is_swap(hooks[0])
 
 
 class AddWithNorm:

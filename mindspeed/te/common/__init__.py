@@ -1,4 +1,4 @@
-"""What does not depend on the framework: the quantisation recipes."""
+"""Framework-independent part of the API: quantization recipes."""
 
 from mindspeed.te.common import recipe
 

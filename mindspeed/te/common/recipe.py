@@ -1,4 +1,4 @@
-"""Quantisation recipes as plain data: they describe what was asked for, nothing runs them here."""
+"""Quantization recipes as plain data: Megatron builds them, no kernel here reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _E2M1_MAX = 6.0
 
 
 class Format(enum.Enum):
-    """Number formats of quantised tensors."""
+    """Number formats of quantized tensors."""
 
     E2M1 = FormatLimits(_E2M1_MAX, _E2M1_MAX)
     E4M3 = FormatLimits(_E4M3_MAX, _E4M3_MAX)
@@ -33,16 +33,16 @@ class Format(enum.Enum):
 
 
 class Recipe:
-    """Base of all recipes."""
+    """Base class of recipes."""
 
     def delayed(self) -> bool:
-        """Whether scales come from earlier steps."""
+        """Return whether scaling factors come from the amax history of earlier steps."""
         return isinstance(self, DelayedScaling)
 
 
 @dataclass
 class DelayedScaling(Recipe):
-    """One scale a tensor, from the largest values of earlier steps."""
+    """Per-tensor scaling from the amax history of earlier steps."""
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -53,14 +53,14 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    # Megatron passes the keywords of its modules along; they mean nothing to a recipe.
+    # Megatron passes the keywords of its modules, too; a recipe ignores them.
     params_dtype: torch.dtype | None = None
     device: Any = None
 
 
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """One scale a tensor, from its own largest value."""
+    """Per-tensor scaling from the current amax."""
 
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
@@ -69,7 +69,7 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """One scale a block of a tensor."""
+    """One scaling factor per block of a tensor."""
 
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -78,7 +78,7 @@ class Float8BlockScaling(Recipe):
 
 @dataclass
 class MXFP8BlockScaling(Recipe):
-    """One power of two for 32 values."""
+    """One power-of-two scaling factor per 32 values."""
 
     fp8_format: Format = Format.E4M3
     margin: int = 0
@@ -88,7 +88,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass
 class NVFP4BlockScaling(Recipe):
-    """Four bits a value, one E4M3 scale for 16 values."""
+    """FP4 values with one E4M3 scaling factor per 16 values."""
 
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
@@ -98,7 +98,7 @@ class NVFP4BlockScaling(Recipe):
 
 @dataclass
 class CustomRecipe(Recipe):
-    """Quantisers made by the user's own factory."""
+    """Quantizers from a user-defined factory."""
 
     qfactory: Callable[..., Any]
     fp8_dpa: bool = False

@@ -1,5 +1,6 @@
 """Which MLPs run as one path."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ CONFIG = {
 class Mlp(torch.nn.Module):
     """As Megatron's, as far as the fused path reads it."""
 
+    @fused_mlp.wrap_mlp_init
     def __init__(self, **changes):
         super().__init__()
         self.config = SimpleNamespace(**CONFIG | changes)
@@ -52,13 +54,13 @@ def run(mlp):
     return shapes, [out, x.grad, *(weight.grad for weight in mlp.parameters())]
 
 
-def test_an_mlp_keeps_no_activation_and_equals_megatrons(monkeypatch):
+def test_an_mlp_keeps_no_activation_and_equals_megatrons():
     torch.manual_seed(0)
     mlp = Mlp()
-    assert fused_mlp.is_fusible(mlp)
+    assert mlp.fused_linears == (Linear, Linear)
     fused_shapes, fused = run(mlp)
     mlp.zero_grad()
-    monkeypatch.setattr(fused_mlp, "is_fusible", lambda _: False)
+    mlp.fused_linears = None
     plain_shapes, plain = run(mlp)
     assert (3, 2, 8) not in fused_shapes and (3, 2, 8) in plain_shapes
     torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
@@ -78,7 +80,34 @@ def test_an_mlp_keeps_no_activation_and_equals_megatrons(monkeypatch):
     ids=str,
 )
 def test_other_mlps_stay_megatrons(changes):
-    assert not fused_mlp.is_fusible(Mlp(**changes))
+    assert Mlp(**changes).fused_linears is None
+
+
+def test_the_path_is_chosen_when_an_mlp_is_built():
+    """Neither the config nor a feature that is switched later changes an MLP that exists."""
+    torch.manual_seed(0)
+    mlp = Mlp()
+    mlp.config.activation_func = gelu
+    shapes, _ = run(mlp)
+    assert (3, 2, 8) not in shapes
+    copied = copy.deepcopy(mlp)
+    assert copied.fused_linears == (Linear, Linear)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_swiglu_in_the_epilogue_belongs_to_the_mlp(is_asked):
+    class Asked(Mlp):
+        __init__ = fused_mlp.wrap_mlp_init_in_epilogue(Mlp.__init__)
+
+    other, mlp = Mlp(), (Asked if is_asked else Mlp)()
+    asked = []
+    for each in (other, mlp):
+        original = each.linear_fc1.linear_swiglu
+        each.linear_fc1.linear_swiglu = lambda x, in_epilogue, original=original: (
+            asked.append(in_epilogue) or original(x, in_epilogue=in_epilogue)
+        )
+        run(each)
+    assert asked == [False, is_asked]
 
 
 def test_weights_per_token_stay_megatrons():

@@ -1,4 +1,4 @@
-"""Low precision, which is off: the switches under the names Megatron imports."""
+"""The FP8 API that Megatron imports from transformer_engine; FP8 is disabled here."""
 
 from mindspeed.te.pytorch.fp8.switches import (
     FP8GlobalStateManager,

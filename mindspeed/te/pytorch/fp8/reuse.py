@@ -1,4 +1,4 @@
-"""What verl calls where fp8_reuse_quantized_weight is set; there are no such weights here."""
+"""Functions that verl calls if fp8_reuse_quantized_weight is set; without FP8 they raise."""
 
 from mindspeed.te.pytorch.fp8.switches import refuse
 
@@ -8,10 +8,10 @@ _OPTION = "fp8_reuse_quantized_weight"
 
 
 def clear_weight_quantization_reuse_cache(release_storage: bool = False) -> None:
-    """Say that no quantised weight is kept, and what to do."""
+    """Raise: there is no cache of quantized weights."""
     refuse(_OPTION)
 
 
 def set_weight_release_enabled(enabled: bool) -> None:
-    """Say that no weight is released in favour of a quantised one, and what to do."""
+    """Raise: there are no quantized weights whose originals could be released."""
     refuse(_OPTION)

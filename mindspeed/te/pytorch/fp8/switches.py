@@ -1,4 +1,4 @@
-"""The FP8 switches. They say "off", and asking for "on" is an error that says what to do."""
+"""The FP8 API of transformer_engine on devices without FP8: always off, enabling it raises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed.te.common.recipe import Recipe
 
 
 def refuse(what: str) -> NoReturn:
-    """Say that low precision is not to be had on this device, and what to do."""
+    """Raise for a request for FP8 or FP4, with the alternatives."""
     raise RuntimeError(
         f"{what} asks for FP8 or FP4, which mindspeed.te does not offer on "
         f"{device.current().name}: train in bf16 (leave --fp8-format, --fp8-param-gather and "
@@ -22,36 +22,36 @@ def refuse(what: str) -> NoReturn:
 
 
 def check_fp8_support() -> tuple[bool, str]:
-    """Say no, and why."""
+    """Return False and the reason: FP8 is not implemented here."""
     return False, f"mindspeed.te does not offer FP8 on {device.current().name}"
 
 
 class FP8GlobalStateManager:
-    """What Megatron asks about FP8 at run time."""
+    """The FP8 state that Megatron queries at run time: disabled."""
 
     @staticmethod
     def is_fp8_available() -> tuple[bool, str]:
-        """Say no, and why."""
+        """Return False and the reason."""
         return check_fp8_support()
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """Say no."""
+        """Return False: modules run in their own dtype."""
         return False
 
     @staticmethod
     def is_fp8_calibration() -> bool:
-        """Say no."""
+        """Return False: no scaling factors are calibrated."""
         return False
 
     @staticmethod
     def get_fp8_recipe() -> Recipe | None:
-        """There is none."""
+        """Return None: no recipe is active."""
         return None
 
     @staticmethod
     def get_fp8_group() -> ProcessGroup | None:
-        """There is none."""
+        """Return None: no process group reduces amax values."""
         return None
 
 
@@ -62,7 +62,7 @@ def fp8_autocast(
     fp8_group: ProcessGroup | None = None,
     _graph: bool = False,
 ) -> AbstractContextManager[None]:
-    """Do nothing where FP8 is off; refuse to turn it on."""
+    """Return a null context; raise if FP8 is enabled."""
     if enabled or calibrating:
         refuse("fp8_autocast(enabled=True)")
     return nullcontext()
@@ -75,7 +75,7 @@ def autocast(
     amax_reduction_group: ProcessGroup | None = None,
     _graph: bool = False,
 ) -> AbstractContextManager[None]:
-    """Do nothing where quantisation is off; refuse to turn it on."""
+    """Return a null context; raise if quantization is enabled."""
     if enabled or calibrating:
         refuse("autocast(enabled=True)")
     return nullcontext()
@@ -86,7 +86,7 @@ def fp8_model_init(
     recipe: Recipe | None = None,
     preserve_high_precision_init_val: bool = False,
 ) -> AbstractContextManager[None]:
-    """Build modules with ordinary weights; refuse to build FP8 ones."""
+    """Return a null context, so weights keep their dtype; raise if FP8 weights are requested."""
     if enabled:
         refuse("fp8_model_init(enabled=True)")
     return nullcontext()
@@ -97,7 +97,7 @@ def quantized_model_init(
     recipe: Recipe | None = None,
     preserve_high_precision_init_val: bool = False,
 ) -> AbstractContextManager[None]:
-    """Build modules with ordinary weights; refuse to build quantised ones."""
+    """Return a null context, so weights keep their dtype; raise if quantized weights are asked."""
     if enabled:
         refuse("quantized_model_init(enabled=True)")
     return nullcontext()

@@ -1,4 +1,4 @@
-"""Quantised tensor classes. No tensor is an instance of them, so isinstance() answers no."""
+"""Quantized tensor classes; no tensor is an instance of them, so isinstance() returns False."""
 
 from mindspeed.te.pytorch.tensor.float8_tensor import Float8Tensor
 from mindspeed.te.pytorch.tensor.mxfp8_tensor import MXFP8Tensor

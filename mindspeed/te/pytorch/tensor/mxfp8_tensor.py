@@ -1,4 +1,4 @@
-"""The class under which Megatron looks for these tensors."""
+"""MXFP8Tensor, under the path that Megatron imports it from."""
 
 from mindspeed.te.pytorch.tensor.quantized_tensor import QuantizedTensor
 

@@ -1,4 +1,4 @@
-"""The base of the quantised tensor classes."""
+"""Base class of the quantized tensor classes."""
 
 from __future__ import annotations
 
