@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -64,6 +65,11 @@ class Accelerator(Device):
     def current_stream(self) -> Any:
         """Return the current stream."""
         return self.module.current_stream()
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Queue work on a stream while entered."""
+        context: AbstractContextManager[object] = self.module.stream(stream)
+        return context
 
     def event(self, timing: bool = False) -> Any:
         """Create an event."""

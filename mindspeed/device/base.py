@@ -102,6 +102,14 @@ class Device(abc.ABC):
         """Return the stream that work is queued on now."""
 
     @abc.abstractmethod
+    def use_stream(self, stream: Any) -> AbstractContextManager[object]:
+        """Queue work on a stream while entered."""
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """Return bytes of host memory that this device copies from and to by itself."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    @abc.abstractmethod
     def event(self, timing: bool = False) -> Any:
         """Create an event."""
 

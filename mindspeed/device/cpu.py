@@ -92,6 +92,14 @@ class Cpu(Device):
         """Return the one stream of a cpu."""
         return self._stream
 
+    def use_stream(self, stream: Stream) -> Stream:
+        """Return the stream, which is its own context."""
+        return stream
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """Return bytes of plain memory."""
+        return torch.empty(size, dtype=torch.uint8)
+
     def event(self, timing: bool = False) -> Event:
         """Create an event that reads the host clock."""
         return Event(enable_timing=timing)

@@ -1,4 +1,4 @@
-"""Optimizer state in fewer bits: scaled moments, and float32 weights as bfloat16 + remainder."""
+"""Moments of an optimizer in fewer bits."""
 
 from __future__ import annotations
 
@@ -31,21 +31,3 @@ def decode(stored: Tensor, scale: Tensor | None) -> Tensor:
     if scale is None:
         return stored.float()
     return stored.view(_SCALED[stored.dtype]).float() * scale
-
-
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 weights into bfloat16 weights and an int16 remainder, losing nothing.
-
-    The bits of the float32 are (bits of the bfloat16 << 16) + remainder; the remainder is signed,
-    so the bfloat16 is the nearest one (ties away from zero) and can be trained with as it is.
-    """
-    bits = master.contiguous().view(torch.int32)
-    remainder = ((bits & 0xFFFF) ^ 0x8000) - 0x8000
-    high = (bits - remainder) >> 16
-    return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
-
-
-def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 weights of bfloat16 weights and their remainder."""
-    high = param.contiguous().view(torch.int16).to(torch.int32)
-    return ((high << 16) + remainder.to(torch.int32)).view(torch.float32)

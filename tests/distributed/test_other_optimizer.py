@@ -101,6 +101,6 @@ def test_what_megatron_refuses_is_one_line(tmp_path: Path) -> None:
     }
     for said in run_ranks(_refusals, 2, inputs, tmp_path):
         assert "add --sequence-parallel, or use 1" in said["experts"]
-        assert "2 rank(s) cannot hold --expert-model-parallel-size 3" in said["rank"]
+        assert "--expert-model-parallel-size 3 does not divide --num-experts 4" in said["rank"]
         assert "the model has no experts: use 1" in said["dense"]
         assert said["sgd"].startswith("Megatron refuses these options: Only Adam")

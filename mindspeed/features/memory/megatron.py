@@ -54,3 +54,20 @@ class Recompute(MegatronFeature):
                 f"--recompute-method {method} is for --recompute-granularity full: add that flag "
                 "or drop --recompute-method"
             )
+
+
+def check_beside_recompute(flag: str, context: Context) -> None:
+    """Raise ConfigError if Megatron recomputes parts of the layers that `flag` is about."""
+    if context.argument("recompute_activations"):
+        raise ConfigError(f"{flag} and --recompute-activations exclude each other: drop one")
+    granularity = context.argument("recompute_granularity")
+    if granularity == "selective":
+        raise ConfigError(
+            f"{flag} and --recompute-granularity selective exclude each other: drop one"
+        )
+    method = context.argument("recompute_method")
+    if granularity == "full" and method == "uniform":
+        raise ConfigError(
+            f"{flag} needs layers that are not recomputed as a whole: use --recompute-method block "
+            f"instead of uniform, or drop {flag}"
+        )

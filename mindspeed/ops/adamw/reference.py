@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops import adamw as ops
+from mindspeed.ops.adamw import halves
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
@@ -49,19 +50,27 @@ def adamw(
     *,
     averages: Tensors = (),
     copies: Tensors = (),
+    remainders: Tensors = (),
     grad_scale: Tensor | None = None,
 ) -> None:
     """Update params, exp_avgs and exp_avg_sqs in place.
 
     Args:
-        params: float32 (or all float64) weights; moments and averages have the same dtype.
+        params: float32 (or all float64) weights; moments and averages have the same dtype. With
+            `remainders`, bfloat16 weights beside float32 moments.
         grads: of any dtype, the same for all.
         averages: exponential moving averages of the params, updated after them; or none.
         copies: tensors the new params are also written to, rounded to their dtype; or none.
+        remainders: int16, the rest of float32 weights whose halves are the params (see `halves`),
+            marks in the sign bits of exp_avg_sqs; or none. Not with averages or copies.
         grad_scale: a scalar on the device that the grads are multiplied by. If it is NaN, nothing
             is updated: the host need not read the scale to decide whether to skip the step.
     """
     if not params or (grad_scale is not None and bool(grad_scale.isnan())):
+        return
+    if remainders:
+        for one in zip(params, grads, exp_avgs, exp_avg_sqs, remainders):
+            _update_halves(*one, hyper=hyper, grad_scale=grad_scale)
         return
     beta1, beta2 = hyper.betas
     correction1, correction2 = hyper.corrections
@@ -87,6 +96,26 @@ def adamw(
         torch._foreach_lerp_(averages, params, 1 - hyper.ema_decay)
     if copies:
         torch._foreach_copy_(copies, params)
+
+
+def _update_halves(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    remainder: Tensor,
+    *,
+    hyper: AdamHyper,
+    grad_scale: Tensor | None,
+) -> None:
+    """Update one weight: the float32 weights of all would cost what their halves save."""
+    weight = halves.join_weight(param, remainder, halves.marks_of(exp_avg_sq))
+    exp_avg_sq.copy_(halves.without_marks(exp_avg_sq))
+    adamw([weight], [grad], [exp_avg], [exp_avg_sq], hyper, grad_scale=grad_scale)
+    high, low, is_above = halves.split_weight(weight)
+    param.copy_(high)
+    remainder.copy_(low)
+    halves.set_marks(exp_avg_sq, is_above)
 
 
 def apply_fused_ema_adamw(
@@ -136,6 +165,7 @@ def check(
     *,
     averages: Tensors = (),
     copies: Tensors = (),
+    remainders: Tensors = (),
     grad_scale: Tensor | None = None,
 ) -> None:
     """Raise ValueError for lists that do not match."""
@@ -145,15 +175,23 @@ def check(
         "exp_avg_sqs": exp_avg_sqs,
         "averages": averages,
         "copies": copies,
+        "remainders": remainders,
     }
     shapes, dtypes = [*map(Tensor.size, params)], {param.dtype for param in params}
+    if remainders:
+        if dtypes != {torch.bfloat16} or {t.dtype for t in remainders} != {torch.int16}:
+            raise ValueError("adamw takes int16 remainders of params of bfloat16")
+        if averages or copies:
+            raise ValueError("adamw with remainders keeps neither averages nor copies")
+        dtypes = {torch.float32}
     for name, tensors in lists.items():
-        is_optional = name in ("averages", "copies")
+        is_optional = name in ("averages", "copies", "remainders")
         if len(tensors) != len(params) and not (is_optional and not tensors):
             raise ValueError(f"adamw got {len(params)} params and {len(tensors)} {name}")
         if tensors and [*map(Tensor.size, tensors)] != shapes:
             raise ValueError(f"adamw needs {name} of the same shapes as the params")
-        if tensors and name not in ("grads", "copies") and {t.dtype for t in tensors} != dtypes:
+        is_any_dtype = name in ("grads", "copies", "remainders")
+        if tensors and not is_any_dtype and {t.dtype for t in tensors} != dtypes:
             raise ValueError(f"adamw needs {name} of the dtype of the params")
     if dtypes not in ({torch.float32}, {torch.float64}):
         raise ValueError("adamw updates params of float32, or all of float64")

@@ -34,10 +34,11 @@ def adamw(
     *,
     averages: Tensors = (),
     copies: Tensors = (),
+    remainders: Tensors = (),
     grad_scale: Tensor | None = None,
 ) -> None:
-    """Update params, exp_avgs and exp_avg_sqs in place, and averages and copies where given."""
-    lists = (params, grads, exp_avgs, exp_avg_sqs, averages, copies)
+    """Update params, exp_avgs and exp_avg_sqs in place, and the other lists where given."""
+    lists = (params, grads, exp_avgs, exp_avg_sqs, averages, copies, remainders)
     if torch.compiler.is_compiling():  # a compiler has no addresses, and fuses lists by itself
         reference.adamw(
             params,
@@ -47,6 +48,7 @@ def adamw(
             hyper,
             averages=averages,
             copies=copies,
+            remainders=remainders,
             grad_scale=grad_scale,
         )
         return
@@ -63,7 +65,7 @@ def adamw(
         if _is_uniform(part):
             _run_uniform(part, hyper, scale)
         else:
-            p, g, exp_avg, exp_avg_sq, average, copy = part
+            p, g, exp_avg, exp_avg_sq, average, copy, remainder = part
             reference.adamw(
                 p,
                 g,
@@ -72,6 +74,7 @@ def adamw(
                 hyper,
                 averages=average,
                 copies=copy,
+                remainders=remainder,
                 grad_scale=grad_scale,
             )
 
@@ -79,16 +82,19 @@ def adamw(
 def _is_uniform(lists: tuple[Tensors, ...]) -> bool:
     """Return whether one launch handles all tensors: one known dtype per list, all contiguous."""
     types = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    is_known = all(len(dtypes) <= 1 and dtypes <= TYPES.keys() for dtypes in types)
-    is_float32 = all(dtypes <= {torch.float32} for dtypes in (types[0], *types[2:5]))
+    is_known = all(len(dtypes) <= 1 and dtypes <= TYPES.keys() for dtypes in types[:6])
+    in_float32 = types[2:5] if types[6] else (types[0], *types[2:5])
+    is_float32 = all(dtypes <= {torch.float32} for dtypes in in_float32)
     return is_known and is_float32 and all(all(map(Tensor.is_contiguous, t)) for t in lists)
 
 
 def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper, scale: Tensor | None) -> None:
-    params, grads, *_, averages, copies = lists
+    params, grads, exp_avgs, exp_avg_sqs, averages, copies, remainders = lists
     if not params:
         return
-    addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
+    # Remainders are in the place of copies: there are never both.
+    columns = (params, grads, exp_avgs, exp_avg_sqs, averages, copies or remainders)
+    addresses = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in columns)
     (beta1, beta2), (correction1, correction2) = hyper.betas, hyper.corrections
     decay = hyper.weight_decay
     for table in _tables(addresses, tuple(map(Tensor.numel, params)), params[0].device):
@@ -108,9 +114,12 @@ def _run_uniform(lists: tuple[Tensors, ...], hyper: AdamHyper, scale: Tensor | N
             DECOUPLED=hyper.decoupled,
             HAS_EMA=bool(averages),
             HAS_COPY=bool(copies),
+            IN_HALVES=bool(remainders),
             IS_ALIGNED=table.is_aligned,
             GRAD_DTYPE=TYPES[grads[0].dtype],
-            COPY_DTYPE=TYPES[copies[0].dtype] if copies else tl.float32,
+            # Halves are loaded as bits.
+            PARAM_DTYPE=tl.int16 if remainders else tl.float32,
+            COPY_DTYPE=TYPES[copies[0].dtype] if copies else tl.int16,
             CHUNK=CHUNK,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
@@ -122,7 +131,8 @@ class _Table:
     """The lookup table of one launch."""
 
     rows: Tensor
-    """Per tensor: six addresses (param, grad, moments, average, copy; 0 for none) and its size."""
+    """Per tensor: six addresses (param, grad, moments, average, copy or remainder; 0 for none) and
+    its size."""
     tensor_ids: Tensor
     """Per program: its tensor."""
     starts: Tensor
@@ -168,6 +178,26 @@ def _load_ptr(row_ptr, index: tl.constexpr, DTYPE: tl.constexpr, IS_ALIGNED: tl.
 
 
 @triton.jit
+def _join(high, low, marked):
+    """Return the float32 weights and second moments of halves; see `halves`."""
+    bits = marked.to(tl.int32, bitcast=True)
+    low = low.to(tl.int32) + tl.where(bits < 0, 0x10000, 0)
+    weight = ((high.to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
+    return weight, (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(weight, moment):
+    """Undo `_join`."""
+    bits = weight.to(tl.int32, bitcast=True)
+    high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    high = tl.where(weight == weight, high, (bits >> 16) | 0x40)
+    low = tl.where(weight == weight, bits - (high << 16), 0)
+    marked = moment.to(tl.int32, bitcast=True) | tl.where(low == 0x8000, -2147483648, 0)
+    return high.to(tl.int16), low.to(tl.int16), marked.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _update(
     param_ptrs,
     grad_ptrs,
@@ -181,6 +211,7 @@ def _update(
     DECOUPLED: tl.constexpr,
     HAS_EMA: tl.constexpr,
     HAS_COPY: tl.constexpr,
+    IN_HALVES: tl.constexpr,
 ):
     step_size, rsqrt_correction2, eps, one_minus_beta1, beta2, one_minus_beta2, decay, ema_rate = (
         hyper
@@ -191,6 +222,8 @@ def _update(
         grad *= scale
     exp_avg = tl.load(exp_avg_ptrs, mask=mask)
     exp_avg_sq = tl.load(exp_avg_sq_ptrs, mask=mask)
+    if IN_HALVES:
+        param, exp_avg_sq = _join(param, tl.load(copy_ptrs, mask=mask), exp_avg_sq)
     if DECOUPLED:
         param *= decay
     else:
@@ -198,7 +231,12 @@ def _update(
     exp_avg += one_minus_beta1 * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad
     param -= step_size * exp_avg / (tl.sqrt_rn(exp_avg_sq) * rsqrt_correction2 + eps)
-    tl.store(param_ptrs, param, mask=mask)
+    if IN_HALVES:
+        high, low, exp_avg_sq = _split(param, exp_avg_sq)
+        tl.store(param_ptrs, high, mask=mask)
+        tl.store(copy_ptrs, low, mask=mask)
+    else:
+        tl.store(param_ptrs, param, mask=mask)
     tl.store(exp_avg_ptrs, exp_avg, mask=mask)
     tl.store(exp_avg_sq_ptrs, exp_avg_sq, mask=mask)
     if HAS_EMA:
@@ -225,8 +263,10 @@ def _adamw_kernel(
     DECOUPLED: tl.constexpr,
     HAS_EMA: tl.constexpr,
     HAS_COPY: tl.constexpr,
+    IN_HALVES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
     COPY_DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -234,7 +274,7 @@ def _adamw_kernel(
     tensor_id = tl.load(tensor_ids_ptr + tl.program_id(0))
     first = tl.load(starts_ptr + tensor_id)
     row_ptr = table_ptr + tensor_id.to(tl.int64) * 7
-    param_ptr = _load_ptr(row_ptr, 0, tl.float32, IS_ALIGNED)
+    param_ptr = _load_ptr(row_ptr, 0, PARAM_DTYPE, IS_ALIGNED)
     grad_ptr = _load_ptr(row_ptr, 1, GRAD_DTYPE, IS_ALIGNED)
     exp_avg_ptr = _load_ptr(row_ptr, 2, tl.float32, IS_ALIGNED)
     exp_avg_sq_ptr = _load_ptr(row_ptr, 3, tl.float32, IS_ALIGNED)
@@ -272,6 +312,7 @@ def _adamw_kernel(
                 DECOUPLED,
                 HAS_EMA,
                 HAS_COPY,
+                IN_HALVES,
             )
     else:
         for offset in range(0, CHUNK, BLOCK):
@@ -289,4 +330,5 @@ def _adamw_kernel(
                 DECOUPLED,
                 HAS_EMA,
                 HAS_COPY,
+                IN_HALVES,
             )

@@ -6,16 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 
 from mindspeed import device
+from mindspeed.memory.swap import MIN_BYTES, Region, Swapper
 
 logger = logging.getLogger(__name__)
-
-# Copying less than this costs more than it saves.
-_MIN_BYTES = 1 << 20
 
 
 def get_cpu_offload_context(
@@ -36,8 +32,8 @@ def get_cpu_offload_context(
         model_layers: layers of the model, after which counting starts again.
         offload_activations: tensors saved for backward; the only thing that is offloaded.
         offload_weights: has no effect, since the weights stay on the device for the optimizer.
-        double_buffering: has no effect: copies are in order with the computation.
-        retain_pinned_cpu_buffers: has no effect: torch keeps pinned memory for reuse.
+        double_buffering: has no effect: what backward needs next is brought back ahead.
+        retain_pinned_cpu_buffers: has no effect: host memory is always kept for reuse.
     """
     if enabled and not (offload_activations or offload_weights):
         raise ValueError(
@@ -53,23 +49,27 @@ def get_cpu_offload_context(
 class OffloadContext:
     """Entered around each layer in turn; does nothing on a device that shares the host's memory."""
 
-    def __init__(self, num_layers: int, model_layers: int, min_bytes: int = _MIN_BYTES) -> None:
+    def __init__(self, num_layers: int, model_layers: int, min_bytes: int = MIN_BYTES) -> None:
         self.inside_context = False
         self._num_layers = num_layers
         self._model_layers = model_layers
         self._min_bytes = min_bytes
         self._layer = 0
-        self._hooks = saved_tensors_hooks(self._to_host, _to_device)
+        self._swapper: Swapper | None = None
+        self._region: Region | None = None
 
     def __enter__(self) -> None:
         self.inside_context = True
         if self._active():
-            self._hooks.__enter__()
+            self._swapper = self._swapper or Swapper(self._min_bytes)
+            previous = self._region if self._layer else None
+            self._region = Region(self._swapper, previous)
+            self._region.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self.inside_context = False
-        if self._active():
-            self._hooks.__exit__(*exception)
+        if self._active() and self._region is not None:
+            self._region.__exit__(*exception)
 
     def next_layer(self, hidden: Tensor) -> Tensor:
         """Count one layer as done and return its output unchanged."""
@@ -82,19 +82,3 @@ class OffloadContext:
 
     def _active(self) -> bool:
         return self.layer_is_offloaded() and device.current().name != "cpu"
-
-    def _to_host(self, x: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-        if is_weight or x.device.type == "cpu" or x.nbytes < self._min_bytes:
-            return x
-        host = torch.empty_like(x, device="cpu", pin_memory=True)
-        # In order with the computation on the same stream, so x may be freed right away.
-        host.copy_(x, non_blocking=True)
-        return x.device, host
-
-
-def _to_device(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    where, host = kept
-    return host.to(where, non_blocking=True)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mindspeed.ops import npu_apply_fused_ema_adamw
-from mindspeed.ops.adamw import adamw, reference
+from mindspeed.ops.adamw import adamw, halves, reference
 from mindspeed.ops.adamw.reference import AdamHyper
 from tests.unit.ops.pairwise import pairwise
 
@@ -183,3 +183,88 @@ def test_illegal_ema_call_is_refused(step, mode, message):
     with pytest.raises(ValueError, match=message):
         options = 0.1, 0.9, 0.9, 0.9, 1e-8, mode
         npu_apply_fused_ema_adamw(*(torch.ones(2) for _ in range(5)), step, *options)
+
+
+def all_bits_of_one_pair():
+    """Return every float32 between two even bfloat16 numbers, and others of all exponents."""
+    bits = torch.arange(0x3F80_0000, 0x3F82_0001, dtype=torch.int32)
+    torch.manual_seed(0)
+    others = torch.randint(-(2**31), 2**31 - 1, (100_000,)).to(torch.int32)
+    ties = (others & ~0xFFFF) | 0x8000
+    weights = torch.cat([bits, bits | -(2**31), others, ties]).view(torch.float32)
+    edges = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 3.4e38, -3.4e38, math.inf, -math.inf])
+    weights = torch.cat([weights, edges])
+    return weights[~weights.isnan()]
+
+
+def test_weights_are_split_without_loss_and_rounded_as_torch_rounds():
+    weights = all_bits_of_one_pair()
+    param, remainder, is_above = halves.split_weight(weights)
+    assert remainder.dtype == torch.int16 and is_above.any()
+    assert torch.equal(param.view(torch.int16), weights.bfloat16().view(torch.int16))
+    joined = halves.join_weight(param, remainder, is_above)
+    assert torch.equal(joined.view(torch.int32), weights.view(torch.int32))
+    not_a_number = torch.tensor([0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    param, remainder, is_above = halves.split_weight(not_a_number)
+    assert param.isnan().all() and halves.join_weight(param, remainder, is_above).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_marks_are_apart_from_the_moment(dtype):
+    moment = torch.tensor([0.0, 1.0, 2.0, 0.0])
+    moment = (moment.to(torch.float8_e4m3fn) if dtype == torch.uint8 else moment).view(-1)
+    moment = moment.view(dtype) if dtype == torch.uint8 else moment.to(dtype)
+    expected, marks = moment.clone(), torch.tensor([True, False, True, False])
+    halves.set_marks(moment, marks)
+    assert torch.equal(halves.marks_of(moment), marks)
+    assert torch.equal(halves.without_marks(moment), expected)
+    halves.set_marks(moment, ~marks)
+    assert torch.equal(halves.marks_of(moment), ~marks)
+
+
+@pytest.mark.parametrize("name", ["reference", "triton_impl"])
+@pytest.mark.parametrize("scale", [None, 0.5, math.nan])
+def test_halves_are_updated_as_whole_weights(name, scale):
+    """In every bit, by either implementation; most weights start and stay half way."""
+    function = importlib.import_module(f"mindspeed.ops.adamw.{name}").adamw
+    torch.manual_seed(0)
+    whole = [torch.randn(s) for s in SHAPES]
+    for weight in whole:
+        weight.view(torch.int32).bitwise_and_(~0xFFFF).bitwise_or_(0x8000)
+    grads = [torch.randn_like(w) * (torch.rand_like(w) > 0.7) for w in whole]
+    moments = [[torch.zeros_like(w) for w in whole] for _ in range(2)]
+    params, remainders, marks = map(list, zip(*map(halves.split_weight, whole)))
+    ours = [[torch.zeros_like(w) for w in whole] for _ in range(2)]
+    for moment, mark in zip(ours[1], marks):
+        halves.set_marks(moment, mark)
+    scale = None if scale is None else torch.tensor(scale)
+    for step in range(1, 4):
+        hyper = AdamHyper(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, step=step)
+        function(whole, grads, *moments, hyper, grad_scale=scale)
+        function(params, grads, *ours, hyper, remainders=remainders, grad_scale=scale)
+    rows = zip(params, remainders, *ours, whole, *moments)
+    ties = 0
+    for param, remainder, first, second, weight, first_whole, second_whole in rows:
+        is_above = halves.marks_of(second)
+        ties += int(is_above.sum())
+        assert torch.equal(halves.join_weight(param, remainder, is_above), weight)
+        assert torch.equal(param, weight.bfloat16()) and torch.equal(first, first_whole)
+        assert torch.equal(halves.without_marks(second), second_whole)
+    assert ties > 100
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"params": torch.float32}, "int16 remainders of params of bfloat16"),
+        ({"remainders": torch.int32}, "int16 remainders of params of bfloat16"),
+        ({"copies": torch.bfloat16}, "neither averages nor copies"),
+    ],
+)
+def test_wrong_halves_are_refused(change, message):
+    dtypes = {"params": torch.bfloat16, "remainders": torch.int16} | change
+    lists = {name: [torch.zeros(3, dtype=dtype)] for name, dtype in dtypes.items()}
+    moments = [[torch.zeros(3)] for _ in range(3)]
+    hyper = AdamHyper(lr=1, betas=(0, 0), eps=1, weight_decay=0, step=1)
+    with pytest.raises(ValueError, match=message):
+        adamw(lists.pop("params"), *moments, hyper, **lists)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mindspeed.optim.low_precision import decode, encode, join_master, split_master
+from mindspeed.optim.low_precision import decode, encode
 
 
 @pytest.mark.parametrize(
@@ -21,23 +21,3 @@ def test_round_trip_of_small_numbers(dtype, error):
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(0)])
 def test_zeros_and_nothing(dtype, value):
     assert torch.equal(decode(*encode(value, dtype)), value)
-
-
-def test_master_is_split_without_loss():
-    torch.manual_seed(0)
-    any_bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), dtype=torch.int64).to(torch.int32)
-    master = any_bits.view(torch.float32)
-    master = master[master.isfinite()]
-    edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 3.3e38, -3.3e38])
-    master = torch.cat([master, edges])
-    param, remainder = split_master(master)
-    assert param.dtype == torch.bfloat16 and remainder.dtype == torch.int16
-    assert torch.equal(join_master(param, remainder).view(torch.int32), master.view(torch.int32))
-
-
-def test_parameter_is_the_nearest_bfloat16():
-    master = torch.randn(10_000)
-    param, _ = split_master(master)
-    rounded = master.bfloat16()
-    tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
-    assert torch.equal(param[~tie], rounded[~tie])

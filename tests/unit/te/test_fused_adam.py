@@ -126,7 +126,7 @@ def test_remainders_lose_nothing():
 
 
 def test_a_master_halfway_between_two_parameters_is_kept():
-    """bfloat16 rounds to even there; the remainder belongs to the other neighbour."""
+    """bfloat16 rounds to even there, up or down; 16 bits do not tell which."""
     bits = torch.tensor([0x3F808000, 0x3F818000, 0x42008000, 0x00008000], dtype=torch.int32)
     halfway = torch.cat([bits.view(torch.float32), -bits.view(torch.float32)])
     param = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
@@ -135,6 +135,10 @@ def test_a_master_halfway_between_two_parameters_is_kept():
     optimizer.initialize_state(param)
     optimizer.set_scaled_state(param, "master_param", halfway)
     assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), halfway)
+    assert torch.equal(param.detach(), halfway.bfloat16())
+    optimizer.set_scaled_state(param, "exp_avg_sq", torch.ones(8))
+    assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), halfway)
+    assert torch.equal(optimizer.get_unscaled_state(param, "exp_avg_sq"), torch.ones(8))
 
 
 @pytest.mark.parametrize("remainders", [True, False])

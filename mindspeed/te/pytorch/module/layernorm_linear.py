@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from mindspeed.distributed.collectives import all_gather
+from mindspeed.memory.recompute import Recompute, is_kept
 from mindspeed.te.pytorch.module.base import activation_dtype
 from mindspeed.te.pytorch.module.layernorm import add_rms_norm, layer_norm, rms_norm
 from mindspeed.te.pytorch.module.linear import LinearBase
@@ -23,6 +26,8 @@ class LayerNormLinear(LinearBase):
     layer_norm_bias: nn.Parameter | None
     residual_norm: ResidualNorm | None = None
     """Where the residual sum before this module computes the norm along with it."""
+    recompute_norm = False
+    """Keep the input of the norm, which its gradient needs anyway, and not its output."""
 
     def __init__(
         self,
@@ -57,7 +62,8 @@ class LayerNormLinear(LinearBase):
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Return y, then the bias and the norm's output as far as they were asked for."""
         normed = self._gemm_input(x)
-        out = self._gemm(normed)
+        with self._keeping(x, normed):
+            out = self._gemm(normed)
         results: list[Tensor | None] = [out]
         if self.return_bias:
             results.append(self._returned_bias(out))
@@ -74,14 +80,18 @@ class LayerNormLinear(LinearBase):
 
     def _gemm_input(self, x: Tensor) -> Tensor:
         normed = None if self.residual_norm is None else self.residual_norm.take(x)
-        return self._norm(x) if normed is None else normed
+        return self._norm(x, **self._types(x)) if normed is None else normed
 
-    def _norm(self, x: Tensor) -> Tensor:
-        options = self._types(x)
+    def _keeping(self, x: Tensor, gemm_input: Tensor) -> AbstractContextManager[None]:
+        if not (self.recompute_norm and is_kept(gemm_input)):
+            return nullcontext()
+        return Recompute(partial(self._norm, **self._types(x)), x).of_output(gemm_input)
+
+    def _norm(self, x: Tensor, **types: Any) -> Tensor:
         if self.normalization == "RMSNorm":
-            return rms_norm(x, self.layer_norm_weight, self.eps, **options)
+            return rms_norm(x, self.layer_norm_weight, self.eps, **types)
         bias = cast("Tensor", self.layer_norm_bias)  # None only for RMSNorm
-        return layer_norm(x, self.layer_norm_weight, bias, self.eps, **options)
+        return layer_norm(x, self.layer_norm_weight, bias, self.eps, **types)
 
     def _types(self, x: Tensor) -> dict[str, Any]:
         dtype = activation_dtype(x, self.layer_norm_weight)

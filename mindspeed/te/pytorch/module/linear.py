@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +34,10 @@ class _Operands(NamedTuple):
 class LinearBase(TransformerEngineBaseModule):
     """Weight, bias and GEMM of a linear layer; what precedes the GEMM is the subclass's."""
 
-    low_rank: Callable[[], tuple[Tensor, Tensor]] | None = None
+    low_rank: Callable[[], tuple[Tensor, Tensor] | None] | None = None
     """Where a trained A (rank, in) and B (out, rank) come beside a frozen weight: returns this
-    rank's shards of both. B of a row shard and A of a column shard are whole."""
+    rank's shards of both, or None to leave them out. B of a row shard and A of a column shard are
+    whole."""
 
     def __init__(
         self,
@@ -100,7 +102,9 @@ class LinearBase(TransformerEngineBaseModule):
             x = copy_to_group(x, group)
         x = x.to(activation_dtype(x, weight))
         gather_group = group if column and self.sequence_parallel else None
-        factors = None if self.low_rank is None else self._shared(*self.low_rank())
+        factors = None if self.low_rank is None else self.low_rank()
+        if factors is not None:
+            factors = self._shared(*factors)
         return _Operands(x, weight, factors, gather_group)
 
     def _multiply(self, operands: _Operands) -> Tensor:
@@ -135,7 +139,11 @@ class LinearBase(TransformerEngineBaseModule):
         `in_epilogue` allows the GEMM to compute SwiGLU where a kernel does; gate and up of the
         pre-activation are interleaved then, (..., F, 2).
         """
-        operands = self._operands(self._gemm_input(x))
+        gemm_input = self._gemm_input(x)
+        with self._keeping(x, gemm_input):
+            return self._linear_swiglu(self._operands(gemm_input), in_epilogue)
+
+    def _linear_swiglu(self, operands: _Operands, in_epilogue: bool) -> tuple[Tensor, Tensor]:
         x, weight, factors, group = operands
         rank = 0 if factors is None else len(factors[0])
         if not (in_epilogue and gemm_swiglu.is_supported(x, weight, rank)):
@@ -167,6 +175,10 @@ class LinearBase(TransformerEngineBaseModule):
     def _gemm_input(self, x: Tensor) -> Tensor:
         """Return what the GEMM takes of the input of `forward`."""
         return x
+
+    def _keeping(self, x: Tensor, gemm_input: Tensor) -> AbstractContextManager[None]:
+        """Return the context for the GEMM, in which autograd keeps its input for backward."""
+        return nullcontext()
 
     def _returned_bias(self, out: Tensor) -> Tensor | None:
         return self._whole("bias").to(out.dtype) if self.use_bias else None

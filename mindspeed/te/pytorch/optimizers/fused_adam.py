@@ -8,19 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mindspeed.ops.adamw import adamw
+from mindspeed.ops.adamw import adamw, halves
 from mindspeed.ops.adamw.reference import AdamHyper
-from mindspeed.optim.low_precision import (
-    FLOAT8_STORAGE,
-    STATE_DTYPES,
-    decode,
-    encode,
-    join_master,
-    split_master,
-)
+from mindspeed.optim.low_precision import FLOAT8_STORAGE, STATE_DTYPES, decode, encode
 
 MASTER = "master_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MARKED = "exp_avg_sq"
+"""The moment that is never negative: its sign bits belong to the remainders of masters."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -30,8 +25,12 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: decoupled weight decay (AdamW); otherwise the decay is part of the gradient.
         master_weights: keep `master_param` for every parameter and update that.
         use_decoupled_grad: read `param.decoupled_grad` instead of `param.grad`.
-        store_param_remainders: keep only the 16 bits of the master that a bfloat16 parameter lacks.
+        store_param_remainders: keep only the 16 bits of the master that a bfloat16 parameter lacks;
+            a 17th, for masters half way between two parameters, is the sign of `exp_avg_sq`.
     """
+
+    updates_halves = True
+    """Update parameters and remainders in one pass, not one parameter at a time in float32."""
 
     def __init__(
         self,
@@ -89,8 +88,12 @@ class FusedAdam(torch.optim.Optimizer):
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """Return a state tensor in float32, whatever it is stored in."""
         stored = self.state[param][state_name]
-        if state_name == MASTER and self._has_remainder(param):
-            return join_master(param.detach(), stored)
+        if self._has_remainder(param):
+            if state_name == MASTER:
+                marks = halves.marks_of(self.state[param][MARKED])
+                return halves.join_weight(param.detach(), stored, marks)
+            if state_name == MARKED:
+                stored = halves.without_marks(stored)
         return decode(stored, self._scales.get(param, {}).get(state_name))
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
@@ -117,7 +120,11 @@ class FusedAdam(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, param in zip(ids, self._all_params()):
-            for name, value in state_dict["state"].get(index, {}).items():
+            state = state_dict["state"].get(index, {})
+            # The master after the moments: a part of it is stored with one of them.
+            names = [name for name in (*MOMENTS, MASTER) if name in state]
+            for name in dict.fromkeys((*names, *state)):
+                value = state[name]
                 if name in self._dtypes:
                     self._store(param, name, value.to(param.device))
                 else:
@@ -153,10 +160,12 @@ class FusedAdam(torch.optim.Optimizer):
             hyper = self._hyper(group)
             direct = [param for param in active if self._is_direct(param)]
             self._update(direct, hyper)
+            in_halves = [param for param in active if self._is_in_halves(param)]
+            self._update_halves(in_halves, hyper)
             # One at a time: the float32 copies of the whole group would cost what the dtypes save.
-            if len(direct) < len(active):
+            if len(direct) + len(in_halves) < len(active):
                 for param in active:
-                    if not self._is_direct(param):
+                    if not (self._is_direct(param) or self._is_in_halves(param)):
                         self._update_encoded(param, hyper)
         return loss
 
@@ -179,6 +188,17 @@ class FusedAdam(torch.optim.Optimizer):
         weights = [state[MASTER] for state in states] if self.master_weights else params
         moments = [[state[name] for state in states] for name in MOMENTS]
         self._apply(params, weights, moments, hyper, params if self.master_weights else [])
+
+    def _update_halves(self, params: list[Tensor], hyper: AdamHyper) -> None:
+        """Update parameters and the remainders of their masters in one pass over all of them."""
+        if not params:
+            return
+        states = [self.state[param] for param in params]
+        moments = [[state[name] for state in states] for name in MOMENTS]
+        remainders = [state[MASTER] for state in states]
+        weights = [param.detach() for param in params]
+        grads, scale = self._grads(params), self.grad_scale
+        adamw(weights, grads, *moments, hyper, remainders=remainders, grad_scale=scale)
 
     def _update_encoded(self, param: Tensor, hyper: AdamHyper) -> None:
         """Update one parameter in float32, and store its state as it was."""
@@ -210,17 +230,24 @@ class FusedAdam(torch.optim.Optimizer):
         return self.get_unscaled_state(param, name)
 
     def _store(self, param: Tensor, name: str, value: Tensor) -> None:
-        if name == MASTER and self._has_remainder(param):
-            stored = value if value.dtype == torch.int16 else split_master(value.float())[1]
-            self.state[param][name] = stored
+        state = self.state[param]
+        has_remainder = self._has_remainder(param)
+        if name == MASTER and has_remainder:
+            if value.dtype == torch.int16:  # as it is stored; so are the marks
+                state[MASTER] = value
+                return
+            _, state[MASTER], marks = halves.split_weight(value.float())
+            halves.set_marks(state[MARKED], marks)
             return
         stored, scale = encode(value.float(), self._dtypes[name])
-        self.state[param][name] = stored
+        if has_remainder and name == MARKED and name in state:
+            stored = stored.clone() if stored is value else stored
+            halves.set_marks(stored, halves.marks_of(state[name]))
+        state[name] = stored
         self._scales.setdefault(param, {})[name] = scale
 
     def _write_param(self, param: Tensor, weight: Tensor) -> None:
-        # With remainders the parameter must be the very bfloat16 that they belong to.
-        param.detach().copy_(split_master(weight)[0] if self._has_remainder(param) else weight)
+        param.detach().copy_(weight)
 
     def _has_remainder(self, param: Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
@@ -231,6 +258,12 @@ class FusedAdam(torch.optim.Optimizer):
         weight = state[MASTER] if self.master_weights else param
         moments = state["exp_avg"].dtype, state["exp_avg_sq"].dtype
         return weight.dtype is torch.float32 and moments == (torch.float32, torch.float32)
+
+    def _is_in_halves(self, param: Tensor) -> bool:
+        """Whether the master is a parameter and its remainder, to be updated where they are."""
+        state = self.state[param]
+        moments = {state[name].dtype for name in MOMENTS}
+        return self.updates_halves and self._has_remainder(param) and moments == {torch.float32}
 
     def _grad(self, param: Tensor) -> Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad

@@ -21,6 +21,8 @@ class FusedEmaAdam(FusedAdam):
     The decay of step n is min(ema_decay, (1 + n) / (10 + n)): early averages follow the weights.
     """
 
+    updates_halves = False
+
     def __init__(self, params: Any, *args: Any, ema_decay: float = 0.9999, **kwargs: Any) -> None:
         if not 0.0 <= ema_decay <= 1.0:
             raise ValueError(f"ema_decay must be from 0 to 1, got {ema_decay}")

@@ -37,6 +37,8 @@ class TorchFusedAdam(FusedAdam):
     torch always corrects the bias of the moments, so `bias_correction=False` stays with FusedAdam.
     """
 
+    updates_halves = False
+
     def _apply(
         self,
         params: list[Tensor],

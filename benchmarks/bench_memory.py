@@ -1,0 +1,178 @@
+"""Benchmark what the memory features save and cost, each against the plain run.
+
+    python benchmarks/bench_memory.py
+    python benchmarks/bench_memory.py --only swap-attention,recompute-norm --layers 16
+    python benchmarks/bench_memory.py --shape tiny --steps 4      # on a cpu: that all rows run
+
+Every row is `pretrain_gpt.py` on the same generated data with some flags more, by default on 12
+layers of the 8B shape at sequence 8192. The base runs before and after its rows. Printed for each
+row: step time over the base's, GiB saved at the peak, GiB that theory says, and whether the loss of
+every step is the base's.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench_commands import LAYERS, SHAPE_NAMES, Failed, run  # noqa: E402
+from commands import data, logs  # noqa: E402
+from commands.job import Command, Job  # noqa: E402
+from commands.ours import RATE  # noqa: E402
+from record import record  # noqa: E402
+from train_step.shapes import SHAPES  # noqa: E402
+
+GIB, WIDTH = 2**30, 2  # bfloat16
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """Flags, the row they are measured against, and the tensors that they are to save."""
+
+    flags: tuple[str, ...]
+    base: str = "plain"
+    saves: tuple[str, ...] = ()
+
+
+UNFUSED = ("--no-use-fused-swiglu",)
+ROWS = {
+    "plain": Row(()),
+    "recompute-norm": Row(("--recompute-norm",), saves=("norm",)),
+    "swap-attention": Row(("--swap-attention",), saves=("attention",)),
+    "swap-and-norm": Row(("--swap-attention", "--recompute-norm"), saves=("attention", "norm")),
+    "reuse-fp32-param": Row(("--reuse-fp32-param",), saves=("master",)),
+    "all": Row(
+        ("--swap-attention", "--recompute-norm", "--reuse-fp32-param"),
+        saves=("attention", "norm", "master"),
+    ),
+    # The fused MLP keeps no activation anyhow: the recompute is for MLPs that are not fused.
+    "unfused-mlp": Row(UNFUSED),
+    "recompute-activation": Row(
+        (*UNFUSED, "--recompute-activation-function"), "unfused-mlp", ("activation",)
+    ),
+    "activation-and-norm": Row(
+        (*UNFUSED, "--recompute-activation-function", "--recompute-norm"),
+        "unfused-mlp",
+        ("activation", "norm"),
+    ),
+}
+
+
+def bytes_of(shape, kind):
+    """Return what theory says that one kind of tensors takes, of one micro-batch of one sample."""
+    heads = 2 * shape.heads + 2 * shape.kv_heads  # queries and outputs, keys and values
+    elements = {
+        "norm": 2 * shape.hidden,
+        "attention": heads * shape.head_size,
+        # An unfused SwiGLU keeps silu of the gate too; Megatron's own function is one operator.
+        "activation": shape.ffn,
+    }
+    if kind == "master":
+        embedding = 0 if shape.is_tied else shape.hidden * shape.vocabulary
+        return WIDTH * (shape.matrix_parameters + embedding)
+    return WIDTH * shape.layers * shape.sequence * elements[kind]
+
+
+def measure(name, job, options):
+    """Run one row; return median seconds of a step, peak GiB and losses."""
+    row, folder = ROWS[name], job.folder
+    sizes = ("--micro-batch-size", "1", "--global-batch-size", str(MICRO_BATCHES))
+    argv = [
+        *(sys.executable, str(ROOT / "pretrain_gpt.py"), "--hf-cfg-dir", str(folder / "model")),
+        *("--from-scratch", "--bf16", "--seq-length", str(job.shape.sequence), *sizes),
+        *("--train-iters", str(options.steps), *RATE),
+        *("--data-path", str(folder / "pretrain"), *row.flags),
+    ]
+    log = logs.read_megatron(run(Command(argv, "megatron"), job, name, options.limit), None)
+    if len(log.steps) <= options.warm_up or log.peak_gib is None:
+        raise Failed(f"its log has {len(log.steps)} steps and the peak {log.peak_gib}")
+    seconds = median(step.seconds for step in log.steps[options.warm_up :])
+    return seconds, log.peak_gib, [step.loss for step in log.steps]
+
+
+def measure_all(names, job, options):
+    """Run the rows, each base before and after its rows; return runs by name."""
+    results = {name: [] for name in names}
+    bases = [name for name in names if any(ROWS[each].base == name for each in names)]
+    for name in [*names, *bases]:
+        try:
+            results[name].append(measure(name, job, options))
+        except Failed as error:
+            print(f"{name} failed: {error}", flush=True)
+            continue
+        seconds, peak, losses = results[name][-1]
+        print(f"{name}: {1e3 * seconds:.1f} ms, {peak:.2f} GiB, loss {losses[-1]:.6f}", flush=True)
+    return {name: runs for name, runs in results.items() if runs}
+
+
+def table(results, job, options):
+    """Compare every row with its base; return the lines to record."""
+    lines = []
+    for name, runs in results.items():
+        row = ROWS[name]
+        if row.base not in results:
+            continue
+        bases = results[row.base]
+        base_seconds = sum(seconds for seconds, *_ in bases) / len(bases)
+        seconds, peak, losses = runs[0]
+        expected = sum(bytes_of(job.shape, kind) for kind in row.saves) / GIB
+        lines.append(
+            {
+                "shape": options.shape,
+                "layers": str(job.shape.layers),
+                "row": name,
+                "base": row.base,
+                "step_ms": f"{1e3 * seconds:.1f}",
+                "time_ratio": f"{seconds / base_seconds:.4f}",
+                "peak_gib": f"{peak:.2f}",
+                "saved_gib": f"{bases[0][1] - peak:.2f}",
+                "theory_gib": f"{expected:.2f}",
+                "same_loss": str(losses == bases[0][2]),
+                "flags": " ".join(row.flags),
+            }
+        )
+    return lines
+
+
+def _options():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="ROW,...", help=", ".join(ROWS))
+    parser.add_argument("--shape", choices=SHAPE_NAMES, default="8B")
+    parser.add_argument("--layers", type=int, help="12 of the 8B shape by default")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps that are not measured")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that one row may take")
+    default = Path(tempfile.gettempdir()) / "bench_memory"
+    parser.add_argument("--folder", type=Path, default=default, help="for inputs and logs")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    return parser.parse_args()
+
+
+def main():
+    """Prepare the inputs, run the rows, print and record the table."""
+    options = _options()
+    chosen = options.only.split(",") if options.only else list(ROWS)
+    if unknown := [name for name in chosen if name not in ROWS]:
+        sys.exit(f"--only {','.join(unknown)}: use rows of {', '.join(ROWS)}")
+    names = list(dict.fromkeys([*(ROWS[name].base for name in chosen), *chosen]))
+    shape = SHAPES[SHAPE_NAMES[options.shape]]
+    layers = options.layers or (12 if options.shape in LAYERS else shape.layers)
+    folder = options.folder.resolve() / f"{options.shape}_{layers}"
+    job = Job(replace(shape, layers=layers), options.shape, steps=2, folder=folder)
+    data.prepare(job)
+    lines = table(measure_all(names, job, options), job, options)
+    for line in lines:
+        print("  ".join(f"{line[name]:>12}" for name in list(line)[2:10]))
+    if lines:
+        record("memory", lines, options.results)
+    return None if len(lines) == len(names) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
