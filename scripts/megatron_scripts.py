@@ -57,6 +57,7 @@ EXPERTS = """
     --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear
     --moe-token-dispatcher-type alltoall
 """
+SPLIT = f"{MOCK_DATA} --attention-dropout 0 --hidden-dropout 0 --context-parallel-size"
 CASES = (
     Case("TE spec", 1, f"{MOCK_DATA} --transformer-impl transformer_engine"),
     Case("local spec", 1, f"{MOCK_DATA} --transformer-impl local"),
@@ -69,6 +70,18 @@ CASES = (
         4,
         f"{MOCK_DATA} --tensor-model-parallel-size 2 {TWO_STAGES} --sequence-parallel",
     ),
+    Case("no dropout, CP 1", 1, f"{SPLIT} 1"),
+    Case("CP 2", 2, f"{SPLIT} 2"),
+    Case("CP 2, `--cp-comm-type a2a`", 2, f"{SPLIT} 2 --cp-comm-type a2a"),
+    Case("CP 2, KV all-gather", 2, f"{SPLIT} 2 --context-parallel-algo kvallgather_cp_algo"),
+    Case("CP 2, local spec", 2, f"{SPLIT} 2 --transformer-impl local"),
+    Case("CP 2, PP 2", 4, f"{SPLIT} 2 {TWO_STAGES}"),
+    Case(
+        "CP 4, hybrid",
+        4,
+        f"{SPLIT} 4 --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2",
+    ),
+    Case("CP 4, double ring", 4, f"{SPLIT} 4 --cp-window-size 2"),
     Case("PP 2, VPP 2", 2, f"{MOCK_DATA} {TWO_STAGES} --num-layers-per-virtual-pipeline-stage 1"),
     Case("MoE, EP 2", 2, f"{MOCK_DATA} {EXPERTS}"),
     Case(

@@ -48,6 +48,16 @@ def version() -> Version:
     return Version(f"{major}.{minor}.{patch}{pre_release}")
 
 
+def has_training() -> bool:
+    """Return whether Megatron-LM's own `megatron.training` can be imported, not our stand-in.
+
+    Nothing is imported: features ask before a script has got so far.
+    """
+    spec = importlib.util.find_spec("megatron")
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / "training" / "arguments.py").is_file() for folder in folders or ())
+
+
 def require() -> None:
     """Raise RuntimeError, saying what to do, unless megatron-core can be imported here."""
     found = version()

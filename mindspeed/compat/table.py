@@ -273,7 +273,12 @@ TABLE = (
         name="transformer_engine_socket",
         reason="Megatron's default layer specs reach their accelerator through "
         "transformer_engine, which exists for CUDA only.",
-        effects=_serve({"transformer_engine": "mindspeed.te"}),
+        effects=_serve(
+            {
+                "transformer_engine": "mindspeed.te",
+                "transformer_engine_torch": "mindspeed.te.torch_extension",
+            }
+        ),
     ),
     Entry(
         name="triton_module_stand_ins",

@@ -107,6 +107,59 @@ def all_reduce_each(
     return sums
 
 
+def exchange(
+    sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]], group: ProcessGroup
+) -> Pending:
+    """Start to send tensors to ranks of the group and to receive from others, without waiting.
+
+    Empty tensors do not travel. Ranks must start the messages of a pair in the same order.
+    """
+    messages: list[tuple[Any, Tensor, int]] = [(dist.isend, *message) for message in sends]
+    messages += [(dist.irecv, *message) for message in receives]
+    operations = [
+        dist.P2POp(start, tensor, group=group, group_peer=peer)
+        for start, tensor, peer in messages
+        if tensor.numel()
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return Pending(works, [tensor for _, tensor, _ in messages])
+
+
+class Pending:
+    """Messages under way; their tensors are kept until they have arrived."""
+
+    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        """Wait for all messages; a second call returns at once."""
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = [], []
+
+
+def all_to_all_uneven(
+    x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: ProcessGroup
+) -> Tensor:
+    """Send the first send_sizes[0] elements of a flat tensor to rank 0 and so on; no gradient."""
+    received = x.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(received, x.contiguous(), receive_sizes, send_sizes, group=group)
+    return received
+
+
+def all_gather_uneven(x: Tensor, sizes: list[int], group: ProcessGroup) -> list[Tensor]:
+    """Return the flat tensors of all ranks, of the given sizes; no gradient."""
+    gathered = _all_gather(_padded(x, max(sizes)), group, 0).view(len(sizes), -1)
+    return [row[:size] for row, size in zip(gathered, sizes)]
+
+
+def reduce_scatter_uneven(parts: list[Tensor], group: ProcessGroup) -> Tensor:
+    """Sum flat tensors over the ranks, and return the one at this rank's number; no gradient."""
+    longest = max(len(part) for part in parts)
+    whole = torch.cat([_padded(part, longest) for part in parts])
+    return _reduce_scatter(whole, group, 0)[: len(parts[group.rank()])]
+
+
 class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -163,6 +216,10 @@ class _AllToAll(Function):
 
 def _needs_graph(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return x if len(x) == size else torch.nn.functional.pad(x, (0, size - len(x)))
 
 
 def _all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

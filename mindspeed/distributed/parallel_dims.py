@@ -1,5 +1,6 @@
 """Parallel sizes of a run, and what must divide what. Pure arithmetic: no torch, no environment."""
 
+import math
 from dataclasses import dataclass
 
 from mindspeed.config import ConfigError, one_of
@@ -39,17 +40,15 @@ class ParallelDims:
     """Ranks that share each sequence."""
     ep: int = 1
     """Ranks among which the experts of a layer are distributed."""
-    etp: int = None  # type: ignore[assignment]  # set by __post_init__
-    """Ranks that share the matrices of an expert; tp unless given."""
+    etp: int | None = None
+    """Ranks that share the matrices of an expert, as given: None for tp; see `expert_tp`."""
     micro_batch_size: int = 1
     """Samples of one micro-batch."""
     global_batch_size: int = None  # type: ignore[assignment]  # set by __post_init__
     """Samples of one step on all ranks; one micro-batch of each data-parallel rank unless given."""
 
     def __post_init__(self) -> None:
-        if self.etp is None:
-            object.__setattr__(self, "etp", self.tp)
-        sizes = {TP: self.tp, PP: self.pp, CP: self.cp, EP: self.ep, ETP: self.etp}
+        sizes = {TP: self.tp, PP: self.pp, CP: self.cp, EP: self.ep, ETP: self.expert_tp}
         for flag, size in sizes.items():
             if size < 1:
                 raise ConfigError(f"{flag} {size} is too small: it must be at least 1")
@@ -58,6 +57,11 @@ class ParallelDims:
         if self.global_batch_size is None:
             object.__setattr__(self, "global_batch_size", self.micro_batch_size * self.dp)
         self._check_micro_batches()
+
+    @property
+    def expert_tp(self) -> int:
+        """Return the number of ranks that share the matrices of an expert."""
+        return self.tp if self.etp is None else self.etp
 
     @property
     def dp(self) -> int:
@@ -70,36 +74,14 @@ class ParallelDims:
         return self.rank // (self.tp * self.cp) % self.dp
 
     @property
+    def cp_rank(self) -> int:
+        """Return the number of this rank among those that share its sequences."""
+        return self.rank // self.tp % self.cp
+
+    @property
     def num_micro_batches(self) -> int:
         """Return the micro-batches of one data-parallel rank in a step."""
         return divide_batch(self.global_batch_size, self.micro_batch_size, self.dp)
-
-    def check_model(
-        self,
-        *,
-        num_layers: int | None = None,
-        num_attention_heads: int | None = None,
-        num_query_groups: int | None = None,
-        ffn_hidden_size: int | None = None,
-        num_experts: int | None = None,
-    ) -> None:
-        """Raise ConfigError if these ranks cannot share a model of the given sizes.
-
-        What is not given is not checked; a model without experts has num_experts=0.
-        """
-        if num_layers is not None:
-            check_divides(PP, self.pp, num_layers, f"--num-layers {num_layers}")
-        for flag, size in (
-            ("--num-attention-heads", num_attention_heads),
-            ("--num-query-groups", num_query_groups),
-            ("--ffn-hidden-size", ffn_hidden_size),
-        ):
-            if size is not None:
-                check_divides(TP, self.tp, size, f"{flag} {size}")
-        if num_experts == 0 and self.ep > 1:
-            raise ConfigError(f"{EP} {self.ep}: the model has no experts: use 1")
-        if num_experts:
-            check_divides(EP, self.ep, num_experts, f"--num-experts {num_experts}")
 
     def _check_micro_batches(self) -> None:
         count = self.num_micro_batches
@@ -115,6 +97,59 @@ class ParallelDims:
                 f"{self.pp}: use a --global-batch-size that is a multiple of "
                 f"{self.micro_batch_size * self.dp * self.pp}"
             )
+
+
+def check_model(
+    *,
+    world: int,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    num_layers: int | None = None,
+    num_attention_heads: int | None = None,
+    num_query_groups: int | None = None,
+    ffn_hidden_size: int | None = None,
+    num_experts: int | None = None,
+) -> None:
+    """Raise ConfigError, with sizes that do, if these cannot share a model.
+
+    It comes before ParallelDims, whose advice to start more ranks helps no size that the model
+    rules out. What is not given is not checked; a model without experts has num_experts=0.
+    """
+    widths = {
+        "--num-attention-heads": num_attention_heads,
+        "--num-query-groups": num_query_groups,
+        "--ffn-hidden-size": ffn_hidden_size,
+    }
+    _check_shares(PP, pp, {"--num-layers": num_layers}, world, tp * cp)
+    _check_shares(TP, tp, widths, world, pp * cp)
+    if num_experts == 0 and ep > 1:
+        raise ConfigError(f"{EP} {ep}: the model has no experts: use 1")
+    _check_shares(EP, ep, {"--num-experts": num_experts or None}, world, tp * pp)
+
+
+def _check_shares(
+    flag: str, size: int, wholes: dict[str, int | None], world: int, ranks: int
+) -> None:
+    """Raise if a size does not divide a whole; name sizes that divide all, and fit the ranks.
+
+    `ranks` is the product of the other sizes, which `world` is shared with.
+    """
+    given = {name: whole for name, whole in wholes.items() if whole is not None}
+    for name, whole in given.items():
+        if size >= 1 and whole % size == 0:
+            continue
+        common = math.gcd(*given.values())
+        fitting = _divisors(common)
+        now = [n for n in fitting if ranks >= 1 and world % (n * ranks) == 0]
+        later = [n for n in fitting if n not in now]
+        advice = [one_of(now)] if now else []
+        if later:
+            advice.append(f"another number of ranks with {_shown(later, common)}")
+        raise ConfigError(
+            f"{flag} {size} does not divide {name} {whole}: use {', or '.join(advice)}"
+        )
 
 
 def divide_batch(global_batch_size: int, micro_batch_size: int, dp: int) -> int:
@@ -148,10 +183,17 @@ def check_divides(flag: str, size: int, whole: int, what: str, otherwise: str = 
     """
     if size >= 1 and whole % size == 0:
         return
-    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
-    is_short = len(divisors) <= MAX_DIVISORS_SHOWN
-    hint = f"use {one_of(divisors) if is_short else f'a divisor of {whole}'} {otherwise}".strip()
+    hint = f"use {_shown(_divisors(whole), whole)} {otherwise}".strip()
     raise ConfigError(f"{flag} {size} does not divide {what}: {hint}")
+
+
+def _divisors(whole: int) -> list[int]:
+    return [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+def _shown(divisors: list[int], whole: int) -> str:
+    is_short = len(divisors) <= MAX_DIVISORS_SHOWN
+    return one_of(divisors) if is_short else f"a divisor of {whole}"
 
 
 def _check_world(world: int, sizes: dict[str, int], what: str) -> None:

@@ -49,19 +49,29 @@ def init_distributed(
     )
 
 
-def init_model_parallel(dims: ParallelDims, *, timeout_minutes: int) -> None:
-    """Init Megatron's process groups, in place of those of an earlier run of the same program."""
+def init_model_parallel(
+    dims: ParallelDims, *, timeout_minutes: int, hierarchical_sizes: list[int] | None = None
+) -> None:
+    """Init Megatron's process groups, in place of those of an earlier run of the same program.
+
+    `hierarchical_sizes` split the context-parallel ranks into groups of neighbours and groups of
+    their counterparts.
+    """
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    # Megatron 0.12 keeps these, and takes a rank for one of a group that is there no more.
+    for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
+        setattr(parallel_state, name, None)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=dims.tp,
         pipeline_model_parallel_size=dims.pp,
         virtual_pipeline_model_parallel_size=dims.vpp,
         context_parallel_size=dims.cp,
+        hierarchical_context_parallel_sizes=hierarchical_sizes,
         expert_model_parallel_size=dims.ep,
-        expert_tensor_parallel_size=dims.etp,
+        expert_tensor_parallel_size=dims.expert_tp,
         distributed_timeout_minutes=timeout_minutes,
     )
     set_collective_timeout(timeout_minutes)

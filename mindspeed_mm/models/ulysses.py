@@ -3,10 +3,10 @@
 Every rank of a group processes the full batch up to the first layer of the text decoder and its
 part of the sequence from there on. Around each attention, an all-to-all gives a rank the full
 sequence for a part of the heads. Masks are those of transformers for the full sequence.
-Shapes: B batch, N heads, S sequence, D head size; s = S / ranks, n = N / ranks.
+Heads need not divide by the ranks: the first ranks get one more.
+Shapes: B batch, N heads, S sequence, D head size; s = S / ranks, n heads of a rank.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mindspeed.config import ConfigError
-from mindspeed.distributed.collectives import all_to_all
+from mindspeed.parallel.context.layout import Layout
+from mindspeed.parallel.context.merge import Members
+from mindspeed.parallel.context.ulysses import HeadSplit, to_heads, to_rows
 from mindspeed_mm.models.fused_ops import register_attention
 
 PREFIX = "ulysses_"
@@ -68,15 +70,19 @@ class ContextParallel:
         self, inner: Any, module: Any, qkv: tuple[Any, Any, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Attend to full sequences with a part of the heads; qkv are (B, N, s, D)."""
-        query, key, value = qkv
-        repeats = self.size // math.gcd(self.size, key.shape[1])
-        if repeats > 1:  # fewer key heads than ranks: repeat them
-            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+        query, key, _ = qkv
+        layout = Layout.contiguous(query.shape[2] * self.size, self.size)
+        members = Members(self.group, layout)
+        heads = HeadSplit.of(query.shape[1], key.shape[1], self.size)
         # (B, N, s, D) becomes (B, n, S, D), and the output (B, S, n, D) becomes (B, s, N, D).
-        query, key, value = (all_to_all(t, self.group, 1, 2) for t in (query, key, value))
-        grouped = _GroupedHeads(module, query.shape[1] // key.shape[1])
-        output, weights = inner(grouped, query, key, value, *args, **kwargs)
-        return all_to_all(output, self.group, 1, 2), weights
+        rows = [t.permute(2, 0, 1, 3) for t in qkv]
+        q, k, v = to_heads(rows, (heads.q, heads.k, heads.k), members)
+        k, v = (heads.per_query_group(t, self.rank) for t in (k, v))
+        grouped = _GroupedHeads(module, q.shape[2] // k.shape[2])
+        output, weights = inner(
+            grouped, *(t.permute(1, 2, 0, 3) for t in (q, k, v)), *args, **kwargs
+        )
+        return to_rows(output.transpose(0, 1), heads.q, members).transpose(0, 1), weights
 
     def _split_sequence(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if args:
@@ -107,11 +113,10 @@ class ContextParallel:
 
     def _check(self, decoder: Any, config: Any) -> None:
         heads = config.num_attention_heads
-        if heads % self.size:
-            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        if heads < self.size:
             raise ConfigError(
-                f"context_parallel_size={self.size} does not divide the {heads} attention heads "
-                f"of the text decoder: use {divisors}"
+                f"context_parallel_size={self.size}: the text decoder has {heads} attention heads, "
+                f"fewer than ranks: use 1 to {heads}"
             )
         kinds = set(getattr(config, "layer_types", None) or ())
         if unknown := kinds - {"full_attention", "sliding_attention"}:

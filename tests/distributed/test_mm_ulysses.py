@@ -8,6 +8,7 @@ from mindspeed.config import ConfigError, build
 from mindspeed.fsdp import FsdpOptions
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.transformers_model import TransformersModel
+from mindspeed_mm.models.ulysses import ContextParallel
 from tests.distributed.mm_models import part
 from tests.mm import tiny
 from tests.ranks import run_ranks
@@ -84,12 +85,20 @@ def test_loss_and_gradients_equal_one_rank(found, case):
 def too_many(folder):
     config = build(ModelConfig, {"init_from_hf_path": folder})
     model = TransformersModel(config)
-    with pytest.raises(ConfigError, match="does not divide the 4 attention heads.*use 1, 2, 4"):
-        model.set_context_parallel_group(dist.group.WORLD)
+    with pytest.raises(ConfigError, match="has 4 attention heads, fewer than ranks: use 1 to 4"):
+        ContextParallel(model.model, FiveRanks())
     for loss, message in CONFLICTS.items():
         model.config = build(ModelConfig, {"loss_cfg": dict([loss])})
         with pytest.raises(ConfigError, match=message):
             model.set_context_parallel_group(dist.group.WORLD)
+
+
+class FiveRanks:
+    def size(self):
+        return 5
+
+    def rank(self):
+        return 0
 
 
 CONFLICTS = {
@@ -99,4 +108,27 @@ CONFLICTS = {
 
 
 def test_impossible_sizes_raise(tmp_path):
-    run_ranks(too_many, 3, tiny.save("internvl", tmp_path))
+    run_ranks(too_many, 2, tiny.save("internvl", tmp_path))
+
+
+def three_ranks(folder):
+    """Four query heads and two key heads on three ranks: 2, 1 and 1 heads of fifteen tokens."""
+    model = TransformersModel(build(ModelConfig, {"init_from_hf_path": folder}))
+    model.set_context_parallel_group(dist.group.WORLD)
+    result = model(**tiny.batch("internvl", 2, 15))
+    total = result["loss"] * result["token_nums"]
+    count = result["token_nums"].clone()
+    dist.all_reduce(count)
+    (total / count).backward()
+    gradients = {name: p.grad for name, p in model.model.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return gradients
+
+
+def test_heads_need_not_divide(tmp_path):
+    model = tiny.new_model("internvl")
+    model(**tiny.batch("internvl", 2, 15), use_cache=False).loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for found in run_ranks(three_ranks, 3, tiny.save("internvl", tmp_path)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,7 +1,5 @@
 """Megatron's Transformer Engine attention on mindspeed.te against Megatron's own attention."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -138,25 +136,6 @@ def test_ranks_drop_different_elements(sequence_parallel):
     (first, second), (other, _) = run_ranks(dropped, 2, sequence_parallel)
     assert not torch.equal(first, second)
     assert not torch.equal(first, other)
-
-
-def context_parallel():
-    from megatron.core import parallel_state
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    config = dataclasses.replace(configure(), context_parallel_size=2)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(context_parallel_size=2)
-    try:
-        build(TEDotProductAttention, config, AttnMaskType.causal)
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_context_parallelism_is_refused_clearly():
-    for message in run_ranks(context_parallel, 2):
-        assert "context_parallel_size=2" in message and "later release" in message
 
 
 def fused_rope(interleaved):

@@ -3,7 +3,12 @@
 import math
 from typing import Any
 
-from mindspeed.distributed.parallel_dims import ParallelDims, divide_batch, virtual_stages
+from mindspeed.distributed.parallel_dims import (
+    ParallelDims,
+    check_model,
+    divide_batch,
+    virtual_stages,
+)
 from mindspeed.features.base import Context, MegatronFeature
 
 # With one of these, stages need not hold equal numbers of layers.
@@ -58,10 +63,14 @@ class TensorParallel(MegatronFeature):
         heads = context.argument("num_attention_heads")
         groups = context.argument("num_query_groups")
         is_split = context.argument("group_query_attention") and groups is not None
-        ParallelDims(world=size, tp=size).check_model(
+        # Megatron copies key and value heads to several ranks where there are fewer than ranks;
+        # sizes that divide both always work, and are what an error about query heads names.
+        is_shared = is_split and (groups > size or (heads and heads % size))
+        check_model(
+            world=context.argument("world_size", 1),
+            **_sizes(context),
             num_attention_heads=heads,
-            # Megatron copies key and value heads to several ranks where there are fewer than ranks.
-            num_query_groups=groups if is_split and groups > size else None,
+            num_query_groups=groups if is_shared else None,
         )
 
 
@@ -94,8 +103,8 @@ class PipelineParallel(MegatronFeature):
 
     def check(self, options: Any, context: Context) -> None:
         """Stages are equal unless Megatron's arguments describe how they differ."""
-        size, layers = context.argument("pipeline_model_parallel_size"), _even_layers(context)
-        ParallelDims(world=size, pp=size).check_model(num_layers=layers)
+        world = context.argument("world_size", 1)
+        check_model(world=world, **_sizes(context), num_layers=_even_layers(context))
 
 
 class VirtualPipeline(MegatronFeature):

@@ -68,6 +68,15 @@ def supports(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -
     )
 
 
+def supports_lengths(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Like supports, for (B, S, N, H) tensors with the last query aligned to the last key."""
+    return (
+        _is_usable(q, k, v, 0.0)
+        and min(q.shape[1], k.shape[1]) >= MIN_TOKENS
+        and _passes_trial(q.dtype, q.shape[2], k.shape[2], q.shape[-1], is_causal, False)
+    )
+
+
 def is_allowed(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int]) -> bool:
     """Return whether the package takes packed documents of any length, with this window."""
     return _is_usable(q, k, v, 0.0) and window in (FULL, CAUSAL)
@@ -150,33 +159,68 @@ class _Flash4(torch.autograd.Function):
         is_causal: bool,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = documents or (None,) * 4
-        out = torch.empty_like(q)
-        ctx.options = {
-            "softmax_scale": scale,
-            "causal": is_causal,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        }
-        bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        _, lse, *_ = _flash_attn_fwd(q, k, v, out=out, return_lse=True, **bounds, **ctx.options)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        out, lse = forward(q, k, v, scale, is_causal, documents)
+        bounds = documents[:2] if documents else (None, None)
+        ctx.options = {"scale": scale, "is_causal": is_causal}
+        ctx.longest = documents and documents[2:]
+        ctx.save_for_backward(q, k, v, out, lse, *bounds)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        from flash_attn.cute.interface import _flash_attn_bwd
+        q, k, v, out, lse, *bounds = ctx.saved_tensors
+        documents = ctx.longest and Documents(*bounds, *ctx.longest)
+        grads = backward(grad, q, k, v, out, lse, documents=documents, **ctx.options)
+        return *grads, None, None, None
 
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        grads = _flash_attn_bwd(
-            *(q, k, v, out, grad, lse),
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **ctx.options,
-        )
-        return *grads[:3], None, None, None
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of (B, S, N, H), or of (T, N, H) with documents, and its log-sum-exp.
+
+    The last query is aligned to the last key.
+    """
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, options = torch.empty_like(q), _options(scale, is_causal, documents)
+    _, lse, *_ = _flash_attn_fwd(q, k, v, out=out, return_lse=True, **options)
+    return out, lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    is_causal: bool,
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v for the output and log-sum-exp of any forward."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    options = _options(scale, is_causal, documents)
+    grads = _flash_attn_bwd(
+        *(q, k, v, out, grad, lse),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **options,
+    )
+    return grads[0], grads[1], grads[2]
+
+
+def _options(scale: float, is_causal: bool, documents: Documents | None) -> dict[str, Any]:
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = documents or (None,) * 4
+    return {
+        "softmax_scale": scale,
+        "causal": is_causal,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }

@@ -91,6 +91,7 @@ def _is_supported(model: Any) -> bool:
         not model.post_process
         or type(layer) is not ColumnParallelLinear
         or "forward" in vars(layer)
+        or layer._forward_hooks  # which want the logits, such as that of a padded vocabulary
     ):
         return False
     weight = (

@@ -1,11 +1,14 @@
 """Parallel sizes that do not fit together raise an error that names flag, value and remedy."""
 
+import re
+
 import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import (
     ParallelDims,
     check_divides,
+    check_model,
     divide_batch,
     virtual_stages,
 )
@@ -16,7 +19,8 @@ VALID = [
     ({"world": 2, "tp": 2}, {"num_attention_heads": 4, "num_layers": 3}),
     ({"world": 8, "tp": 2, "cp": 4}, {}),
     ({"world": 4, "tp": 2, "ep": 2}, {"num_experts": 8, "num_query_groups": 2}),
-    ({"world": 4, "tp": 2, "ep": 4, "etp": 1}, {"num_experts": 4}),
+    ({"world": 4, "tp": 2, "ep": 4, "etp": 1}, {}),
+    ({"world": 4, "ep": 4}, {"num_experts": 4}),
     ({"world": 4}, {"num_experts": 0}),
 ]
 INVALID = [
@@ -44,19 +48,22 @@ INVALID_FOR_MODEL = [
     (
         {"world": 3, "tp": 3},
         {"num_attention_heads": 4},
-        "--tensor-model-parallel-size 3 does not divide --num-attention-heads 4: use 1, 2 or 4$",
+        "--tensor-model-parallel-size 3 does not divide --num-attention-heads 4: "
+        "use 1, or another number of ranks with 2 or 4$",
     ),
     (
         {"world": 2, "pp": 2},
         {"num_layers": 3},
-        "--pipeline-model-parallel-size 2 does not divide --num-layers 3: use 1 or 3$",
+        "--pipeline-model-parallel-size 2 does not divide --num-layers 3: "
+        "use 1, or another number of ranks with 3$",
     ),
     ({"world": 2, "tp": 2}, {"num_query_groups": 3}, "does not divide --num-query-groups 3"),
     ({"world": 2, "tp": 2}, {"ffn_hidden_size": 31}, "does not divide --ffn-hidden-size 31"),
     (
         {"world": 3, "ep": 3},
         {"num_experts": 8},
-        "--expert-model-parallel-size 3 does not divide --num-experts 8: use 1, 2, 4 or 8$",
+        "--expert-model-parallel-size 3 does not divide --num-experts 8: "
+        "use 1, or another number of ranks with 2, 4 or 8$",
     ),
     ({"world": 2, "ep": 2}, {"num_experts": 0}, "the model has no experts: use 1$"),
 ]
@@ -64,7 +71,8 @@ INVALID_FOR_MODEL = [
 
 @pytest.mark.parametrize("sizes, model", VALID, ids=str)
 def test_valid_sizes_pass(sizes, model):
-    ParallelDims(**sizes).check_model(**model)
+    dims = ParallelDims(**sizes)
+    check_model(world=dims.world, tp=dims.tp, pp=dims.pp, cp=dims.cp, ep=dims.ep, **model)
 
 
 @pytest.mark.parametrize("sizes, message", INVALID, ids=str)
@@ -76,12 +84,29 @@ def test_invalid_sizes_name_what_is_allowed(sizes, message):
 @pytest.mark.parametrize("sizes, model, message", INVALID_FOR_MODEL, ids=str)
 def test_sizes_must_divide_those_of_the_model(sizes, model, message):
     with pytest.raises(ConfigError, match=message):
-        ParallelDims(**sizes).check_model(**model)
+        check_model(**sizes, **model)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("size", [3, 4, 6])
+def test_advised_sizes_work(world, size):
+    model = {"num_attention_heads": 12, "num_query_groups": 2, "ffn_hidden_size": 36}
+    with pytest.raises(ConfigError) as error:
+        check_model(world=world, tp=size, **model)
+    now, _, later = str(error.value).partition(": use ")[2].partition("another number of ranks")
+    assert set(re.findall(r"\d+", now + later)) == {"1", "2"}
+    for advised in map(int, re.findall(r"\d+", now)):
+        check_model(world=world, tp=advised, **model)
+        ParallelDims(world=world, tp=advised)
+    for advised in map(int, re.findall(r"\d+", later)):
+        check_model(world=advised, tp=advised, **model)
+        ParallelDims(world=advised, tp=advised)
 
 
 def test_derived_sizes():
     dims = ParallelDims(world=16, tp=2, pp=2, cp=2, micro_batch_size=3, global_batch_size=24)
-    assert (dims.dp, dims.etp, dims.num_micro_batches) == (2, 2, 4)
+    assert (dims.dp, dims.expert_tp, dims.num_micro_batches) == (2, 2, 4)
+    assert ParallelDims(world=4, tp=2, etp=1).expert_tp == 1
     assert ParallelDims(world=4, micro_batch_size=3).global_batch_size == 12
 
 

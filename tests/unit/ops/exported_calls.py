@@ -179,6 +179,14 @@ CALLS: dict[str, Callable[[], Call]] = {
         (_random(3, 8, grad=True), _random(3, 8, grad=True) + 1, _random(8, grad=True)),
         {},
     ),
+    "partial_attention:partial_attention": lambda: (
+        tuple(_random(1, 3, 2, 4) for _ in range(3)),
+        {"scale": 0.5},
+    ),
+    "partial_attention:partial_attention_backward": lambda: (
+        (*(_random(1, 3, 2, 4) for _ in range(5)), torch.full((1, 2, 3), 3.0)),
+        {"scale": 0.5},
+    ),
     "rotary_position_embedding:rotate_qk": lambda: (
         (_random(4, 2, 6, 8, grad=True), _random(4, 2, 2, 8, grad=True), _random(4, 1, 1, 8)),
         {},

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mindspeed.config import ConfigError
 from mindspeed.te.pytorch import DotProductAttention
 from tests.unit.te.dense_attention import H, N, make
 
@@ -25,17 +26,46 @@ class Group:
         return self._size
 
 
-def test_context_parallelism_says_that_it_is_not_there_yet():
-    with pytest.raises(RuntimeError, match="context_parallel_size=2.*later release"):
-        DotProductAttention(N, H, cp_group=Group(2))
-    with pytest.raises(RuntimeError, match="context_parallel_size=4"):
-        DotProductAttention(N, H, cp_group=[Group(1), Group(4)])
-    attention = DotProductAttention(N, H, cp_group=Group(1))
-    attention(*make())
-    attention.set_context_parallel_group(Group(2), [0, 1], None, "a2a")
-    assert attention.cp_comm_type == "a2a"
-    with pytest.raises(RuntimeError, match="context_parallel_size=1"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cp_comm_type": "ring"}, "cp_comm_type=ring: use p2p, a2a, a2a.p2p or all_gather"),
+        ({"cp_comm_type": "a2a+p2p"}, "cp_group must be a list of two: a2a, p2p"),
+        ({"cp_group": [Group(2), Group(2)]}, "cp_comm_type=p2p: cp_group must be one process"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 cannot be reproduced with"),
+    ],
+)
+def test_split_sequences_that_cannot_be_attended(options, message):
+    attention = DotProductAttention(N, H, **{"cp_group": Group(2)} | options)
+    with pytest.raises(ConfigError, match=message):
         attention(*make())
+
+
+def test_windows_of_a_double_ring_divide_it():
+    attention = DotProductAttention(N, H, cp_group=Group(6), cp_comm_type=None)
+    assert attention.cp_comm_type == "p2p"
+    for window in (0, 4, 6):
+        attention.cp_window_size = window
+        with pytest.raises(ConfigError, match=f"cp_window_size={window} .* use 1, 2 or 3"):
+            attention(*make())
+
+
+def test_two_sequences_cannot_be_split():
+    q, k, v = make()
+    attention = DotProductAttention(N, H, cp_group=Group(2))
+    with pytest.raises(ValueError, match="queries and .* keys: attention between two sequences"):
+        attention(q, k[:2], v[:2])
+    bounds = torch.tensor([0, 4]), torch.tensor([0, 6])
+    options = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+    with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_kv differ"):
+        attention(q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_kv=bounds[1], **options)
+
+
+def test_without_a_group_nothing_is_split():
+    attention = DotProductAttention(N, H, cp_group=Group(2))
+    attention.set_context_parallel_group(None, None, None, "a2a")
+    assert attention.cp_comm_type == "a2a"
+    torch.testing.assert_close(attention(*make()), DotProductAttention(N, H)(*make()))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +91,14 @@ def test_bad_construction(options, message):
         ({"qkv_format": "hdbs"}, "qkv_format=hdbs is not known: use sbhd, bshd, thd"),
         ({"attn_mask_type": "padding"}, "needs an attention_mask"),
         ({"attn_mask_type": "arbitrary", "attention_mask": torch.zeros(2, 2)}, "bool tensor of 4"),
-        ({"core_attention_bias_type": "alibi"}, "core_attention_bias_type=alibi: use no_bias"),
+        (
+            {"core_attention_bias_type": "alibi"},
+            "core_attention_bias_type=alibi needs alibi_slopes",
+        ),
+        (
+            {"core_attention_bias_type": "relative"},
+            "core_attention_bias_type=relative: use no_bias",
+        ),
         ({"qkv_format": "thd"}, "needs cu_seqlens_q"),
     ],
 )

@@ -35,6 +35,7 @@ def wrap_dot_product_attention_forward(original: Callable[..., Tensor]) -> Calla
         rest = dict(zip(_REST, args)) | kwargs
         # The mask type of a call is not read by Megatron either.
         asks_more = any(rest.get(name) is not None for name in _REST[1:])
+        asks_more |= getattr(self, "attention", None) is not None  # of a split sequence
         if asks_more or getattr(self, "softmax_offset", None) is not None:
             return original(self, query, key, value, attention_mask, *args, **kwargs)
         rule = _rule(self, query.shape[0], key.shape[0], attention_mask)

@@ -76,6 +76,13 @@ class MaskRule:
         return visible
 
 
+def alibi_bias(slopes: Tensor, num_q: int, num_k: int) -> Tensor:
+    """Return -slope * distance, (1, N, num_q, num_k), with the last query at the last key."""
+    query = torch.arange(num_q, device=slopes.device).unsqueeze(1) + (num_k - num_q)
+    distance = (query - torch.arange(num_k, device=slopes.device)).abs()
+    return -slopes.view(1, -1, 1, 1) * distance
+
+
 def visible_keys(mask: MaskTensors, kind: str) -> Tensor:
     """Turn a mask, (B, 1, 1, K), (B, 1, Q, K) or a pair for cross attention, into `visible`."""
     if isinstance(mask, (tuple, list)):

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mindspeed.distributed.context_rules import check_dropout
+from mindspeed.parallel.context.attention import ContextParallel
 from mindspeed.te.pytorch.attention.core import (
     Documents,
     Softmax,
@@ -18,7 +20,8 @@ from mindspeed.te.pytorch.attention.core import (
     largest_in_batch,
     largest_in_documents,
 )
-from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, Window
+from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, Window, alibi_bias
+from mindspeed.te.pytorch.attention.split_sequence import SplitSequence
 from mindspeed.te.pytorch.distributed import checkpoint
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -77,21 +80,27 @@ class DotProductAttention(nn.Module):
         self.tp_group = tp_group
         self.layer_number = layer_number
         self.return_max_logit = return_max_logit
+        self.alibi_slopes: Tensor | None = None  # of this rank's heads, where all calls use ALiBi
+        self.reads_mask = False  # whether causal layers take their mask tensor into account
+        self.cp_window_size = 1  # ranks of an inner ring, of a double ring
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        self._check_context_parallel()
 
     def set_context_parallel_group(
         self,
         cp_group: ProcessGroup | list[ProcessGroup] | None,
         cp_global_ranks: list[int] | None = None,
         cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
+        cp_comm_type: str | None = "p2p",
     ) -> None:
-        """Remember the group over which the sequence is split."""
+        """Split the sequence over another group, two groups for a2a+p2p, or none.
+
+        `cp_global_ranks` and `cp_stream` are not needed: the group knows its ranks, and messages
+        travel on streams of its own.
+        """
         self.cp_group = cp_group
         self.cp_global_ranks = cp_global_ranks
         self.cp_stream = cp_stream
-        self.cp_comm_type = cp_comm_type
+        self.cp_comm_type = "p2p" if cp_comm_type is None else cp_comm_type
 
     def forward(
         self,
@@ -112,6 +121,7 @@ class DotProductAttention(nn.Module):
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         pad_between_seqs: bool | None = None,
         num_splits: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -120,10 +130,13 @@ class DotProductAttention(nn.Module):
         With `return_max_logit` the largest score of each head, (N,), comes second.
 
         `attention_mask` is True where a key is hidden. Packed sequences (thd) come with cumulative
-        lengths, and with padded ones where there is padding between documents. `max_seqlen_*`,
-        `pad_between_seqs` and `num_splits` are hints to kernels and change no number.
+        lengths, and with padded ones where there is padding between documents. `alibi_slopes` (N,)
+        come with core_attention_bias_type="alibi". `max_seqlen_*`, `pad_between_seqs` and
+        `num_splits` are hints to kernels and change no number.
+
+        With context parallelism the tensors have the rows of this rank, in zigzag order; a mask and
+        a bias have all columns, and cumulative lengths are those of the whole documents.
         """
-        self._check_context_parallel()
         layout = self.qkv_format if qkv_format is None else qkv_format
         if layout not in FORMATS:
             raise ValueError(f"qkv_format={layout} is not known: use {', '.join(FORMATS)}")
@@ -131,25 +144,96 @@ class DotProductAttention(nn.Module):
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
             self._given_window if window_size is None else window_size,
         )
-        largest: Callable[..., Tensor]
         bias = _scaled_bias(core_attention_bias_type, core_attention_bias, self.softmax_scale)
+        slopes = _slopes(core_attention_bias_type, alibi_slopes, self.alibi_slopes)
+        context = self._context()
+        largest: Callable[..., Tensor]
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None:
                 raise ValueError("qkv_format=thd needs cu_seqlens_q and cu_seqlens_kv")
             _check_packed(rule, bias)
-            of_q = Documents.of(cu_seqlens_q, cu_seqlens_q_padded)
-            of_k = Documents.of(cu_seqlens_kv, cu_seqlens_kv_padded)
-            run = partial(self._packed, rule=rule, of_q=of_q, of_k=of_k)
-            largest = partial(largest_in_documents, rule=rule, of_q=of_q, of_k=of_k)
+            run, largest = self._of_documents(
+                context,
+                (cu_seqlens_q, cu_seqlens_q_padded),
+                (cu_seqlens_kv, cu_seqlens_kv_padded),
+                rule,
+                slopes,
+            )
         else:
-            run = partial(self._batched, rule=rule, layout=layout, mask=attention_mask, bias=bias)
-            largest = partial(largest_in_batch, rule=rule, mask=attention_mask, bias=bias)
+            if layout == "bshd":
+                query_layer, key_layer, value_layer = (
+                    x.transpose(0, 1) for x in (query_layer, key_layer, value_layer)
+                )
+            rule = self._general(rule, attention_mask)
+            added = {"mask": attention_mask, "bias": bias}
+            lengths = query_layer.shape[0], key_layer.shape[0]
+            run, largest = self._of_batch(context, lengths, rule, slopes, **added)
         out = self._run(run, checkpoint_core_attention, query_layer, key_layer, value_layer)
-        if not self.return_max_logit:
-            return out
-        if layout == "bshd":
-            query_layer, key_layer = query_layer.transpose(0, 1), key_layer.transpose(0, 1)
-        return out, largest(query_layer, key_layer, scale=self.softmax_scale)
+        out = out.transpose(0, 1) if layout == "bshd" else out
+        return (out, largest(query_layer, key_layer)) if self.return_max_logit else out
+
+    def _of_documents(
+        self,
+        context: ContextParallel,
+        of_q: tuple[Tensor, Tensor | None],
+        of_k: tuple[Tensor, Tensor | None],
+        rule: MaskRule,
+        slopes: Tensor | None,
+    ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """Return what attends packed documents, and what finds the largest score."""
+        scale = self.softmax_scale
+        if slopes is not None and self._softmax().dropout:
+            raise ValueError("packed documents with alibi_slopes take no dropout: use 0")
+        if context.size > 1 or slopes is not None:
+            split = SplitSequence.of_documents(context, of_q, of_k, rule, scale, slopes)
+            return split.attend, split.largest
+        documents: Any = {"of_q": Documents.of(*of_q), "of_k": Documents.of(*of_k)}
+        run = partial(attend_documents, rule=rule, softmax=self._softmax(), **documents)
+        return self._with_random_state(run), partial(
+            largest_in_documents, rule=rule, scale=scale, **documents
+        )
+
+    def _of_batch(
+        self,
+        context: ContextParallel,
+        lengths: tuple[int, int],
+        rule: MaskRule,
+        slopes: Tensor | None,
+        **added: Any,
+    ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """Return what attends (S, B, N, H) tensors, and what finds the largest score."""
+        scale = self.softmax_scale
+        if context.size > 1:
+            split = SplitSequence.of_batch(context, lengths, rule, scale, slopes=slopes, **added)
+            return split.attend, split.largest
+        if slopes is not None:
+            alibi = alibi_bias(slopes, *lengths)
+            added["bias"] = alibi if added["bias"] is None else added["bias"] + alibi
+        run = partial(attend_batch, rule=rule, softmax=self._softmax(), **added)
+        return self._with_random_state(run), partial(
+            largest_in_batch, rule=rule, scale=scale, **added
+        )
+
+    def _with_random_state(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*inputs: Tensor) -> Tensor:
+            with self._random_state():
+                return attend(*inputs)
+
+        return run
+
+    def _general(self, rule: MaskRule, mask: MaskTensors) -> MaskRule:
+        """Let a causal layer read its mask where it was asked to, as documents need it."""
+        if self.reads_mask and mask is not None and rule.kind == "causal":
+            return MaskRule("arbitrary", rule.window)
+        return rule
+
+    def _context(self) -> ContextParallel:
+        groups = self.cp_group if isinstance(self.cp_group, (list, tuple)) else [self.cp_group]
+        if all(group is None or group.size() == 1 for group in groups):
+            return ContextParallel()
+        context = ContextParallel.of(self.cp_comm_type, self.cp_group, self.cp_window_size)
+        check_dropout(self._softmax().dropout, context.size, "attention_dropout=")
+        return context
 
     def _run(self, attend: Callable[..., Tensor], recompute: bool, *inputs: Tensor) -> Tensor:
         if not recompute:
@@ -161,36 +245,6 @@ class DotProductAttention(nn.Module):
             tp_group=self.tp_group,
         )
 
-    def _batched(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        rule: MaskRule,
-        layout: str,
-        mask: MaskTensors,
-        bias: Tensor | None,
-    ) -> Tensor:
-        if layout == "bshd":
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        with self._random_state():
-            out = attend_batch(q, k, v, rule, self._softmax(), mask=mask, bias=bias)
-        return out.transpose(0, 1) if layout == "bshd" else out
-
-    def _packed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        rule: MaskRule,
-        of_q: Documents,
-        of_k: Documents,
-    ) -> Tensor:
-        with self._random_state():
-            return attend_documents(q, k, v, rule, self._softmax(), of_q=of_q, of_k=of_k)
-
     def _softmax(self) -> Softmax:
         return Softmax(self.softmax_scale, self.attention_dropout if self.training else 0.0)
 
@@ -199,15 +253,6 @@ class DotProductAttention(nn.Module):
         if self.sequence_parallel or self.get_rng_state_tracker is None:
             return nullcontext()
         return self.get_rng_state_tracker().fork() if self._softmax().dropout else nullcontext()
-
-    def _check_context_parallel(self) -> None:
-        groups = self.cp_group if isinstance(self.cp_group, (list, tuple)) else [self.cp_group]
-        size = max(1 if group is None else group.size() for group in groups)
-        if size > 1:
-            raise RuntimeError(
-                f"context_parallel_size={size}: attention over a split sequence comes in a later "
-                "release of mindspeed. Use context_parallel_size=1"
-            )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -236,13 +281,21 @@ def _check_packed(rule: MaskRule, bias: Tensor | None) -> None:
         raise ValueError("qkv_format=thd takes neither a bias nor attn_mask_type=arbitrary")
 
 
+def _slopes(kind: str, slopes: Tensor | None, of_layer: Tensor | None) -> Tensor | None:
+    if kind != "alibi":
+        return of_layer
+    if slopes is None:
+        raise ValueError("core_attention_bias_type=alibi needs alibi_slopes, one for each head")
+    return slopes
+
+
 def _scaled_bias(kind: str, bias: Tensor | None, scale: float) -> Tensor | None:
-    if kind == "no_bias":
+    if kind in ("no_bias", "alibi"):
         return None
     if kind not in ("post_scale_bias", "pre_scale_bias") or bias is None:
         raise ValueError(
-            f"core_attention_bias_type={kind}: use no_bias, or pre_scale_bias / post_scale_bias "
-            "together with core_attention_bias"
+            f"core_attention_bias_type={kind}: use no_bias, alibi, or pre_scale_bias / "
+            "post_scale_bias together with core_attention_bias"
         )
     return bias * scale if kind == "pre_scale_bias" else bias
 

@@ -1,0 +1,200 @@
+"""What does it cost to split attention over ranks? One process plays each rank of a ring in turn.
+
+    python benchmarks/bench_context_parallel.py [--quick] [--tokens 32768 131072] [--ranks 4 8]
+
+Efficiency is the time of one whole causal attention divided by the sum of what all ranks compute,
+forward and backward, without communication: 1 if splitting were free. The merge of partial results
+is part of that sum, and its share is printed on its own. Packed documents are compared with the
+same documents unsplit. Heads are those of an 8B model: 32 query heads, 8 key heads of 128,
+bfloat16. Before anything is timed, the ranks' outputs are compared with the whole ones.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from record import record
+
+from mindspeed import device
+from mindspeed.ops.fusion_attention import sdpa
+from mindspeed.parallel.context.blocks import CAUSAL, Spans
+from mindspeed.parallel.context.layout import Layout
+from mindspeed.parallel.context.merge import (
+    Gradients,
+    Inputs,
+    MergedOutput,
+    Rule,
+    attend,
+    zeros_like,
+)
+from mindspeed.parallel.context.ring import Schedule
+from mindspeed.te.pytorch.attention.core import Documents, Softmax, attend_documents
+from mindspeed.te.pytorch.attention.masks import MaskRule
+
+HEADS, GROUPS, HEAD = 32, 8, 128
+SCALE = HEAD**-0.5
+BARS = {(131072, 4): 0.93, (131072, 8): 0.93, (32768, 4): 0.85}
+PACKED_BAR, MERGE_BAR = 0.80, 0.03
+TOLERANCE = 1e-2  # of bfloat16 outputs that were rounded once more
+
+
+class Split:
+    """A sequence of documents, and what each rank of a ring computes for it."""
+
+    def __init__(self, bounds, ranks, where, heads=(HEADS, GROUPS, HEAD)):
+        num_heads, groups, head = heads
+        self.bounds, self.layout = bounds, Layout.zigzag_documents(bounds, ranks)
+        self.rule = Rule(Spans.packed(bounds), CAUSAL, SCALE)
+        make = {"device": where, "dtype": torch.bfloat16 if where.type != "cpu" else torch.float32}
+        rows = bounds[-1]
+        self.whole = [torch.randn(rows, 1, n, head, **make) for n in (num_heads, groups, groups)]
+        self.grad = torch.randn(rows, 1, num_heads, head, **make)
+        self.shards = [self._shard(rank) for rank in range(ranks)]
+
+    def _shard(self, rank):
+        return [self.layout.shard(x, rank) for x in (*self.whole, self.grad)]
+
+    def ranks(self):
+        """Run forward and backward of all ranks, and return their outputs."""
+        return [self._rank(rank) for rank in range(len(self.shards))]
+
+    def _rank(self, rank):
+        q, _, v, grad = self.shards[rank]
+        inputs, merged = Inputs(q), MergedOutput(q, v.shape[-1])
+        for kv, calls in self._steps(rank, inputs):
+            for call in calls:
+                merged.add(call.q, *attend(self.rule, inputs, *kv, call))
+        out, lse = merged.result()
+        grads = Gradients(inputs, grad, out, lse)
+        for kv, calls in self._steps(rank, inputs):
+            dkv = [zeros_like(x) for x in kv]
+            for call in calls:
+                grads.add(self.rule, kv, dkv, call)
+        return out
+
+    def _steps(self, rank, inputs):
+        schedule = Schedule(len(self.shards))
+        for step in range(schedule.size):
+            source = schedule.source(rank, step)
+            ranges = self.layout.ranges[rank], self.layout.ranges[source]
+            yield self.shards[source][1:3], list(self.rule.calls(*ranges, inputs))
+
+    def merges(self):
+        """Return what merges the partial results of all ranks, which are computed here."""
+        parts = []
+        for rank, (q, *_) in enumerate(self.shards):
+            inputs = Inputs(q)
+            steps = self._steps(rank, inputs)
+            calls = [(kv, call) for kv, calls in steps for call in calls]
+            parts.append([(call.q, *attend(self.rule, inputs, *kv, call)) for kv, call in calls])
+
+        def run():
+            for (q, _, v, _), results in zip(self.shards, parts):
+                merged = MergedOutput(q, v.shape[-1])
+                for result in results:
+                    merged.add(*result)
+                merged.result()
+
+        return run
+
+    def unsplit(self):
+        """Run forward and backward of the whole sequence, and return the output."""
+        q, k, v = (x.detach().requires_grad_() for x in self.whole)
+        if len(self.bounds) == 2:
+            heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+            out = sdpa.attention(*heads_first, scale=SCALE, is_causal=True).permute(2, 0, 1, 3)
+        else:
+            documents = Documents.of(self._device_bounds, None)
+            rule, softmax = MaskRule.of("padding_causal", None), Softmax(SCALE, 0.0)
+            packed = attend_documents(
+                *(x.squeeze(1) for x in (q, k, v)), rule, softmax, of_q=documents, of_k=documents
+            )
+            out = packed.view(self.grad.shape)
+        out.backward(self.grad)
+        return out.detach()
+
+    @property
+    def _device_bounds(self):
+        return torch.tensor(self.bounds, dtype=torch.int32, device=self.grad.device)
+
+    def check(self):
+        """Fail if the ranks' outputs are not those of the whole."""
+        got, want = self.layout.unshard(torch.cat(self.ranks())), self.unsplit()
+        error = float((got.double() - want.double()).norm() / want.double().norm())
+        assert error < TOLERANCE, f"relative error {error}"
+
+
+def documents(tokens, seed=0):
+    """Draw document lengths whose logarithms are normal, as those of long-context text are."""
+    draw, bounds = random.Random(seed), [0]
+    while bounds[-1] < tokens:
+        length = int(min(max(draw.lognormvariate(8.3, 1.2), 256), tokens / 2))
+        bounds.append(min(bounds[-1] + length, tokens))
+    return bounds
+
+
+def seconds(functions, repeats):
+    """Return the median times of functions that take turns."""
+    times = [[] for _ in functions]
+    for round_ in range(repeats + 1):
+        for function, found in zip(functions, times):
+            device.current().synchronize()
+            start = time.perf_counter()
+            function()
+            device.current().synchronize()
+            if round_:
+                found.append(time.perf_counter() - start)
+    return [statistics.median(found) for found in times]
+
+
+def measure(name, bounds, ranks, repeats, heads):
+    """Return one row of the table."""
+    split = Split(bounds, ranks, device.current().torch_device, heads)
+    split.check()
+    whole, parts, merge = seconds([split.unsplit, split.ranks, split.merges()], repeats)
+    tokens = bounds[-1]
+    bar = PACKED_BAR if name == "packed" else BARS.get((tokens, ranks), "")
+    return {
+        "case": name,
+        "tokens": tokens,
+        "documents": len(bounds) - 1,
+        "ranks": ranks,
+        "whole_ms": f"{whole * 1e3:.2f}",
+        "ranks_ms": f"{parts * 1e3:.2f}",
+        "efficiency": f"{whole / parts:.3f}",
+        "bar": bar,
+        "merge_share": f"{merge / parts:.4f}",
+    }
+
+
+def main():
+    """Measure the bars and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--heads", type=int, nargs=3, default=[HEADS, GROUPS, HEAD])
+    parser.add_argument("--quick", action="store_true", help="the bars only, three repeats")
+    parser.add_argument("--no-record", action="store_true", help="write no results file")
+    args = parser.parse_args()
+    repeats = 3 if args.quick else args.repeats
+    pairs = [(tokens, ranks) for tokens in args.tokens for ranks in args.ranks]
+    rows = []
+    for tokens, ranks in pairs:
+        if args.quick and (tokens, ranks) not in BARS:
+            continue
+        for name, bounds in (("causal", [0, tokens]), ("packed", documents(tokens))):
+            rows.append(measure(name, bounds, ranks, repeats, tuple(args.heads)))
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    if not args.no_record:
+        record("context_parallel", rows)
+
+
+if __name__ == "__main__":
+    main()
