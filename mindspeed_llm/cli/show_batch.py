@@ -16,6 +16,13 @@ TRAINED, CONTEXT, SPECIAL, TRUNCATED, HEADING = (
     "bold yellow",
 )
 
+MAX_RANKS = 1024
+"""Ranks that can be shown: each takes a line."""
+
+
+PAIR_WIDTH = 160
+"""Columns of a pair where there is no terminal."""
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the sub-command."""
@@ -35,6 +42,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--start", type=int, default=0, metavar="N", help="first sample (0)")
     parser.add_argument(
         "--seq-length", type=int, metavar="N", help="show what a training of this length would cut"
+    )
+    parser.add_argument(
+        "--context-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="show which tokens each of so many ranks would hold (1)",
     )
     parser.add_argument("--tokens", action="store_true", help="one line a token, with its label")
     parser.add_argument("--cache-dir", default="", help=argparse.SUPPRESS)
@@ -57,15 +71,40 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--start {args.start}: {args.prefix} has samples 0 to {preview.size() - 1}"
         )
+    if not 1 <= args.context_parallel_size <= MAX_RANKS:
+        raise ConfigError(
+            f"--context-parallel-size {args.context_parallel_size}: give 1 to {MAX_RANKS}"
+        )
     console.print(_legend(console.is_terminal), soft_wrap=True)
     for number in islice(range(args.start, preview.size()), max(0, args.count)):
-        for sample in preview.samples(number):
+        samples = list(preview.samples(number))
+        if len(samples) > 1 and not args.tokens:
+            console.print(_side_by_side(samples, number, args.seq_length, console))
+            continue
+        for sample in samples:
             limit = args.seq_length
             console.print(_heading(sample, number, limit), style=HEADING)
-            lines = _token_lines(sample) if args.tokens else [_text(sample, limit, console)]
+            ranks = _ranks(sample, args.context_parallel_size)
+            for line in _rank_lines(sample, ranks):
+                console.print(line)
+            lines = _token_lines(sample, ranks) if args.tokens else [_text(sample, limit, console)]
             for line in lines:
                 console.print(line)
     return 0
+
+
+def _side_by_side(samples: list[Any], number: int, limit: int | None, console: Any) -> Any:
+    """Return the sequences of a pair as the columns of a table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    width = None if console.is_terminal else PAIR_WIDTH
+    table = Table(box=None, width=width, padding=(0, 2, 1, 0), show_edge=False)
+    for sample in samples:
+        heading = Text(_heading(sample, number, limit), HEADING)
+        table.add_column(heading, ratio=1, overflow="fold")
+    table.add_row(*(_text(sample, limit, console) for sample in samples))
+    return table
 
 
 def _legend(is_colourful: bool) -> Any:
@@ -115,7 +154,38 @@ def _text(sample: Any, limit: int | None, console: Any) -> Any:
     return text
 
 
-def _token_lines(sample: Any) -> Iterator[str]:
+def _ranks(sample: Any, size: int) -> list[list[tuple[int, int]]]:
+    """Return the tokens of each context-parallel rank, as ranges; nothing for one rank."""
+    from mindspeed_llm.data.context_split import ContextSplit
+
+    if size == 1 or not sample.size:
+        return []
+    return [ContextSplit(size, rank).owned(sample.bounds) for rank in range(size)]
+
+
+def _rank_lines(sample: Any, ranks: list[list[tuple[int, int]]]) -> Iterator[str]:
+    from mindspeed_llm.data.context_split import MAX_PADDING, ContextSplit
+
+    if not ranks:
+        return
+    padded = ContextSplit(len(ranks)).padded_bounds(sample.bounds)[-1]
+    share = padded // len(ranks)
+    for rank, ranges in enumerate(ranks):
+        count = sum(end - start for start, end in ranges)
+        tokens = " ".join(f"{start}-{end - 1}" for start, end in ranges) or "none"
+        padding = f", {share - count} padding" if share > count else ""
+        yield f"   rank {rank}: {count} tokens{padding}: {tokens}"
+    if (waste := 1 - sample.size / padded) > MAX_PADDING:
+        yield f"   {waste:.0%} of the {padded} tokens on these ranks are padding"
+
+
+def _token_lines(sample: Any, ranks: list[list[tuple[int, int]]]) -> Iterator[str]:
+    owners = {
+        token: f"rank {rank}  "
+        for rank, ranges in enumerate(ranks)
+        for start, end in ranges
+        for token in range(start, end)
+    }
     for position, (token, text, label) in enumerate(sample.tokens()):
         trained = "" if label is None else f"label {label}"
-        yield f"{position:>6} {token:>7}  {text!r:<24} {trained}"
+        yield f"{position:>6} {token:>7}  {text!r:<24} {owners.get(position, '')}{trained}"

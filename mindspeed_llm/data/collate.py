@@ -39,13 +39,18 @@ def collate_variable(
 
 
 def collate_packed(
-    samples: Samples, *, eos_id: int | None = None, multiple: int = 1, pad_id: int = 0
+    samples: Samples,
+    *,
+    eos_id: int | None = None,
+    multiple: int = 1,
+    pad_id: int = 0,
+    shift: bool = True,
 ) -> Batch:
     """Concatenate rows; `cu_seqlens` are the boundaries of samples, `max_seqlen` the longest.
 
     Samples are separated by the attention mask of neat rows, which counts them; with `eos_id` by
     the end-of-text tokens instead (rows of plain packing). Padding, also that to a multiple of
-    `multiple` tokens, is a sample of its own.
+    `multiple` tokens, is a sample of its own. Labels that are not shifted are taken as they are.
     """
     padding = -sum(len(sample["input_ids"]) for sample in samples) % multiple
     tail, ignored = np.full(padding, pad_id), np.full(padding, IGNORE_INDEX)
@@ -58,25 +63,24 @@ def collate_packed(
     sample_starts = np.concatenate([*starts, [offset]] if padding else starts)
     boundaries = np.append(sample_starts, len(ids))
     positions = np.arange(len(ids)) - np.repeat(sample_starts, np.diff(boundaries))
-    targets = np.append(labels[1:], IGNORE_INDEX)
-    # The last token of a sample is not followed by the next.
-    targets[boundaries[1:] - 1] = IGNORE_INDEX
+    targets = labels
+    if shift:
+        targets = np.append(labels[1:], IGNORE_INDEX)
+        # The last token of a sample is not followed by the next.
+        targets[boundaries[1:] - 1] = IGNORE_INDEX
     batch = _tensors(ids[None], targets[None], positions[None])
     batch["cu_seqlens"] = torch.from_numpy(boundaries.astype(np.int32))
     batch["max_seqlen"] = torch.tensor(int(np.diff(boundaries).max()), dtype=torch.int32)
     return batch
 
 
-def collate_pairwise(
-    samples: Samples, *, pad_id: int, multiple: int = 8, limit: int | None = None
-) -> Batch:
-    """Pad pairs to one length: the chosen completions first, then the rejected, in order."""
-    halves = [
+def split_pairs(samples: Samples) -> list[dict[str, Array]]:
+    """Return the sequences of pairs: the chosen completions first, then the rejected, in order."""
+    return [
         {"input_ids": sample[f"{side}_input_ids"], "labels": sample[f"{side}_labels"]}
         for side in ("chosen", "rejected")
         for sample in samples
     ]
-    return collate_variable(halves, multiple=multiple, limit=limit, pad_id=pad_id)
 
 
 def collate_prompts(samples: Samples, *, pad_id: int) -> Batch:
@@ -120,6 +124,8 @@ def _tensors(ids: Array, targets: Array, positions: Array) -> Batch:
 
 def _starts(row: Mapping[str, Array], eos_id: int | None) -> Array:
     """Return the start of each sample of a row."""
+    if eos_id is None and "attention_mask" not in row:  # of a pair, which is not packed
+        return np.zeros(1, np.int64)
     if eos_id is None:
         changes = np.flatnonzero(np.diff(row["attention_mask"])) + 1
         return np.concatenate(([0], changes))

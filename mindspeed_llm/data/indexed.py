@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ CODES: dict[int, np.dtype[Any]] = {
 """The types of token ids; Megatron also numbers floats (6 and 7), which no token id is."""
 FSYNC_BYTES = 16 << 20
 """Bytes of tokens that are written between two flushes to the disk."""
+MAX_LISTED = 10
+"""Prefixes in a folder that an error lists."""
 CHUNK = 1 << 20
 """Sequences handled at once where an index may be larger than memory."""
 
@@ -113,6 +115,14 @@ class IndexedTokens:
     def tokens(self) -> int:
         """The number of tokens in all sequences."""
         return int(self.lengths.sum(dtype=np.int64))
+
+    def distinct_values(self, *, without: int) -> list[int]:
+        """Return the values that occur, except one."""
+        values = self._data.view(self.dtype)
+        found: set[int] = set()
+        for start in range(0, len(values), CHUNK):
+            found |= set(np.unique(values[start : start + CHUNK]).tolist())
+        return sorted(found - {without})
 
 
 def _mismatch(index_path: Path, data_path: Path, what: str) -> ConfigError:
@@ -234,6 +244,15 @@ class TokenFile(NamedTuple):
     path: Path
     dtype: np.dtype[Any]
     is_labels: bool = False
+
+
+def describe_folder(folder: Path, names: Iterable[str]) -> str:
+    """Return the error for a folder in place of a prefix: the prefixes of that kind in it."""
+    found = [str(folder / name) for name in sorted(set(names))]
+    shown = ", ".join(found[:MAX_LISTED])
+    more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+    hint = f"it holds {shown}{more}" if found else "it holds none"
+    return f"{folder} is a folder: give the prefix of data in it ({hint})"
 
 
 def find_out_of_range(

@@ -54,6 +54,12 @@ class SamplePreview:
         for token, label in zip(self._ids.tolist(), self._labels.tolist()):
             yield token, self._decoder.text([token]), None if label == IGNORE_INDEX else label
 
+    @property
+    def bounds(self) -> list[int]:
+        """The start of each packed sample, and the end of the last."""
+        changes = np.flatnonzero(np.diff(self._mask[: self.size])) + 1
+        return [0, *changes.tolist(), self.size]
+
     def truncated_at(self, limit: int | None) -> Iterator[Span]:
         """Yield the spans; what lies beyond `limit` is marked as truncated."""
         position = 0
@@ -123,8 +129,15 @@ class Preview(NamedTuple):
             ids = row[f"{side}input_ids"]
             labels = row.get(f"{side}labels", np.full(len(ids), IGNORE_INDEX))
             mask = row.get(f"{side}attention_mask", np.ones(len(ids), np.int32))
-            name = f" ({side.removesuffix('_')})" if side else ""
+            name = f" ({side.removesuffix('_')})" if side else _judgement(row)
             yield SamplePreview(name, ids, labels, mask, self.decoder)
+
+
+def _judgement(row: dict[str, Array]) -> str:
+    """Return whether an unpaired completion is desirable, "" for other samples."""
+    if "desirable" not in row:
+        return ""
+    return " (desirable)" if row["desirable"].any() else " (undesirable)"
 
 
 def open_preview(prefix: str, tokenizer: str = "", cache_dir: str = "") -> Preview:

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+import numpy as np
+
+from mindspeed_llm.data.indexed import Array
+
 MASK = (1 << 64) - 1
 ROUNDS = 4
 
@@ -46,6 +50,31 @@ class SampleOrder:
             index = left << self._half | right
             if index < self._size:
                 return index
+
+
+class BalancedOrder:
+    """Steps in which all pairs of samples have about the same work; every epoch shuffles the steps.
+
+    The sample with the most work is paired with that with the least, and so on; a step consists of
+    pairs of about equal work, their first halves in front. Ranks that take an even number of
+    micro-batches of a step get both samples of their pairs. Where samples do not fill the last step
+    some of them, spread over all, come twice.
+    """
+
+    def __init__(self, works: Array, step: int, *, seed: int = 1234, shuffle: bool = True) -> None:
+        size = -(-len(works) // step) * step
+        more = np.arange(size - len(works)) * len(works) // max(1, size - len(works))
+        samples = np.concatenate([np.arange(len(works)), more])
+        ranking = samples[np.argsort(works[samples], kind="stable")]
+        pairs = np.stack([ranking[::-1][: size // 2], ranking[: size // 2]])
+        pairs = pairs[:, np.argsort(works[pairs].sum(0), kind="stable")]
+        self._rows = pairs.reshape(2, -1, step // 2).transpose(1, 0, 2).reshape(-1, step)
+        self._steps = SampleOrder(len(self._rows), seed=seed, shuffle=shuffle)
+        self.epoch_size = size
+
+    def __getitem__(self, position: int) -> int:
+        number, offset = divmod(position, self._rows.shape[1])
+        return int(self._rows[self._steps[number], offset])
 
 
 class Mixture:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import Array
-from mindspeed_llm.data.shuffle import Mixture, SampleOrder
+from mindspeed_llm.data.shuffle import BalancedOrder, Mixture, SampleOrder
 
 T = TypeVar("T")
 Sample = dict[str, Array]
@@ -30,16 +30,22 @@ class SampleStream:
         seed: int = 1234,
         shuffle: bool = True,
         epoch_multiple: int = 1,
+        balanced_step: int | None = None,
         fingerprint: str = "",
     ) -> None:
+        """Take data sets; with steps of so many samples of balanced work, these have `works`."""
         if any(len(part) == 0 for part in data):
             raise ConfigError("a data set of the mixture holds no samples")
         self.data = list(data)
         self.fingerprint = fingerprint
         """A name for the data, to detect a resume with other data."""
         self._mixture = Mixture([Fraction(w) for w in weights] or [Fraction(len(p)) for p in data])
-        self._orders = [
-            SampleOrder(len(part), seed=seed + number, shuffle=shuffle, multiple=epoch_multiple)
+        self._orders: list[SampleOrder | BalancedOrder] = [
+            BalancedOrder(part.works, balanced_step, seed=seed + number, shuffle=shuffle)  # type: ignore[attr-defined]
+            if balanced_step
+            else SampleOrder(
+                len(part), seed=seed + number, shuffle=shuffle, multiple=epoch_multiple
+            )
             for number, part in enumerate(data)
         ]
 
@@ -90,6 +96,12 @@ class Part(Sequence[Sample]):
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
         return self._data[self._first + index]
+
+    @property
+    def works(self) -> Array:
+        """The attention of each sample, up to a factor."""
+        works: Array = self._data.works  # type: ignore[attr-defined]
+        return works[self._first : self._first + self._size]
 
 
 class Prefetcher(Generic[T]):

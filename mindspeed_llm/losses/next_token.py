@@ -1,6 +1,7 @@
 """The loss of next tokens, and how a step reports it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -16,16 +17,34 @@ def token_loss(losses: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Ten
 
 
 def next_token_loss(
-    losses: torch.Tensor, batch: Mapping[str, torch.Tensor], *, per_token: bool
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of a micro-batch, what Megatron divides it by, and its report."""
+    losses: torch.Tensor,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    per_token: bool,
+    context_ranks: int = 1,
+) -> tuple[Any, ...]:
+    """Return the loss of a micro-batch as Megatron's schedules take it, and its report last.
+
+    That is the sum of the losses of this rank and their number, which the schedule adds up over the
+    step (`per_token`), or else the part of the micro-batch's mean. Where `context_ranks` share a
+    sequence, `trained_tokens` of the batch is the number of tokens that all of them train.
+    """
     total, count = token_loss(losses, batch["loss_mask"])
+    # A rank reports what the whole sequence would give if all ranks had the same losses: the mean
+    # over the ranks is right, for means over tokens and over micro-batches.
+    everywhere = count.float()
+    if context_ranks > 1:
+        everywhere = torch.full_like(total, float(batch["trained_tokens"]), requires_grad=False)
     report = {
-        LM_LOSS: torch.stack([total.detach(), count.float()]),
+        LM_LOSS: torch.stack([total.detach() * context_ranks, everywhere]),
         "tokens": batch["real_tokens"],
     }
-    # A micro-batch without trained tokens counts as one token of loss 0.
-    return total, count if per_token else count.clamp(min=1), report
+    if per_token:
+        return total, count, report
+    # A micro-batch without trained tokens counts as one token of loss 0. Of two values Megatron
+    # multiplies the first by the number of ranks, over which gradients are averaged; of three only
+    # some releases do.
+    return total / everywhere.clamp(min=1), report
 
 
 def next_token_metrics(*, per_token: bool) -> tuple[Metric, ...]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +78,45 @@ def evaluate_batch(
     metrics: Sequence[Metric],
 ) -> dict[str, float]:
     """Return the metrics of one global batch without training on it."""
+    with _evaluating(model):
+        reports = forward_backward(model, forward_step, batches, shape, forward_only=True)
+    return _reduce(metrics, reports, None, False).read()[0].metrics
+
+
+def collect_outputs(
+    model: RoleModel,
+    forward_step: ForwardStep,
+    batches: list[Iterator[Any]],
+    shape: BatchShape,
+) -> list[Any]:
+    """Run a model over micro-batches without gradients; return what is made of each output.
+
+    The forward step returns, with the output, a function of it in the position of the loss
+    function. Only ranks of the last pipeline stage have results; the others return nothing.
+    """
+
+    def step(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
+        output, collect = forward_step(data_iterator, chunk)
+        return output, lambda tensor, non_loss_data: collect(tensor)
+
+    with _evaluating(model):
+        return forward_backward(
+            model, step, batches, shape, forward_only=True, collects_outputs=True
+        )
+
+
+@contextmanager
+def _evaluating(model: RoleModel) -> Iterator[None]:
+    """Switch dropout and gradients off."""
+    before = [chunk.training for chunk in model.wrapped]
     for chunk in model.wrapped:
         chunk.eval()
-    with torch.no_grad():
-        reports = forward_backward(model, forward_step, batches, shape, forward_only=True)
-    for chunk in model.wrapped:
-        chunk.train()
-    return _reduce(metrics, reports, None, False).read()[0].metrics
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk, was_training in zip(model.wrapped, before):
+            chunk.train(was_training)
 
 
 def forward_backward(
@@ -93,11 +126,15 @@ def forward_backward(
     shape: BatchShape,
     *,
     forward_only: bool = False,
-) -> list[Report]:
-    """Run Megatron's pipeline schedule; return the reports of the loss functions of this rank."""
+    collects_outputs: bool = False,
+) -> list[Any]:
+    """Run Megatron's pipeline schedule; return the reports of the loss functions of this rank.
+
+    With `collects_outputs` what takes the place of a loss function may return anything.
+    """
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    reports: list[Report] = get_forward_backward_func()(
+    reports: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=batches if len(batches) > 1 else batches[0],
         model=model.wrapped,
@@ -105,6 +142,7 @@ def forward_backward(
         seq_length=shape.seq_length,
         micro_batch_size=shape.micro_batch_size,
         forward_only=forward_only,
+        collect_non_loss_data=collects_outputs,
     )
     return reports
 
@@ -112,15 +150,17 @@ def forward_backward(
 def _reduce(
     metrics: Sequence[Metric], reports: list[Report], norm: torch.Tensor | None, stop: bool
 ) -> StepTotals:
-    """Add up what all ranks report; only one rank of each model copy counts.
+    """Add up what all ranks report; only the last pipeline stage of each model copy counts.
 
-    That is the first tensor-parallel rank of the last pipeline stage. With a norm that is not
-    finite on one rank no rank may update: what it adds to the totals is not finite either.
+    Its first tensor-parallel rank reports metrics, for its part of the sequence where that is
+    split, and the first rank of the copy its tokens. With a norm that is not finite on one rank no
+    rank may update: what it adds to the totals is not finite either.
     """
     from megatron.core import parallel_state
 
     is_counted = parallel_state.get_tensor_model_parallel_rank() == 0
     counted = reports if is_counted else []
-    tokens = sum(int(report["tokens"]) for report in counted)
+    is_first = parallel_state.get_context_parallel_rank() == 0
+    tokens = sum(int(report["tokens"]) for report in counted) if is_first else 0
     overflow = 0.0 if norm is None else norm * 0.0
     return reduce_metrics(metrics, counted, tokens=tokens, extras=(overflow, float(stop)))

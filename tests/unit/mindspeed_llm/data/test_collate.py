@@ -10,9 +10,9 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.data.collate import (
     collate_fixed,
     collate_packed,
-    collate_pairwise,
     collate_prompts,
     collate_variable,
+    split_pairs,
 )
 from mindspeed_llm.data.indexed import IGNORE_INDEX
 
@@ -122,7 +122,7 @@ def test_pairs_and_prompts():
         }
         for n in (7, 8)
     ]
-    batch = collate_pairwise(pairs, multiple=4, pad_id=0)
+    batch = collate_variable(split_pairs(pairs), multiple=4, pad_id=0)
     assert batch["tokens"].tolist() == [[7, 1, 0, 0], [8, 1, 0, 0], [7, 2, 3, 0], [8, 2, 3, 0]]
     prompts = collate_prompts([sample([1]), sample([1, 2])], pad_id=9)
     assert prompts["tokens"].tolist() == [[9, 1], [1, 2]]

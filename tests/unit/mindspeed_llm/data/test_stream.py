@@ -144,9 +144,9 @@ def test_wrong_splits(split):
 
 
 def test_missing_data(prefixes, tmp_path):
-    a, _ = prefixes
+    a, b = prefixes
     for prefix, message in (
-        (str(tmp_path), "is a folder: give the prefix of data in it .such as .*a"),
+        (str(tmp_path), f"is a folder: give the prefix of data in it .it holds {a}, {b}.$"),
         (a + "_packed", "give exactly the --output-prefix of preprocessing"),
         (a + "_packed_input_ids_document.idx", "give exactly the --output-prefix of preprocessing"),
         (str(tmp_path / "none"), "no preprocessed data has that prefix; expected files such as"),

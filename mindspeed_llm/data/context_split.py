@@ -1,0 +1,130 @@
+"""The share of a micro-batch that a context-parallel rank trains on.
+
+Every rank of a group collates the same micro-batch on the host, and keeps its rows of each
+sequence, or of each packed document: the zigzag order in which Megatron and attention expect them.
+Documents are padded to a length that all ranks share equally; `cu_seqlens_padded` says where they
+are, `cu_seqlens` how long they are without the padding.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from mindspeed.distributed.parallel_dims import CP, ParallelDims
+from mindspeed.parallel.context.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+MAX_PADDING = 0.1
+"""Share of a packed batch that padding may have without a warning."""
+ROWS = ("tokens", "labels", "loss_mask", "position_ids")
+"""Tensors of a batch whose second dimension is the sequence."""
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """How sequences are shared by `size` ranks, and further by the ranks of each with `tp`."""
+
+    size: int = 1
+    rank: int = 0
+    tp: int = 1
+    """Tensor-parallel ranks, which take equal shares of what a rank holds."""
+
+    @classmethod
+    def of(cls, dims: ParallelDims) -> ContextSplit:
+        """Read the sizes of a run."""
+        return cls(dims.cp, dims.cp_rank, dims.tp)
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a batch is a multiple of; 1 where sequences are not split."""
+        return 1 if self.size == 1 else self.size * math.lcm(2, self.tp)
+
+    def padded(self, length: int) -> int:
+        """Return the length of a sequence with padding."""
+        return _round_up(length, self.multiple)
+
+    def padded_bounds(self, bounds: Sequence[int]) -> list[int]:
+        """Return cumulative lengths with padding: two equal pieces of each document a rank."""
+        if self.size == 1:
+            return list(bounds)
+        lengths = [_round_up(end - start, 2 * self.size) for start, end in pairwise(bounds)]
+        padded = list(accumulate(lengths, initial=0))
+        padded[-1] = self.padded(padded[-1])
+        return padded
+
+    def layout(self, bounds: Sequence[int]) -> Layout:
+        """Return which rows of padded documents each rank holds."""
+        return Layout.zigzag_documents(self.padded_bounds(bounds), self.size)
+
+    def source_rows(self, bounds: Sequence[int]) -> torch.Tensor:
+        """Return which row of the documents each row of this rank is, -1 for padding."""
+        starts, ends = torch.tensor(bounds[:-1]), torch.tensor(bounds[1:])
+        padded = torch.tensor(self.padded_bounds(bounds))
+        rows = self.layout(bounds).index(self.rank)
+        document = torch.searchsorted(padded, rows, right=True) - 1
+        source = starts[document] + rows - padded[document]
+        return torch.where(source < ends[document], source, -1)
+
+    def owned(self, bounds: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the ranges of rows that this rank holds, padding left out, in their order."""
+        rows = self.source_rows(bounds)
+        rows = rows[rows >= 0]
+        first = torch.cat([torch.ones(1, dtype=torch.bool), rows.diff() != 1])[: len(rows)]
+        starts = rows[first].tolist()
+        sizes = torch.bincount(first.cumsum(0) - 1).tolist()
+        return [(start, start + size) for start, size in zip(starts, sizes)]
+
+    def split(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's share of a micro-batch on the host.
+
+        `trained_tokens` is the number of trained tokens of the whole micro-batch.
+        """
+        if self.size == 1:
+            return dict(batch)
+        is_packed = "cu_seqlens" in batch
+        bounds = batch["cu_seqlens"].tolist() if is_packed else [0, batch["tokens"].shape[1]]
+        rows, share = self.source_rows(bounds), dict(batch)
+        for name in ROWS:
+            share[name] = batch[name].index_select(1, rows.clamp(min=0)).masked_fill_(rows < 0, 0)
+        share["trained_tokens"] = batch["loss_mask"].sum()
+        if is_packed:
+            padded = torch.tensor(self.padded_bounds(bounds), dtype=torch.int32)
+            share["cu_seqlens_padded"] = padded
+            share["max_seqlen"] = padded.diff().max()
+        return share
+
+
+class PaddingWatch:
+    """Warns once if much of a packed batch is padding."""
+
+    def __init__(self, split: ContextSplit) -> None:
+        self._split, self._has_warned = split, False
+
+    def watch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a rank's share of a micro-batch as it is."""
+        if "cu_seqlens" in batch and not self._has_warned:
+            tokens = batch["tokens"].numel() * self._split.size
+            share = 1 - int(batch["real_tokens"]) / tokens
+            if share > MAX_PADDING:
+                self._has_warned = True
+                logger.warning("%s", self._text(share, tokens))
+        return batch
+
+    def _text(self, share: float, tokens: int) -> str:
+        size = self._split.size
+        reason = f"; {CP} {size} pads each document to a multiple of {2 * size}" * (size > 1)
+        return (
+            f"{share:.0%} of the {tokens} tokens of a packed batch are padding{reason}: pack "
+            "longer documents or fuller rows"
+        )
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

@@ -1,0 +1,99 @@
+"""The rows of a micro-batch that each context-parallel rank holds."""
+
+import logging
+from itertools import pairwise
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed.ops.rotary_position_embedding.packed import packed_positions
+from mindspeed.parallel.context.blocks import CAUSAL, Spans, plan
+from mindspeed_llm.data.collate import collate_fixed, collate_packed
+from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
+from tests.unit.mindspeed_llm.data.real_lengths import num_pairs
+
+
+def samples(lengths):
+    """Return samples whose tokens count up over all of them."""
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    return [
+        {
+            "input_ids": np.arange(start, end) + 1,
+            "labels": np.arange(start, end) + 1,
+            "attention_mask": np.ones(end - start, int),
+        }
+        for start, end in pairwise(bounds)
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    size=st.integers(2, 8),
+    tp=st.integers(1, 4),
+)
+def test_every_token_is_on_one_rank_where_rotary_embeddings_expect_it(lengths, size, tp):
+    batch = collate_packed(samples(lengths))
+    shares = [ContextSplit(size, rank, tp).split(batch) for rank in range(size)]
+    kept = torch.cat([share["tokens"][share["tokens"] > 0] for share in shares])
+    assert kept.sort().values.tolist() == list(range(1, sum(lengths) + 1))
+    for rank, share in enumerate(shares):
+        tokens, padded = share["tokens"], share["cu_seqlens_padded"]
+        assert tokens.numel() * size == padded[-1] and tokens.numel() % tp == 0
+        assert (padded.diff() % (2 * size) == 0).all() and share["max_seqlen"] == max(padded.diff())
+        positions = packed_positions(tokens[0], padded, size, rank)
+        assert torch.equal(share["position_ids"][tokens > 0], positions[tokens[0] > 0])
+        trained = share["loss_mask"] > 0
+        assert torch.equal(share["labels"][trained], share["tokens"][trained] + 1)
+        assert share["trained_tokens"] == sum(lengths) - len(lengths)
+    assert sum(share["loss_mask"].sum() for share in shares) == sum(lengths) - len(lengths)
+
+
+def test_rows_are_cut_as_megatron_cuts_them():
+    batch = collate_fixed(samples([13, 16]), seq_length=16, pad_id=0)
+    pieces = batch["tokens"].view(2, 8, 2)
+    for rank in range(4):
+        share = ContextSplit(4, rank).split(batch)["tokens"]
+        assert torch.equal(share, pieces[:, [rank, 7 - rank]].flatten(1))
+
+
+def test_rows_that_do_not_divide_are_padded():
+    batch = collate_fixed(samples([13]), seq_length=13, pad_id=0)
+    split = ContextSplit(2, 0, 3)
+    assert split.padded(13) == 24
+    share = split.split(batch)
+    assert share["tokens"].tolist() == [[1, 2, 3, 4, 5, 6, 0, 0, 0, 0, 0, 0]]
+    assert share["loss_mask"].sum() == 6 and share["trained_tokens"] == 12
+    assert ContextSplit().split(batch).keys() == batch.keys()
+
+
+def test_much_padding_is_reported_once(caplog):
+    split = ContextSplit(4, 1)
+    watch = PaddingWatch(split)
+    full = collate_packed(samples([32, 24])) | {"real_tokens": torch.tensor(56)}
+    short = collate_packed(samples([9, 17])) | {"real_tokens": torch.tensor(26)}
+    with caplog.at_level(logging.WARNING):
+        watch.watch(split.split(full))
+        assert not caplog.records
+        watch.watch(split.split(short))
+        watch.watch(split.split(short))
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "35% of the 40 tokens of a packed batch are padding; --context-parallel-size 4 pads each "
+        "document to a multiple of 8"
+    )
+
+
+def test_ranks_share_the_pairs_of_tokens_that_attention_computes():
+    bounds, split = [0, 700, 701, 1500], ContextSplit(4)
+    layout, spans = split.layout(bounds), Spans.packed(bounds, split.padded_bounds(bounds))
+    for rank, ranges in enumerate(layout.ranges):
+        calls = plan(spans, ranges, layout.covered, CAUSAL, False)
+        visible = sum(_visible(block) for call in calls for block in call.blocks)
+        assert visible == num_pairs(bounds, ContextSplit(4, rank))
+
+
+def _visible(block):
+    queries = np.arange(*block.q) - block.q[0] + block.q_start
+    return int(np.clip(queries - block.k_start + 1, 0, block.k[1] - block.k[0]).sum())
