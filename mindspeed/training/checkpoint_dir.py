@@ -50,10 +50,14 @@ class TrainState:
     """Sizes of the model."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Configuration of the adapters in peft's format."""
+    reference: str = ""
+    """Fingerprint of frozen weights that the checkpoint does not hold."""
     nan_streak: int = 0
     """Consecutive steps, up to this one, whose loss was not finite."""
     tied: dict[str, Any] = field(default_factory=dict)
     """Other names of weights that the checkpoint holds once, each with its name there."""
+    stage: dict[str, Any] = field(default_factory=dict)
+    """What a stage keeps from one step to the next beside weights."""
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed.config import parse_json
 from mindspeed.training.metrics import StepResult
+from mindspeed.training.trackers import WandbRun, open_board
 from mindspeed.tune.flop_meter import HARDWARE, MODEL, FlopMeter
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class TrainingLog:
         is_writer: bool,
         file: Path | None = None,
         tensorboard_dir: str | None = None,
+        tracker: WandbRun | None = None,
         flops_per_step: float | None = None,
         meter: FlopMeter | None = None,
         world_size: int = 1,
@@ -50,7 +52,8 @@ class TrainingLog:
         self._is_writer, self._world_size, self._flops = is_writer, world_size, flops_per_step
         self._meter = meter
         self._file = file if is_writer else None
-        self.board = _board(tensorboard_dir) if tensorboard_dir and is_writer else None
+        self.board = open_board(tensorboard_dir) if tensorboard_dir and is_writer else None
+        self._tracker = tracker
         self._interval = Interval(time.perf_counter())
         self.skipped = 0
         self.nan = 0
@@ -138,6 +141,13 @@ class TrainingLog:
                 if name != "iteration":
                     self.board.add_scalar(name, value, numbers["iteration"])
             self.board.flush()
+        if self._tracker is not None:
+            self._tracker.log(numbers)
+
+    def finish(self) -> None:
+        """Send what trackers have not sent."""
+        if self._tracker is not None:
+            self._tracker.finish()
 
 
 FORMATS = {
@@ -172,12 +182,6 @@ def _iteration(line: str) -> float:
         return float(parse_json(line)["iteration"])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # a line that a killed run left unfinished
-
-
-def _board(folder: str) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder)
 
 
 class ProgressBar:

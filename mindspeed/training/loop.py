@@ -21,6 +21,7 @@ from mindspeed.training.log import ProgressBar, TrainingLog
 from mindspeed.training.metrics import StepResult
 from mindspeed.training.options import RunOptions
 from mindspeed.training.schedule import make_schedule
+from mindspeed.training.trackers import WandbRun, board_folder
 from mindspeed.tune.flop_meter import FlopMeter
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class TrainLoop:
             global_batch=global_batch,
             is_writer=rank == 0,
             file=Path(file) if file else None,
-            tensorboard_dir=options.tensorboard_dir,
+            tensorboard_dir=board_folder(options),
+            tracker=WandbRun(options) if "wandb" in options.report_to and rank == 0 else None,
             flops_per_step=flops_per_step,
             meter=meter,
             world_size=world_size,
@@ -122,6 +124,7 @@ class TrainLoop:
         finally:
             gc.unfreeze()
             self._bar.stop()
+            self.log.finish()
         if self.rank == 0:
             peak = device.current().max_memory_allocated() / 2**30
             logger.info("peak memory of rank 0: %.2f GiB", peak)

@@ -97,6 +97,9 @@ class LogOptions(Options):
     """The same numbers as lines of JSON (default: log.jsonl in --save)."""
     tensorboard_dir: str | None = None
     """The same numbers for TensorBoard."""
+    report_to: tuple[Literal["tensorboard", "wandb", "none"], ...] = ()
+    """Trackers that get the same numbers: tensorboard (in --tensorboard-dir, else in --save) and
+    wandb, which has to be installed."""
     eval_interval: int | None = None
     """Steps between evaluations on the validation data."""
     eval_iters: int = 0
@@ -123,6 +126,9 @@ def check_run(options: RunOptions) -> None:
             f"--eval-iters {options.eval_iters}: give --eval-interval too, the steps between "
             "evaluations"
         )
+    from mindspeed.training.trackers import check_trackers
+
+    check_trackers(options)
     for name, (is_allowed, allowed) in RANGES.items():
         value = getattr(options, name, None)  # not every suite has all of them
         if value is not None and not (-LARGEST < value < LARGEST and is_allowed(value)):

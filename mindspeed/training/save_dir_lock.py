@@ -4,8 +4,9 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from mindspeed.config import ConfigError
 
@@ -17,36 +18,65 @@ class SaveDirLock:
 
     def __init__(self, folder: str) -> None:
         path = Path(folder)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._file = (path / ".lock").open("a")
-        except OSError as error:
-            raise ConfigError(f"--save {folder}: cannot be written ({error.strerror})") from None
+        self._path = path / ".lock"
+        self._created = [one for one in (self._path, path, *path.parents) if not _exists(one)]
         for _ in range(TRIES):
+            self._file = self._open(folder)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._file.close()
+                time.sleep(PAUSE)  # a run that was just killed may need a moment to end
+                continue
+            if _is_same(self._file, self._path):
                 # Writers that outlive a killed run must not keep the next one waiting.
                 os.register_at_fork(after_in_child=self._file.close)
                 return
-            except BlockingIOError:
-                time.sleep(PAUSE)  # a run that was just killed may need a moment to end
-        self._file.close()
+            self._file.close()  # a run that failed has removed this file since it was opened
         raise ConfigError(f"--save {folder}: process {_holder(path)} is saving there now")
+
+    def _open(self, folder: str) -> TextIO:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return self._path.open("a")
+        except OSError as error:
+            raise ConfigError(f"--save {folder}: cannot be written ({error.strerror})") from None
 
     def release(self) -> None:
         """Let another run have the directory."""
         self._file.close()
 
+    def discard(self) -> None:
+        """Release, and remove the lock file and the directories that it created, if empty."""
+        with suppress(OSError):  # a directory that holds something stays
+            for one in self._created:
+                one.unlink(missing_ok=True) if one == self._path else one.rmdir()
+        self.release()
+
 
 @contextmanager
 def release_on_error(lock: SaveDirLock | None) -> Iterator[None]:
-    """Release the lock if setting up a run fails: a Python program may try again."""
+    """Discard the lock if setting up a run fails: nothing is left, and a program may try again."""
     try:
         yield
     except BaseException:
         if lock is not None:
-            lock.release()
+            lock.discard()
         raise
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long: opening the file reports it
+        return True
+
+
+def _is_same(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _holder(folder: Path) -> str:

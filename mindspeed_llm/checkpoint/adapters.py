@@ -87,6 +87,11 @@ def export(
     from safetensors.torch import save_file
 
     check_present(found)
+    if model_config.num_labels:
+        raise ConfigError(
+            f"{found.folder}: has a value head, which is no adapter: export the whole model with "
+            "--merge"
+        )
     ranges = adapter_ranges(found.folder) if verify else None
     digests.verify(found.folder, enabled=verify, ranges=ranges)
     adapters = saved_adapters(found.folder, model_config)

@@ -28,6 +28,7 @@ from mindspeed_llm.checkpoint.options import ConvertOptions
 from mindspeed_llm.checkpoint.sharding import NameStyle
 from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.models.config import contradictions, refuse_contradictions
+from mindspeed_llm.models.hf_config import set_num_labels
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,11 @@ def convert(options: ConvertOptions, progress: Progress | None = None) -> Conver
         if options.load_model_type == "hf":
             raise ConfigError("--load-model-type hf and --save-model-type hf: one must be mg")
         return _to_hf(options, found, progress)
+    if options.model_role is not None:
+        raise ConfigError(
+            f"--model-role {options.model_role}: is exported as an HF model only: give "
+            "--save-model-type hf"
+        )
     return _to_mcore(options, found, progress)
 
 
@@ -129,6 +135,8 @@ def _to_hf(options: ConvertOptions, found: CheckpointDir, progress: Progress | N
         )
         write_index(staging, outputs)
         copy_small_files(configs, staging, outputs[0].tensors[0][1])
+        if options.model_role is not None and source.config.num_labels:
+            set_num_labels(staging / "config.json", source.config.num_labels)
         write_folder_digests(staging, written, outputs)
     return _converted(source, final, outputs, _dtype(options))
 
@@ -145,7 +153,13 @@ def _is_replaceable(files: Sequence[Path]) -> bool:
 
 def _open(options: ConvertOptions, found: CheckpointDir, configs: Path) -> WeightSource:
     noops = options.noop_layers if options.load_model_type == "mg" else ()
-    source = open_source(found, configs, named=options.model_type_hf, noop_layers=noops)
+    source = open_source(
+        found,
+        configs,
+        named=options.model_type_hf,
+        noop_layers=noops,
+        role=options.model_role,
+    )
     refuse_contradictions(contradictions(options, source.config))
     return source
 

@@ -29,12 +29,20 @@ def open_source(
     config: ModelConfig | None = None,
     named: str | None = None,
     noop_layers: tuple[int, ...] = (),
+    role: str | None = None,
 ) -> WeightSource:
-    """Map the weights of a directory; the config is read from config.json unless given."""
+    """Map the weights of a directory; the config is read from config.json unless given.
+
+    `role` names one of the further models of a training checkpoint.
+    """
+    if role is not None and found.kind != "torch_dist":
+        raise ConfigError(f"{found.root}: is no training checkpoint, so it has one model only")
     if found.kind == "hf":
         return open_hf(found.folder, named, config)
     if config is None:
         config = read_model_config(configs or config_folder(found), named=named)
+    if role is not None:  # adapters belong to the first model
+        return open_torch_dist(found.folder, config, role)
     if found.kind == "torch_dist":
         return merge_adapters(open_torch_dist(found.folder, config), found.folder)
     return open_mcore(found.folder, config, noop_layers)
@@ -86,9 +94,12 @@ def load_weights(
     `config` is that of the model; without it the config.json beside the weights is read. Values are
     cast to the dtype of the parameters. A missing or unexpected weight is an error. So is a file
     that differs from its digest, unless `verify` is false; with `is_shared` all ranks call this,
-    and each verifies a share.
+    and each verifies a share. A value head is not filled from a language model, which has none.
     """
     found = detect(source)
+    is_value = config is not None and config.num_labels > 0
+    if is_value and not read_model_config(config_folder(found)).num_labels:
+        config = None  # of a language model: what its output layer is, its own config says
     opened = open_source(found, config=config)
     verify_source(found, opened, enabled=verify, is_shared=is_shared)
     for chunk in model_chunks:
@@ -104,6 +115,10 @@ def _fill(model: torch.nn.Module, source: WeightSource, noops: tuple[int, ...]) 
             update={"mtp_num_layers": 0}
         )  # the model has no MTP layers to fill
     weights = list(family_named(config.family).table.weights(config))
+    if _has_value_head(model) and not config.num_labels:
+        tensors.pop(OUTPUT)
+        config = config.model_copy(update={"tied": False})
+        weights = [weight for weight in weights if weight.name != OUTPUT]
     style, rows = NameStyle.detect(tensors, config), _padded_rows(tensors, config, rank)
     sharding = WeightSharding(config, weights, style, rows)
     stored = sharding.stored(_chunk_of(model, noops), rank)
@@ -113,6 +128,12 @@ def _fill(model: torch.nn.Module, source: WeightSource, noops: tuple[int, ...]) 
             check_shape("the model", tensor.name, tensors[tensor.name], tensor.shape)
             tensor.fill(tensors[tensor.name].data, source.tensors)
     source.release_pages()
+
+
+def _has_value_head(model: Any) -> bool:
+    from mindspeed_llm.models.value_head import ValueHead
+
+    return isinstance(getattr(model, "output_layer", None), ValueHead)
 
 
 def _chunk_of(model: Any, noops: tuple[int, ...]) -> Chunk:
@@ -140,7 +161,7 @@ def _current_rank() -> Rank:
 
 def _padded_rows(tensors: Mapping[str, torch.Tensor], config: ModelConfig, rank: Rank) -> int:
     """Return the rows of the model's embedding over all ranks, at least those of the weights."""
-    for name in (EMBEDDING, OUTPUT):
+    for name in (EMBEDDING,) if config.num_labels else (EMBEDDING, OUTPUT):
         if name in tensors:
             rows = tensors[name].shape[0] * rank.tp_size
             if rows < config.vocab_size:

@@ -170,7 +170,7 @@ def _noops_of(args: Any) -> tuple[int, ...]:
 
 def _padded_rows(model: Mapping[str, torch.Tensor], config: ModelConfig, tp: int) -> int:
     """Return the rows of the padded embedding."""
-    for name in (EMBEDDING, OUTPUT):
+    for name in (EMBEDDING,) if config.num_labels else (EMBEDDING, OUTPUT):
         if name in model and model[name].ndim == 2:
             rows = model[name].shape[0] * tp
             if rows < config.vocab_size:

@@ -17,72 +17,77 @@ class ConvertOptions(Options):
     save_model_type: Literal["hf", "mg"] = "mg"
     """What is written: hf is an HF directory, mg an mcore checkpoint."""
     load_dir: str = ""
-    """Directory that is read."""
+    """Input directory."""
     save_dir: str = ""
-    """Directory that is written. In an HF model from elsewhere, hf goes to its folder mg2hf."""
+    """Output directory. If it holds an original HF model, hf is written to its subfolder mg2hf."""
     model_type_hf: str | None = None
-    """Family of the model. Its config.json knows better; this counts where that is silent."""
+    """Model family, for a config.json that does not name it."""
     hf_cfg_dir: str | None = None
-    """HF directory with the config.json and tokenizer of an mg checkpoint that came without."""
+    """HF directory with config.json and tokenizer, for an mg checkpoint without them."""
+    model_role: str | None = None
+    """Which model of a training checkpoint: critic for that of --stage trl_ppo (default: the one
+    that --load named)."""
     params_dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Type of the weights that are written; without it they keep the type they have."""
+    """Dtype of the output; default: that of the input."""
     target_tensor_parallel_size: int = 1
-    """Ranks that share each layer."""
+    """Tensor-parallel size of the output."""
     target_pipeline_parallel_size: int = 1
-    """Stages that share the layers."""
+    """Pipeline-parallel size of the output."""
     target_expert_parallel_size: int = 1
-    """Ranks that share the experts of a layer."""
+    """Expert-parallel size of the output."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert; without it as many as share a layer."""
+    """Tensor-parallel size of experts; default: --target-tensor-parallel-size."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers of a virtual stage; without it a stage is one piece."""
+    """Layers per virtual pipeline stage; default: no virtual stages."""
     num_layer_list: Annotated[tuple[int, ...], CommaSeparated] = ()
-    """Layers of each pipeline stage, where they differ."""
+    """Number of layers in each pipeline stage, for uneven stages."""
     noop_layers: Annotated[tuple[int, ...], CommaSeparated] = ()
-    """Layers that do nothing, by their number in the model that has them. Reading an mg checkpoint
-    of somebody else, the layers it was written with."""
+    """Indices of no-op layers in the longer model. For an mg input that does not record them, those
+    it was written with."""
     make_vocab_size_divisible_by: int = 1
-    """The embedding gets copies of its last row until this times the tensor parallel size
-    divides it."""
+    """Pad the embedding with copies of its last row to a multiple of this times the tensor-parallel
+    size."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Whose names mg weights get: those of Megatron's local or transformer_engine layer specs."""
+    """Weight names of mg: those of Megatron's local or transformer_engine layer specs."""
     moe_grouped_gemm: bool = False
-    """Write all experts of a rank together, as layers with grouped GEMM have them."""
+    """Write the experts of a rank as one tensor, as grouped-GEMM layers store them."""
     join_mla_down_proj: bool = False
     """Write the down projections of latent attention as one linear_qkv, as MindSpeed-LLM does."""
     no_verify: bool = False
-    """Do not compare what is read with the digests that were written beside it."""
+    """Do not verify the input against its digests."""
     check_finite: bool = False
-    """Refuse weights that hold NaN or infinity."""
+    """Reject weights that contain NaN or infinity."""
     overwrite: bool = False
-    """Replace an earlier conversion in --save-dir; anything else there is left alone."""
+    """Replace an earlier conversion in --save-dir, and nothing else."""
     use_mcore_models: bool = True
-    """Accepted, always on."""
+    """Accepted without effect: always on."""
     model_type: Literal["GPT"] = "GPT"
-    """Accepted: there is only GPT."""
+    """Accepted without effect: GPT is the only type."""
     add_qkv_bias: bool = False
-    """Not needed: biases are found from the weights. Refused if the model has none there."""
+    """Not needed: biases are detected from the weights. Rejected if the model has none."""
     add_dense_bias: bool = False
-    """Not needed: biases are found from the weights. Refused if the model has none there."""
+    """Not needed: biases are detected from the weights. Rejected if the model has none."""
     untie_embeddings_and_output_weights: bool = False
-    """Not needed: the config tells. Refused if the model's output layer is its embedding."""
+    """Not needed: read from config.json. Rejected if the model ties its output layer to
+    its embedding."""
     tokenizer_model: str | None = None
-    """Accepted, not needed: the tokenizer is copied from where the config is."""
+    """Accepted without effect: the tokenizer is copied together with config.json."""
     vocab_file: str | None = None
-    """Accepted, not needed."""
+    """Accepted without effect."""
     megatron_path: str | None = None
-    """Accepted, not needed: nothing of Megatron runs."""
+    """Accepted without effect: conversion does not import Megatron."""
     loader: str | None = None
-    """Accepted, not needed."""
+    """Accepted without effect."""
     saver: str | None = None
-    """Accepted, not needed."""
+    """Accepted without effect."""
     spec: tuple[str, ...] = ()
-    """Accepted, not needed: the family knows its layers."""
+    """Accepted without effect: the family defines the layers."""
     ckpt_cfg_path: str | None = None
-    """Accepted, not needed: weight names are part of the families."""
+    """Accepted without effect: the family defines the weight names."""
     ckpt_format: Literal["torch"] = "torch"
-    """Accepted: mg is written as one torch file a rank; what is read is found out."""
+    """Accepted without effect: mg is written as one torch file per rank; the input format is
+    detected."""
     max_queue_size: int | None = None
-    """Accepted, not needed: there is no queue."""
+    """Accepted without effect: there is no queue."""
     no_checking: bool = False
-    """Accepted; the checks stay on."""
+    """Accepted without effect: checks are always on."""

@@ -19,7 +19,12 @@ from mindspeed.checkpoint.tensor_slice import (
 )
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.mcore import with_detected_fields
-from mindspeed_llm.checkpoint.sharding import FUSED_LATENT_NORMS, FUSED_NORMS
+from mindspeed_llm.checkpoint.sharding import (
+    EMBEDDING,
+    FUSED_LATENT_NORMS,
+    FUSED_NORMS,
+    OUTPUT,
+)
 from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.registry import family_named
@@ -32,10 +37,17 @@ ADAPTERS = "_lora"
 """Suffix of a layer's name that makes the name of its LoRA adapters."""
 
 
-def open_torch_dist(folder: Path, config: ModelConfig) -> WeightSource:
-    """Map the weights of an iteration, whatever layout it was saved in."""
+def open_torch_dist(folder: Path, config: ModelConfig, role: str | None = None) -> WeightSource:
+    """Map the weights of an iteration, whatever layout it was saved in.
+
+    `role` names one of the further models of a stage, such as a critic, instead of the first.
+    """
     stored = read_dcp_tensors(folder)
-    tensors = _weights_only(stored)
+    tensors = _weights_only(stored, role)
+    if not tensors and role is not None:
+        raise ConfigError(f"{folder}: has no model {role}: {_describe_roles(stored)}")
+    if tensors.get(OUTPUT) is not None and role is not None and tensors[OUTPUT].shape[0] == 1:
+        config = config.with_value_head()
     if not tensors:
         raise ConfigError(f"{folder}: has no weights: no name starts with {', '.join(PARTS)}")
     config = with_detected_fields(config, "\n".join(tensors))
@@ -49,7 +61,7 @@ def open_torch_dist(folder: Path, config: ModelConfig) -> WeightSource:
     tied_copies = {"output_layer.weight"} if config.tied else set()
     check_names(set(tensors) - tied_copies, used - tied_copies, str(folder))
     return WeightSource(
-        config, found, files.opened(), byte_ranges(stored, _model_tensors(stored).values())
+        config, found, files.opened(), byte_ranges(stored, _model_tensors(stored, role).values())
     )
 
 
@@ -76,17 +88,24 @@ def adapter_ranges(folder: Path) -> Ranges:
     return byte_ranges(stored, (t for n, t in _model_tensors(stored).items() if _is_adapter(n)))
 
 
-def _weights_only(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    return {n: t for n, t in _model_tensors(tensors).items() if not _is_adapter(n)}
+def _weights_only(tensors: dict[str, DcpTensor], role: str | None) -> dict[str, DcpTensor]:
+    return {n: t for n, t in _model_tensors(tensors, role).items() if not _is_adapter(n)}
+
+
+def _describe_roles(tensors: dict[str, DcpTensor]) -> str:
+    """Return which further models a checkpoint has."""
+    marks = (name.partition(f".{EMBEDDING}") for name in tensors)
+    found = sorted({role for role, mark, rest in marks if mark and not rest and "." not in role})
+    return f"beside the first it has {', '.join(found) or 'none'}"
 
 
 def _is_adapter(name: str) -> bool:
     return f"{ADAPTERS}." in name
 
 
-def _model_tensors(tensors: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
-    """Return the tensors of the model without the prefix that wrappers add to the names."""
-    for prefix in PREFIXES:
+def _model_tensors(tensors: dict[str, DcpTensor], role: str | None = None) -> dict[str, DcpTensor]:
+    """Return the tensors of a model without the prefix that wrappers or roles add to the names."""
+    for prefix in PREFIXES if role is None else (f"{role}.",):
         starts = tuple(prefix + part for part in PARTS)
         found = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(starts)}
         if found:

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from mindspeed.cli.progress import ByteProgress
+from mindspeed.checkpoint.progress import ByteProgress
 from mindspeed.config import add_options, read_options
 from mindspeed_llm.checkpoint import ConvertOptions
 

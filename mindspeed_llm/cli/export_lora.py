@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from mindspeed.cli.progress import ByteProgress
+    from mindspeed.checkpoint.progress import ByteProgress
     from mindspeed_llm.checkpoint import ConvertOptions
     from mindspeed_llm.checkpoint.conversion import convert
 

@@ -10,7 +10,9 @@ from mindspeed_llm.training.options import add_arguments, from_arguments
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Declare the sub-command."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "posttrain", help="fine-tune a model (--stage sft)", allow_abbrev=False
+        "posttrain",
+        help="train a model on answers or preferences (--stage sft, dpo, ...)",
+        allow_abbrev=False,
     )
     add_arguments(parser)
     return parser

@@ -5,7 +5,7 @@ import logging
 import sys
 from typing import Any
 
-from mindspeed.cli.progress import ByteProgress
+from mindspeed.checkpoint.progress import ByteProgress
 from mindspeed.config import ConfigError, add_options, read_options
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.summary import Summary

@@ -186,6 +186,7 @@ def _write_summary(plan: Plan, options: PreprocessOptions, folder: Path, summary
         "prompt_type": options.prompt_type,
         "tokenizer": str(Path(plan.facts.source).resolve()),
         "tokenizer_fingerprint": plan.facts.fingerprint,
+        "ids_fingerprint": plan.facts.ids_fingerprint,
         "vocabulary": plan.facts.size,
         "pad_id": plan.facts.pad_id,
         "stop_ids": list(_stop_ids(plan, options)),

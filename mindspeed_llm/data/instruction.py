@@ -10,16 +10,24 @@ import hashlib
 import os
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mindspeed.config import ConfigError, parse_json
-from mindspeed_llm.data.indexed import IndexedTokens, TokenFile
+from mindspeed_llm.data.indexed import (
+    IGNORE_INDEX,
+    Array,
+    IndexedTokens,
+    TokenFile,
+    describe_folder,
+)
 from mindspeed_llm.data.stream import MicroBatches, Part, Sample, SampleStream
 
 KINDS = {
+    "kto": ("input_ids", "attention_mask", "labels", "desirable"),
     "instruction": ("input_ids", "attention_mask", "labels"),
     "pairwise": (
         "chosen_input_ids",
@@ -30,6 +38,9 @@ KINDS = {
     "prompts": ("input_ids", "attention_mask"),
 }
 """The kinds of data and their files; a prefix is of the first kind whose files all exist."""
+
+FIELDS = "fields"
+"""Key of what records of prompts have beside the prompt, as bytes; data may lack it."""
 
 PROBES, PROBE_BYTES = 64, 4096
 """Probes of the tokens that a fingerprint includes, and the size of each."""
@@ -55,7 +66,10 @@ class InstructionData(Sequence[Sample]):
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         self.kind = self._find_kind()
-        self._files = {key: IndexedTokens(self._name(key)) for key in KINDS[self.kind]}
+        keys = KINDS[self.kind]
+        if self.kind == "prompts" and Path(f"{self._name(FIELDS)}.idx").is_file():
+            keys = (*keys, FIELDS)
+        self._files = {key: IndexedTokens(self._name(key)) for key in keys}
         self._check_lengths()
         self.facts = self._read_facts()
         """The metadata of preprocessing: seq_length, pack, pad_id, tokenizer, ...; or {}."""
@@ -69,7 +83,8 @@ class InstructionData(Sequence[Sample]):
     @property
     def longest(self) -> int:
         """The length of the longest sample."""
-        return max(int(tokens.lengths.max(initial=0)) for tokens in self._files.values())
+        files = (tokens for key, tokens in self._files.items() if key != FIELDS)
+        return max(int(tokens.lengths.max(initial=0)) for tokens in files)
 
     @property
     def token_files(self) -> list[TokenFile]:
@@ -80,18 +95,39 @@ class InstructionData(Sequence[Sample]):
             if key.endswith(("input_ids", "labels"))
         ]
 
+    def label_values(self) -> list[int]:
+        """Return the labels that occur."""
+        return self._files["labels"].distinct_values(without=IGNORE_INDEX)
+
     @property
     def is_packed(self) -> bool:
         """Whether a sample is a row of several samples."""
         return self.facts.get("pack") is not None
 
-    def check_length(self, seq_length: int) -> None:
+    @property
+    def works(self) -> Array:
+        """The attention of each sample, up to a factor: the squares of its documents' lengths."""
+        if "attention_mask" not in self._files or not self.is_neat:
+            lengths = [tokens.lengths.astype(np.float64) for tokens in self._files.values()]
+            return np.max(lengths, axis=0) ** 2
+        rows = self._files["attention_mask"]
+        counts = (np.bincount(mask)[1:].astype(np.float64) for mask in rows)
+        return np.fromiter(((count**2).sum() for count in counts), np.float64, len(rows))
+
+    @property
+    def is_neat(self) -> bool:
+        """Whether a row holds several samples; its mask numbers them, from 1 on."""
+        if self.facts:
+            return bool(self.facts.get("pack") == "neat")
+        return len(self) > 0 and bool(self[0]["attention_mask"].max() > 1)
+
+    def check_length(self, seq_length: int, flag: str = "--seq-length") -> None:
         """Refuse a sequence length that would truncate samples."""
         if self.longest > seq_length:
             lengths = next(iter(self._files.values())).lengths
             count = int((lengths > seq_length).sum())
             raise ConfigError(
-                f"{self.prefix}: {count} of {len(self)} samples are longer than --seq-length "
+                f"{self.prefix}: {count} of {len(self)} samples are longer than {flag} "
                 f"{seq_length} (longest: {self.longest}): train with a longer one, or preprocess "
                 f"again with --seq-length {seq_length}"
             )
@@ -123,12 +159,11 @@ class InstructionData(Sequence[Sample]):
     def _not_found(self) -> str:
         expected = f"expected files such as {self._name('input_ids')}.idx"
         if Path(self.prefix).is_dir():
-            found = sorted(
-                p.name for p in Path(self.prefix).glob("*_packed_input_ids_document.idx")
+            endings = {f"_packed_{keys[0]}_document.idx" for keys in KINDS.values()}
+            found = [(path.name, e) for e in endings for path in Path(self.prefix).glob(f"*{e}")]
+            return describe_folder(
+                Path(self.prefix), (name.removesuffix(ending) for name, ending in found)
             )
-            names = [name.removesuffix("_packed_input_ids_document.idx") for name in found]
-            hint = f"such as {Path(self.prefix) / names[0]}" if names else "it holds none"
-            return f"{self.prefix} is a folder: give the prefix of data in it ({hint})"
         for ending in (".idx", ".bin", "_document", "_packed"):
             if self.prefix.endswith(ending):
                 return (
@@ -172,6 +207,19 @@ class InstructionData(Sequence[Sample]):
         return facts if isinstance(facts, dict) else {}
 
 
+class Numbered(Sequence[Sample]):
+    """Samples with their numbers, counted from `start`."""
+
+    def __init__(self, data: Sequence[Sample], start: int) -> None:
+        self._data, self._start = data, start
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        return {**self._data[index], "number": np.array(self._start + index)}
+
+
 def open_stream(
     data_path: Sequence[str],
     *,
@@ -180,11 +228,15 @@ def open_stream(
     part: tuple[float, float] = (0.0, 1.0),
     epoch_multiple: int = 1,
     seq_length: int | None = None,
+    balanced_step: int | None = None,
+    is_numbered: bool = False,
 ) -> SampleStream:
     """Open the data of `--data-path`: prefixes, all with or all without a weight before them.
 
     `part` is the share of every data set to take, from and to (see `split_parts`). With
-    `seq_length`, data with longer samples is refused.
+    `seq_length`, data with longer samples is refused. `balanced_step` is the number of samples of a
+    step whose ranks get about equal attention, None for any order. With `is_numbered` samples have
+    a "number", counted over all data sets.
     """
     weights, prefixes = split_weights(data_path)
     data = [InstructionData(prefix) for prefix in prefixes]
@@ -194,7 +246,9 @@ def open_stream(
     kinds = {one.kind for one in data}
     if len(kinds) > 1:
         raise ConfigError(f"--data-path mixes {' and '.join(sorted(kinds))} data")
-    views = [Part(one, *part) for one in data]
+    starts = accumulate([len(one) for one in data], initial=0)
+    whole = [Numbered(one, start) if is_numbered else one for one, start in zip(data, starts)]
+    views = [Part(one, *part) for one in whole]
     if any(len(view) == 0 for view in views):
         raise ConfigError(f"--data-path {' '.join(data_path)}: a part of --split has no samples")
     fingerprint = "-".join(one.fingerprint for one in data)
@@ -204,6 +258,7 @@ def open_stream(
         seed=seed,
         shuffle=shuffle,
         epoch_multiple=epoch_multiple,
+        balanced_step=balanced_step,
         fingerprint=fingerprint,
     )
 

@@ -66,7 +66,8 @@ class PreprocessOptions(Options):
     log_interval: int = 100
     """Minimum number of records between two progress lines."""
     cache_dir: str | None = None
-    """Where descriptions of tokenizers are cached (default: ~/.cache/mindspeed)."""
+    """Folder for what is computed once: descriptions of tokenizers and, in training, preprocessed
+    data files and which token files were checked (default: ~/.cache/mindspeed)."""
     accelerator: Literal["auto", "off"] = "auto"
     """Use gigatoken if it is installed and gives the same ids as the tokenizer."""
     merge_group_keys: tuple[str, ...] = ()

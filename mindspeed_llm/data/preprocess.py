@@ -17,7 +17,7 @@ import numpy as np
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.finalize import Workspace, finalize
-from mindspeed_llm.data.handlers import PRETRAIN
+from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN
 from mindspeed_llm.data.indexed import TokenWriter, smallest_dtype
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.plan import Plan, make_plan, outputs
@@ -120,6 +120,8 @@ class _Run:
     def _encode(self) -> Generator[None, None, None]:
         """Write block after block; yield after each."""
         columns = [*self._plan.columns.names.values(), *self._plan.columns.media]
+        if self._plan.handler in HANDLERS and HANDLERS[self._plan.handler].keeps_fields:
+            columns = []
         todo = islice(blocks(self._sources, columns, self._block_bytes), self._done, None)
         release = self._workspace.release
         saved = logged = time.monotonic()

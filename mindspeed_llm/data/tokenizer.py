@@ -78,6 +78,14 @@ class TokenizerFacts:
         content = json.dumps(others, sort_keys=True) + self.backend
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
+    @cached_property
+    def ids_fingerprint(self) -> str:
+        """A digest of every token and its id: of what a model depends on, no chat template."""
+        from tokenizers import Tokenizer
+
+        ids = Tokenizer.from_str(self.backend).get_vocab(with_added_tokens=True)
+        return hashlib.sha256(json.dumps(ids, sort_keys=True).encode()).hexdigest()[:16]
+
 
 def special_matcher(facts: TokenizerFacts) -> re.Pattern[str] | None:
     """Return a pattern of the tokenizer's special tokens, None if it has none."""
@@ -183,6 +191,11 @@ def _read_cache(cache_file: Path) -> dict[str, Any] | None:
         return None
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether there is a tokenizer among the files of a folder."""
+    return any(any(folder.glob(name)) for name in VOCABULARIES)
+
+
 def _check_path(path: str | None) -> str:
     if not path:
         raise ConfigError(
@@ -202,7 +215,7 @@ def _check_path(path: str | None) -> str:
         raise ConfigError(
             f"--tokenizer-name-or-path {path} {what}: give a folder with a tokenizer.json"
         )
-    if not any(any(folder.glob(name)) for name in VOCABULARIES):
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"--tokenizer-name-or-path {path} holds no tokenizer (no {one_of(VOCABULARIES)}): give "
             "a folder with a tokenizer.json"

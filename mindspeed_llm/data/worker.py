@@ -36,6 +36,7 @@ CHECKED_CHARS_FIRST, CHECKED_CHARS_LATER = 50_000, 250
 """Characters of the first and of later blocks on which the accelerator is compared."""
 BLOCKS_PER_PROCESS = 2
 """Blocks in flight per process: one being encoded and one queued."""
+NO_TAG: Array = np.zeros(0, np.int32)
 TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 
 
@@ -166,7 +167,8 @@ class SampleWorker(Worker):
         handler = HANDLERS[plan.handler]
         self._chat = make_chat(plan) if handler.needs_chat else None
         self._handler = make_handler(plan, self._encoder, self._chat)
-        self._tracks = 1 + max(output.track for output in handler.outputs)
+        tracks = {output.track for output in handler.outputs}
+        self._tracks = len(tracks) - handler.is_tagged
         eos_id = self._chat.eos_id if self._chat else plan.facts.eos_id
         self._stop_ids = self._chat.stop_ids if self._chat else ()
         if eos_id is not None:
@@ -176,11 +178,13 @@ class SampleWorker(Worker):
     def __call__(self, block: Block) -> Encoded:
         """Encode one block."""
         encoded = Encoded(0, BlockCounts())
-        rendered, lines = [], []
+        rendered, lines, tags = [], [], list[Array]()
         for line, record in self._records(block, encoded):
             try:
+                tag = self._handler.tag(record) if self._handler.is_tagged else ()
                 rendered.append(self._handler.render(record))
                 lines.append(line)
+                tags.append(np.array(list(tag), np.int32))
             except UnusableRecord as error:
                 encoded.counts.drop(str(error), line)
             except MalformedRecord as error:
@@ -188,11 +192,18 @@ class SampleWorker(Worker):
                     break
         self._check(_texts(rendered[len(rendered) // 2 :]))
         batch = self._sample_encoder.encode([track for tracks in rendered for track in tracks])
-        self._fit_length(batch, lines, encoded)
+        kept = self._fit_length(batch, lines, encoded)
+        if self._handler.is_tagged and encoded.tracks:
+            chosen = [tags[index] for index in np.flatnonzero(kept)]
+            lengths = np.fromiter(map(len, chosen), np.int64, len(chosen))
+            encoded.tracks.append(Sequences(np.concatenate([*chosen, NO_TAG]), lengths))
         return encoded
 
-    def _fit_length(self, batch: Batch, lines: list[int], encoded: Encoded) -> None:
-        """Truncate or drop samples that are too long, and drop those with nothing to train on."""
+    def _fit_length(self, batch: Batch, lines: list[int], encoded: Encoded) -> Array:
+        """Truncate or drop samples that are too long, and drop those with nothing to train on.
+
+        Returns which records are kept.
+        """
         counts, limit, cuts = encoded.counts, self._plan.limit, self._plan.too_long == "cut"
         sizes = self._by_record(batch.sizes).max(axis=1)
         counts.measure(*max(zip(sizes.tolist(), lines), default=(0, 0)))
@@ -204,7 +215,7 @@ class SampleWorker(Worker):
                 f"has {sizes[index]} tokens, more than --seq-length {limit}: raise --seq-length, "
                 "or choose --too-long drop or cut",
             )
-            return
+            return ~is_long
         if cuts and is_long.any():
             tracks = zip(batch, np.repeat(is_long, self._tracks))
             cut = [truncate(track, limit or 0) if is_cut else track for track, is_cut in tracks]
@@ -228,6 +239,7 @@ class SampleWorker(Worker):
             is_track = np.arange(len(batch)) % self._tracks == track
             encoded.tracks.append(batch.concatenate(np.repeat(kept, self._tracks) & is_track))
             counts.tokens += len(encoded.tracks[-1].ids)
+        return kept
 
     def _by_record(self, values: Array) -> Array:
         """Reshape values of sequences: one row per record."""

@@ -135,6 +135,8 @@ class ModelConfig(Options):
     """Latent attention; None where attention has separate heads."""
     mtp_num_layers: int = 0
     """Layers for multi-token prediction that have weights."""
+    num_labels: int = 0
+    """Outputs of a head that scores tokens, instead of an output layer; 0 in a language model."""
 
     @property
     def query_size(self) -> int:
@@ -175,6 +177,11 @@ class ModelConfig(Options):
         return not self.tied
 
     @property
+    def has_output_weights(self) -> bool:
+        """Return whether there is an output layer over the vocabulary with its own weights."""
+        return self.untied and not self.num_labels
+
+    @property
     def q_is_compressed(self) -> bool:
         """Return whether latent attention compresses its queries."""
         return self.mla is not None and self.mla.q_lora_rank is not None
@@ -188,9 +195,22 @@ class ModelConfig(Options):
         """Return whether a layer has experts; a layer of multi-token prediction is as the last."""
         return self.moe is not None and self.moe.is_moe_layer[min(layer, self.num_layers - 1)]
 
+    def with_value_head(self) -> "ModelConfig":
+        """Return the configuration of the same model with one value a token as its output."""
+        return self.model_copy(update={"num_labels": 1, "tied": False, "mtp_num_layers": 0})
+
     def get(self, path: str) -> Any:
         """Return the value of a dotted field or property name; None below a missing part."""
         return reduce(lambda value, name: value and getattr(value, name), path.split("."), self)
+
+
+def language_model(config: ModelConfig, source: str | None) -> ModelConfig:
+    """Return the configuration of a model that is to predict tokens; raise if it cannot."""
+    if config.num_labels:
+        raise ConfigError(
+            f"--load {source}: is a reward model, which has no output layer: load a language model"
+        )
+    return config
 
 
 SWITCHES = {

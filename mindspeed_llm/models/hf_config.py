@@ -65,6 +65,8 @@ NEUTRAL: Mapping[str, Any] = {
 }
 """Keys whose one harmless value is not null, false or empty."""
 
+CLASSIFIER = "ForSequenceClassification"
+"""How the name of a class with a head for scores ends, as in LlamaForSequenceClassification."""
 ROTARY = frozenset(["finetuned"])
 ROTARY_NEUTRAL: Mapping[str, Any] = {"partial_rotary_factor": 1, "truncate": True}
 
@@ -207,6 +209,20 @@ class HfConfig:
             )
         name, values = next(iter(given.items()), ("rope_parameters", {}))
         return HfConfig(values, f"{self.source}: {name}")
+
+
+def set_num_labels(path: Path, labels: int) -> None:
+    """Make a config.json that of a sequence-classification model of the same family."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    classes = values.get("architectures") or []
+    names = [str(name).partition("For")[0] + CLASSIFIER for name in classes]
+    values |= {
+        "architectures": names,
+        "id2label": {str(number): f"LABEL_{number}" for number in range(labels)},
+        "label2id": {f"LABEL_{number}": number for number in range(labels)},
+        "tie_word_embeddings": False,
+    }
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_temperature(rope: HfConfig, rotary: RotaryConfig) -> None:

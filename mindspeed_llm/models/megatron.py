@@ -69,11 +69,13 @@ def gpt_model(
     vocab_size: int | None = None,
     max_sequence_length: int | None = None,
     vp_stage: int | None = None,
+    seed: int = 0,
     **arguments: Any,
 ) -> Any:
     """Build the part of the model that this rank (and virtual stage) holds.
 
-    `vocab_size` counts the padding; other arguments (pre_process, parallel_output) are GPTModel's.
+    `vocab_size` counts the padding, `seed` is that of a new value head; other arguments
+    (pre_process, parallel_output) are GPTModel's.
     """
     from mindspeed_llm.core.models.gpt.gpt_model import GPTModel  # after the adaptor
 
@@ -92,7 +94,11 @@ def gpt_model(
         **_rotary_arguments(model_config, known["position_embedding_type"].annotation),
         **arguments,
     )
-    if model.post_process:
+    if model.post_process and model_config.num_labels:
+        from mindspeed_llm.models.value_head import ValueHead
+
+        model.output_layer = ValueHead(config, model_config.num_labels, seed)
+    elif model.post_process:
         model.hide_padding(model_config.vocab_size)
     return model
 

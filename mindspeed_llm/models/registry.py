@@ -15,7 +15,7 @@ from typing import Any
 from mindspeed.config import ConfigError, one_of
 from mindspeed_llm.models import families as family_modules
 from mindspeed_llm.models.config import ModelConfig
-from mindspeed_llm.models.hf_config import HfConfig
+from mindspeed_llm.models.hf_config import CLASSIFIER, MANY, HfConfig
 from mindspeed_llm.models.weight_table import WeightTable
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ def read_model_config(
     kind = _model_type(config, family, named)
     config = config.of_type(kind, family.model_types[kind])
     model = family.read_config(config, () if tensors is None else tensors)
+    if labels := _num_labels(config):
+        model = model.model_copy(update={"num_labels": labels, "tied": False, "mtp_num_layers": 0})
     config.refuse_unread(family.name, family.ignored)
     experts = model.moe.num_experts if model.moe else 1
     if model.num_layers * max(experts, model.num_query_groups) > LARGEST:
@@ -105,6 +107,16 @@ def read_model_config(
             f"and {experts} expert(s) are more than any model has"
         )
     return model
+
+
+def _num_labels(config: HfConfig) -> int:
+    """Return the outputs of a sequence-classification model, 0 for a language model."""
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or not any(str(c).endswith(CLASSIFIER) for c in classes):
+        return 0
+    names = config.get("id2label", {})
+    count = len(names) if isinstance(names, dict) else 0
+    return config.integer("num_labels", default=count or 2, most=MANY)
 
 
 def _model_type(config: HfConfig, family: Family, named: str | None) -> str:

@@ -25,7 +25,7 @@ from mindspeed.training.checkpoint_dir import (
     load_error,
     reason,
 )
-from mindspeed_llm.training.model import RoleModel
+from mindspeed_llm.training.model import RoleModel, gather_parameters
 
 _STATE = re.compile(r"^(?:.*\.)?optimizer\.state\.(\w+)\.", re.MULTILINE)
 """The names of an optimizer's state, and in them its kinds: exp_avg, momentum_buffer, ..."""
@@ -106,7 +106,7 @@ class MegatronCheckpoints:
             return
         self.finish()
         for _, model in self._trained():
-            _gather_parameters(model)
+            gather_parameters(model)
         with self._explain_errors(state.iteration):
             staging = self._store.create(state.iteration)
             tensors = self._state_dict(state.has_optimizer, is_loading=False)
@@ -195,13 +195,6 @@ def _reshardable() -> dict[str, Any]:
     known = inspect.signature(MegatronOptimizer.sharded_state_dict).parameters
     form = {"distrib_optim_sharding_type": "fully_reshardable"}
     return {"metadata": form} if "metadata" in known else {}
-
-
-def _gather_parameters(model: RoleModel) -> None:
-    """Gather updated weights, which --overlap-param-gather does in the next forward pass."""
-    for chunk in model.wrapped:
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
 
 
 def _parallel_sizes() -> dict[str, int]:

@@ -5,24 +5,28 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mindspeed.checkpoint.commit import atomic_write
-from mindspeed.config import ConfigError
-from mindspeed_llm.data.handlers import PRETRAIN
+from mindspeed.config import ConfigError, Spelling
+from mindspeed.training.checkpoint_dir import find_resume
+from mindspeed_llm.data.handlers import PRETRAIN, find_handler
 from mindspeed_llm.data.indexed import TokenFile, find_out_of_range
 from mindspeed_llm.data.instruction import split_weights
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.plan import make_plan
 from mindspeed_llm.data.preprocess import FORMAT, NEUTRAL_OPTIONS, preprocess
 from mindspeed_llm.data.readers import FORMATS, Source
+from mindspeed_llm.data.template import load_template
+from mindspeed_llm.data.tokenizer import TokenizerFacts, has_tokenizer, load_facts
 from mindspeed_llm.training.options import RAW_FIELDS, TrainOptions
 
 logger = logging.getLogger(__name__)
@@ -30,28 +34,56 @@ logger = logging.getLogger(__name__)
 PAUSE = 10.0
 """Seconds between two broadcasts to the waiting ranks, well below the time-out of groups."""
 READ_BYTES = 1 << 22
+ALWAYS_USED = {"cache_dir", "trust_remote_code"}
+"""Options of preprocessing that matter for token files, too."""
 
 
-def token_prefixes(options: TrainOptions, handler: str, tokenizer: Path | None) -> tuple[str, ...]:
+def token_prefixes(
+    options: TrainOptions, handler: str, tokenizer: Path | None, limit: int | None
+) -> tuple[str, ...]:
     """Return --data-path with every data file replaced by the prefix of its tokens.
 
     The first rank preprocesses what has not been before; the others wait. `handler` is that of
-    the task, `tokenizer` the folder of the model's.
+    the task, `tokenizer` the folder of the model's, `limit` the longest sample.
     """
     _, paths = split_weights(options.data_path)
     raw = [path for path in paths if Path(path).suffix.lower().removeprefix(".") in FORMATS]
+    _check_names(options)
     if not raw:
+        _log_ignored(options)
         return options.data_path
 
     def prepare() -> dict[str, str]:
-        return {path: _prepare(_as_preprocess(options, path, handler, tokenizer)) for path in raw}
+        return {
+            path: _prepare(_as_preprocess(options, path, handler, tokenizer, limit)) for path in raw
+        }
 
     found = _on_first_rank(prepare)
     return tuple(found.get(path, path) for path in options.data_path)
 
 
+def _check_names(options: TrainOptions) -> None:
+    """Raise for names of handlers and templates that do not exist, also where they are not used."""
+    if options.handler_name is not None:
+        find_handler(options.handler_name)
+    if options.prompt_type not in (None, "tokenizer"):
+        load_template(options.prompt_type, options.prompt_type_path)
+
+
+def _log_ignored(options: TrainOptions) -> None:
+    """Log the options of preprocessing that were given in vain."""
+    defaults = {name: field.default for name, field in type(options).model_fields.items()}
+    flags = [
+        Spelling.FLAG.name_of(name)
+        for name in ("handler_name", *RAW_FIELDS)
+        if name not in ALWAYS_USED and getattr(options, name) != defaults[name]
+    ]
+    if flags:
+        logger.info("%s: no effect, --data-path names token files", ", ".join(flags))
+
+
 def _as_preprocess(
-    options: TrainOptions, path: str, handler: str, tokenizer: Path | None
+    options: TrainOptions, path: str, handler: str, tokenizer: Path | None, limit: int | None
 ) -> PreprocessOptions:
     chosen = options.handler_name or handler
     if chosen == PRETRAIN and len(options.json_keys) > 1:
@@ -63,7 +95,7 @@ def _as_preprocess(
         tokenizer_name_or_path=options.tokenizer_name_or_path
         or (None if tokenizer is None else str(tokenizer)),
         # Documents are cut to --seq-length by training, not dropped.
-        seq_length=None if chosen == PRETRAIN else options.seq_length,
+        seq_length=None if chosen == PRETRAIN else limit,
         neat_pack=options.neat_pack,
         **{name: getattr(options, name) for name in RAW_FIELDS},
     )
@@ -180,6 +212,57 @@ def check_tokens(files: Sequence[TokenFile], vocabulary: int, cache_dir: str | N
         raise ConfigError(text)
     if rank == 0:
         _write_marks([mark for _, mark in todo])
+
+
+def check_tokenizer(
+    summaries: Mapping[str, Mapping[str, Any]], options: TrainOptions, folder: Path | None
+) -> None:
+    """Raise for token files of a tokenizer whose ids mean other tokens than the model's.
+
+    `summaries` are those of preprocessing by prefix, {} where there is none; `folder` is that of
+    the model. A run that resumes was compared at its start, and must have the same data.
+    """
+
+    def compare() -> dict[str, str]:
+        is_known = any("tokenizer_fingerprint" in summary for summary in summaries.values())
+        if not is_known or find_resume(options) is not None:
+            return {}
+        tokenizer = _model_tokenizer(options, folder)
+        if tokenizer is None:
+            return {}
+        for prefix, summary in summaries.items():
+            if not _has_same_ids(summary, tokenizer):
+                raise ConfigError(
+                    f"{prefix}: its tokenizer ({summary.get('tokenizer')}) has other tokens or ids "
+                    f"than the model's ({tokenizer.source}): preprocess with the tokenizer of the "
+                    "model, or give --allow-other-tokenizer if these are ids of the model"
+                )
+        return {}
+
+    if not options.allow_other_tokenizer:
+        _on_first_rank(compare)
+
+
+def _has_same_ids(summary: Mapping[str, Any], tokenizer: TokenizerFacts) -> bool:
+    """Return whether data was made by a tokenizer with the same ids, as far as it is recorded."""
+    if summary.get("tokenizer_fingerprint") in (None, tokenizer.fingerprint):
+        return True
+    return summary.get("ids_fingerprint") == tokenizer.ids_fingerprint
+
+
+def _model_tokenizer(options: TrainOptions, folder: Path | None) -> TokenizerFacts | None:
+    """Describe the tokenizer beside the model, else the one given; None without a readable one."""
+    given = options.tokenizer_name_or_path
+    path = str(folder) if folder is not None and has_tokenizer(folder) else given
+    if path is None:
+        return None
+    try:
+        return load_facts(
+            path, cache_dir=options.cache_dir, trust_remote_code=options.trust_remote_code
+        )
+    except ConfigError as error:
+        logger.warning("data is not compared with the tokenizer of the model: %s", error)
+        return None
 
 
 def _wrong(file: TokenFile, vocabulary: int, rank: int, world: int) -> str | None:

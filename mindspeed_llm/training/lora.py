@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ def add_adapters(
     used: set[str] = set()
     for chunk in chunks:
         chunk.requires_grad_(False)
+        if shape.num_labels and chunk.post_process:
+            chunk.output_layer.requires_grad_(True)
         for layer in chunk.decoder.layers:
             number = layer.layer_number - 1
             if number in options.noop_layers:
@@ -62,6 +64,19 @@ def add_adapters(
             chunk.embedding.register_forward_hook(lambda m, a, output: output.requires_grad_(True))
     if not used:
         raise ConfigError("this rank has no layer for adapters: use fewer pipeline stages")
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
+    """Run models as they are without their adapters."""
+    found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LoraLinear)]
+    for adapters in found:
+        adapters.is_used = False
+    try:
+        yield
+    finally:
+        for adapters in found:
+            adapters.is_used = True
 
 
 class LoraLinear(nn.Module):
@@ -98,13 +113,18 @@ class LoraLinear(nn.Module):
             self._mark(part.lora_A.weight, part.lora_B.weight)
             self.add_module(name.rpartition(".")[2], part)
         self._blocks = self._plan_blocks(_local_order(weight, self._sizes, self._tp), linear)
+        self.is_used = True
+        """Whether the layer adds what the adapters make of its input."""
         if self._is_inside:
             linear.low_rank = self.factors
         else:
             self._add_to_output(linear)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def factors(self) -> tuple[Tensor, Tensor] | None:
         """Return A and B of the whole layer: what is added to its weight is B A."""
+        return self._join() if self.is_used else None
+
+    def _join(self) -> tuple[Tensor, Tensor]:
         parts: list[Any] = list(self.children())
         inner = [part.lora_A() for part in parts]
         outer = [part.lora_B() for part in parts]
@@ -113,7 +133,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
         """Add what the adapters make of x, each with its own dropout, to the output."""
-        inner, outer = self.factors()
+        inner, outer = self._join()
         parts = [F.linear(self._dropped(x), factor) for factor in inner.split(self._plan.r)]
         low = self._exchange(torch.cat(parts, -1))
         return out + F.linear(low, outer).to(out.dtype)
@@ -158,7 +178,7 @@ class LoraLinear(nn.Module):
                 out, x = out
             elif has_norm:
                 x = output[2]
-            return self(x, out), bias
+            return self(x, out) if self.is_used else out, bias
 
         linear.register_forward_hook(add)
 

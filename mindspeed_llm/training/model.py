@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from mindspeed import device
+from mindspeed.compat import megatron
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
+from mindspeed.features.parallel.context_parallel import chosen
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.megatron import gpt_model, same_named, transformer_config
 from mindspeed_llm.training.options import TrainOptions
@@ -55,7 +58,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
     Options that Megatron has under the same name reach it by that name; what follows here is
     derived, or differs from the option.
     """
-    dtype = _dtype(options)
+    dtype, context = _dtype(options), chosen(options, dict(options))
     if options.transformer_impl == "local" and options.neat_pack:
         raise ConfigError("--neat-pack needs --transformer-impl transformer_engine")
     recompute = "selective" if options.recompute_activations else options.recompute_granularity
@@ -67,6 +70,8 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             params_dtype=dtype,
             pipeline_dtype=dtype,
             virtual_pipeline_model_parallel_size=dims.vpp,
+            cp_comm_type=context.comm_type,
+            hierarchical_context_parallel_sizes=context.hierarchical_sizes,
             sequence_parallel=options.sequence_parallel and dims.tp > 1,
             overlap_p2p_comm=dims.vpp is not None,
             batch_p2p_comm=dims.vpp is None,
@@ -76,6 +81,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             # Megatron's scripts set these; TransformerConfig itself defaults to the unfused paths.
             bias_activation_fusion=not options.no_bias_swiglu_fusion,
             bias_dropout_fusion=not options.no_bias_dropout_fusion,
+            **_auxiliary_loss(options, shape, dims),
         )
 
 
@@ -109,6 +115,7 @@ def build_gpt(
         vocab_size=vocab_size,
         max_sequence_length=options.max_position_embeddings,
         vp_stage=vp_stage,
+        seed=options.seed,
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=True,
@@ -190,9 +197,58 @@ def connect(config: Any, wrapped: list[Any], optimizer: Any, options: TrainOptio
 
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    if config.context_parallel_size > 1:
+        config.finalize_model_grads_func = finalize_split_sequences
     if options.overlap_grad_reduce:
         functions = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = functions if len(functions) > 1 else functions[0]
+
+
+def finalize_split_sequences(
+    wrapped: list[Any], num_tokens: torch.Tensor | None = None, **arguments: Any
+) -> None:
+    """Reduce gradients as Megatron does, and divide them by the tokens of all ranks.
+
+    Megatron 0.12 adds up the tokens over data-parallel ranks only, later releases also over those
+    that share a sequence.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(wrapped, None, **arguments)
+    if num_tokens is None:
+        return
+    torch.distributed.broadcast(  # only the last stage counts
+        num_tokens,
+        parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(num_tokens, group=everyone)
+    for chunk in wrapped:
+        chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
+
+
+def gather_parameters(model: RoleModel) -> None:
+    """Gather updated weights, which --overlap-param-gather does in the next forward pass."""
+    for chunk in model.wrapped:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _auxiliary_loss(
+    options: TrainOptions, shape: ModelConfig, dims: ParallelDims
+) -> dict[str, float]:
+    """Return the coefficient of the experts' auxiliary loss where Megatron would weaken it.
+
+    Each of the ranks that share a sequence adds its part, and gradients are averaged over them.
+    Megatron 0.12 does not make up for that, later releases (seen in 0.16) only without a mean over
+    all tokens.
+    """
+    is_weakened = options.calculate_per_token_loss or megatron.version() < Version("0.13")
+    if shape.moe is None or not is_weakened:
+        return {}
+    return {"moe_aux_loss_coeff": shape.moe.aux_loss_coeff * dims.cp}
 
 
 def _is_first_and_last(dims: ParallelDims, stage: int | None) -> tuple[bool, bool]:

@@ -18,6 +18,18 @@ from mindspeed.training.options import (
 )
 from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.data.options import PreprocessOptions
+from mindspeed_llm.training.preference_options import (
+    PREFERENCE_SECTIONS,
+    AcceptedStageOptions,
+    PreferenceOptions,
+    check_preferences,
+)
+from mindspeed_llm.training.rollout_options import (
+    ROLLOUT_SECTIONS,
+    AcceptedRolloutOptions,
+    OnlineOptions,
+    check_rollouts,
+)
 
 
 class ModelOptions(Options):
@@ -107,9 +119,13 @@ class DataOptions(Options):
     """Rows hold several samples that must not see each other; found from the data as well. Data
     files are packed so with --pack."""
     reset_position_ids: bool = False
-    """Old name of --neat-pack."""
+    """The same as --reset-attention-mask: positions count from the start of a document."""
     reset_attention_mask: bool = False
-    """New name of --neat-pack."""
+    """Documents of a row do not see each other. Pretraining: they end where preprocess ended them;
+    post-training: the same as --neat-pack."""
+    balance_packs: bool = False
+    """Pair packed rows of much and of little attention, and put equal pairs into a step, so that no
+    rank waits for another; needs an even number of micro-batches a step."""
     calculate_per_token_loss: bool = False
     """Mean loss over all tokens of a step; without it the mean over micro-batches of the mean over
     their tokens, so that short samples weigh more."""
@@ -119,12 +135,14 @@ class DataOptions(Options):
     """Fill every epoch up to a multiple of the global batch, with its first samples."""
     tokenizer_name_or_path: str | None = None
     """Folder of the model's tokenizer, for data files (default: that of the model)."""
+    allow_other_tokenizer: bool = False
+    """Train on data whose tokenizer has other tokens or ids than the model's."""
 
 
 RAW_FIELDS = (
     *("json_keys", "map_keys", "prompt_type", "prompt_type_path", "enable_thinking"),
     *("special_tokens", "too_long", "pack", "append_eod", "on_bad_line", "workers"),
-    *("n_subs", "cache_dir", "trust_remote_code"),
+    *("n_subs", "cache_dir", "trust_remote_code", "placeholder_token", "reward_tokens"),
 )
 
 
@@ -184,6 +202,8 @@ class ParallelOptions(Options):
     """Ranks that hold consecutive layers."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers of one of several smaller stages of a pipeline rank."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence; --context-parallel-algo says how."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer."""
     sequence_parallel: bool = False
@@ -247,6 +267,8 @@ class AcceptedOptions(Options):
     """Accepted for existing scripts: Hugging Face's tokenizers are the ones there are."""
     tokenizer_not_use_fast: bool = False
     """Accepted for existing scripts: fast and slow tokenizers give the same ids."""
+    no_create_attention_mask_in_dataloader: bool = False
+    """Accepted for existing scripts: batches never have a mask of all pairs of tokens."""
     no_masked_softmax_fusion: bool = False
     """Accepted for existing scripts: there is no such kernel to switch off."""
     no_load_rng: bool = False
@@ -279,11 +301,17 @@ SECTIONS = (
     CheckpointOptions,
     LogOptions,
     ThroughputOptions,
+    *PREFERENCE_SECTIONS,
+    *ROLLOUT_SECTIONS,
     AcceptedOptions,
+    AcceptedStageOptions,
+    AcceptedRolloutOptions,
 )
 
 
 class StageOptions(
+    OnlineOptions,
+    PreferenceOptions,
     AcceptedOptions,
     RunOptions,
     ThroughputOptions,
@@ -297,7 +325,7 @@ class StageOptions(
     """The sections, and the task."""
 
     stage: str = "sft"
-    """The task of post-training: sft."""
+    """The task of post-training: sft, dpo, simpo, kto, orm, prm, trl_ppo or grpo."""
 
 
 # The switches of mindspeed's features (--use-fused-rmsnorm and the like) are options as well.
@@ -347,6 +375,8 @@ def check(options: TrainOptions) -> None:
     if not options.data_path:
         raise ConfigError("--data-path is missing: give the --output-prefix of preprocess")
     check_run(options)
+    check_preferences(options, options.stage)
+    check_rollouts(options, options.stage, options.distributed_timeout_minutes)
     if options.load is None and not options.from_scratch:
         raise ConfigError(
             "--load is missing: give a model or a checkpoint, or --from-scratch for random weights"

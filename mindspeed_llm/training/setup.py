@@ -12,11 +12,13 @@ from mindspeed.checkpoint.detection import HF_FOLDER
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling, build
 from mindspeed.distributed import environment
-from mindspeed.distributed.parallel_dims import ParallelDims, virtual_stages
+from mindspeed.distributed.context_rules import check_dropout
+from mindspeed.distributed.parallel_dims import CP, ParallelDims, check_model, virtual_stages
 from mindspeed.distributed.process_groups import init_distributed, init_model_parallel
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.features.activation import current
 from mindspeed.features.base import Context
+from mindspeed.features.parallel.context_parallel import chosen
 from mindspeed.training.checkpoint_dir import (
     TrainState,
     agree_on_resume,
@@ -63,8 +65,13 @@ class Training:
     state: TrainState
 
 
-def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
-    """Check the options against the model and the ranks, and init the process groups."""
+def prepare(
+    options: TrainOptions, *, is_training: bool = True, splits_sequences: bool = False
+) -> Setup:
+    """Check the options against the model and the ranks, and init the process groups.
+
+    `splits_sequences` is whether the task can be trained with context parallelism.
+    """
     is_first = environment.is_rank_zero()
     save_dir_lock = SaveDirLock(options.save) if options.save and is_first else None
     with release_on_error(save_dir_lock):
@@ -78,13 +85,18 @@ def prepare(options: TrainOptions, *, is_training: bool = True) -> Setup:
         if resumed is not None:
             check_same(lora, read_state(resumed).lora)
         dims = parallel_dims(options, shape)
+        context = chosen(options, dict(options))
+        if dims.cp > 1:
+            check_context(options, shape, splits_sequences)
         activate_features(options, shape, dims)
         if is_training:
             check_experts(options, shape)
         vocab_size = vocabulary(options, shape)
         timeout = options.distributed_timeout_minutes
         init_distributed(device.current(), timeout_minutes=timeout)
-        init_model_parallel(dims, timeout_minutes=timeout)
+        init_model_parallel(
+            dims, timeout_minutes=timeout, hierarchical_sizes=context.hierarchical_sizes
+        )
         config = model.make_config(options, shape, dims)
         return Setup(options, shape, folder, dims, vocab_size, config, lora, save_dir_lock)
 
@@ -93,25 +105,45 @@ def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
     """Check that the ranks can hold the model and share the batch."""
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     layers = _num_layers(options, shape)
-    dims = ParallelDims(
-        world=environment.world_size(),
-        rank=environment.rank(),
+    ep, world = options.expert_model_parallel_size, environment.world_size()
+    check_model(
+        world=world,
         tp=tp,
         pp=pp,
-        vpp=virtual_stages(layers, pp, options.num_layers_per_virtual_pipeline_stage),
-        ep=options.expert_model_parallel_size,
-        micro_batch_size=options.micro_batch_size,
-        # None: one micro-batch of every data-parallel rank
-        global_batch_size=options.global_batch_size,  # type: ignore[arg-type]
-    )
-    dims.check_model(
+        cp=options.context_parallel_size,
+        ep=ep,
         num_layers=layers,
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
         ffn_hidden_size=shape.ffn_hidden_size,
         num_experts=shape.moe.num_experts if shape.moe else 0,
     )
-    return dims
+    return ParallelDims(
+        world=world,
+        rank=environment.rank(),
+        tp=tp,
+        pp=pp,
+        vpp=virtual_stages(layers, pp, options.num_layers_per_virtual_pipeline_stage),
+        cp=options.context_parallel_size,
+        ep=ep,
+        micro_batch_size=options.micro_batch_size,
+        # None: one micro-batch of every data-parallel rank
+        global_batch_size=options.global_batch_size,  # type: ignore[arg-type]
+    )
+
+
+def check_context(options: TrainOptions, shape: ModelConfig, splits_sequences: bool) -> None:
+    """Raise ConfigError for what cannot be trained on parts of sequences."""
+    size = options.context_parallel_size
+    for flag in ("attention_dropout", "hidden_dropout", "lora_dropout"):
+        check_dropout(getattr(options, flag), size, f"--{flag.replace('_', '-')} ")
+    if shape.mtp_num_layers:
+        raise ConfigError(f"{CP} {size}: multi-token prediction needs whole sequences: use 1")
+    if shape.mla and shape.rotary.scaling == "yarn":
+        # Megatron slices this table by itself, as if a row were one document.
+        raise ConfigError(f"{CP} {size}: YaRN with latent attention needs whole sequences: use 1")
+    if not splits_sequences:
+        raise ConfigError(f"{CP} {size}: --stage {options.stage} needs whole sequences: use 1")
 
 
 def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> None:
@@ -127,7 +159,7 @@ def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelD
     }
     activation = current()
     options_class = activation.registry.options_class
-    given = {name: getattr(options, name) for name in options_class.model_fields}
+    given = {options.name_given(n): getattr(options, n) for n in options_class.model_fields}
     activation.activate(build(options_class, given), Context(Spelling.FLAG, megatron=known))
 
 
@@ -157,12 +189,14 @@ def build_models(
     models = {}
     for role in roles:
         is_primary, shape = role is roles[0], shape_of(role)
-        config = setup.config if is_primary else model.make_config(options, shape, setup.dims)
+        is_setup = is_primary and shape == setup.shape
+        config = setup.config if is_setup else model.make_config(options, shape, setup.dims)
         seed_everything(options.seed)
         with model.accepted_by_megatron():
             build = partial(provider, role=role, config=config)
             chunks = model.build_chunks(build, setup.dims)
-        if (resumed is None or not role.saved) and not options.from_scratch:
+        is_given = role.source != "load" and getattr(options, role.source) is not None
+        if (resumed is None or not role.saved) and (is_given or not options.from_scratch):
             _load_weights(chunks, role, shape, options)
         if is_primary and setup.lora is not None:
             add_adapters(chunks, setup.lora, shape, options)
@@ -220,4 +254,15 @@ def check_data(state: TrainState, fingerprint: str, options: TrainOptions) -> No
             f"--save {options.save} holds a run on other data than --data-path "
             f"{' '.join(options.data_path)}: choose another --save, or load that checkpoint with "
             "--finetune"
+        )
+
+
+def check_reference(state: TrainState, fingerprint: str, options: TrainOptions) -> None:
+    """Raise ConfigError if a run would resume with another reference than it had."""
+    if state.reference and state.reference != fingerprint:
+        flag = "--load" if options.ref_model is None else "--ref-model"
+        raise ConfigError(
+            f"--save {options.save} holds a run with another reference than {flag} "
+            f"{options.ref_model or options.load}: give the one it began with, or choose another "
+            "--save"
         )

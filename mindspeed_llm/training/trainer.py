@@ -6,9 +6,10 @@ loop, steps, checkpoints, log and resume are shared.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice, tee
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,15 +25,22 @@ from mindspeed.training.loop import TrainLoop, num_steps, run_config
 from mindspeed.training.metrics import Metric, StepResult
 from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed.tune.flop_meter import FlopMeter
+from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
 from mindspeed_llm.data.indexed import TokenFile
 from mindspeed_llm.data.instruction import split_parts
 from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
-from mindspeed_llm.models.config import ModelConfig
-from mindspeed_llm.training.data import check_tokens, token_prefixes
+from mindspeed_llm.models.config import ModelConfig, language_model
+from mindspeed_llm.models.hf_config import set_num_labels
+from mindspeed_llm.training.data import check_tokenizer, check_tokens, token_prefixes
 from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.setup import build_models, check_data, prepare
-from mindspeed_llm.training.step import BatchShape, evaluate_batch, train_on_batch
+from mindspeed_llm.training.setup import build_models, check_data, check_reference, prepare
+from mindspeed_llm.training.step import (
+    BatchShape,
+    collect_outputs,
+    evaluate_batch,
+    train_on_batch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +54,16 @@ MEANS = {"mean": "over all tokens", "micro_batch_mean": "over micro-batches"}
 class Trainer(ABC):
     """Trains one stage.
 
-    A stage sets `models` and `handler`, and implements configure_from_data, open_part, sizes,
-    collate, metrics and loss_func; forward_step is that of a language model with labels.
+    A stage sets `handler`, and implements configure_from_data, open_part, sizes, collate, metrics
+    and loss_func. One with several models declares them in `models` and takes what the others say
+    about the micro-batches of a step in `prepare_step`; `run_model` is that of a language model
+    with labels.
     """
 
-    models: ClassVar[tuple[ModelRole, ...]] = (ModelRole("policy"),)
-    """The models that the stage needs; the first is the primary one."""
     handler: ClassVar[str]
     """How records of data files are read where --handler-name is not given."""
+    splits_sequences: ClassVar[bool] = False
+    """Whether the loss may be computed for a part of each sequence (--context-parallel-size)."""
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -61,15 +71,29 @@ class Trainer(ABC):
 
     def initialize(self) -> None:
         """Init the process groups, open the data, build the models and load their weights."""
-        self.setup = prepare(self.options)
+        self.setup = prepare(self.options, splits_sequences=self.splits_sequences)
+        self.context_split = ContextSplit.of(self.setup.dims)
         with release_on_error(self.setup.save_dir_lock):
-            self.data_path = token_prefixes(self.options, self.handler, self.setup.config_folder)
+            self.data_path = token_prefixes(
+                self.options, self.handler, self.setup.config_folder, self.longest_sample
+            )
             self.train_data, self.valid_data = self.open_data()
             self.training = build_models(
                 self.setup, self.models, self.model_provider, self.model_shape
             )
             check_data(self.training.state, self.train_data.fingerprint, self.options)
+            check_reference(self.training.state, self.reference_fingerprint, self.options)
             self.loop = self._make_loop()
+
+    @property
+    def longest_sample(self) -> int | None:
+        """The limit of samples where data files are preprocessed."""
+        return self.options.seq_length
+
+    @property
+    def models(self) -> tuple[ModelRole, ...]:
+        """The models that the stage needs; the first is the primary one."""
+        return (ModelRole("policy"),)
 
     def model_provider(
         self,
@@ -94,7 +118,12 @@ class Trainer(ABC):
 
     def model_shape(self, role: ModelRole) -> ModelConfig:
         """Return the sizes of the model of a role: those of the primary model."""
-        return self.setup.shape
+        return language_model(self.setup.shape, self.options.load)
+
+    @property
+    def reference_fingerprint(self) -> str:
+        """A name for frozen weights that checkpoints do not hold, "" where there are none."""
+        return ""
 
     def model(self, name: str) -> RoleModel:
         """Return the model of a role."""
@@ -145,24 +174,53 @@ class Trainer(ABC):
 
         on_host = next(data_iterator)
         batch = to_device(on_host)
-        if "cu_seqlens" in batch:
-            register_host_bounds(batch["cu_seqlens"], on_host["cu_seqlens"].tolist())
+        for name in ("cu_seqlens", "cu_seqlens_padded"):
+            if name in batch:
+                register_host_bounds(batch[name], on_host[name].tolist())
         return batch
 
     def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
-        """Run the model on the next micro-batch; return its output and the loss function.
+        """Run the model on the next micro-batch; return its output and the loss function."""
+        batch = self.get_batch(data_iterator)
+        return self.run_model(model, batch), partial(self.loss_func, batch)
+
+    def run_model(self, model: Any, batch: Batch, *, has_labels: bool = True) -> torch.Tensor:
+        """Return the loss of every label (b, s), or without labels the model's output (b, s, ...).
 
         There is no mask of size s x s: attention is causal, packed samples have boundaries.
         """
-        batch = self.get_batch(data_iterator)
-        output = model(
+        output: torch.Tensor = model(
             batch["tokens"],
             batch["position_ids"],
             None,
-            labels=batch["labels"],
+            labels=batch["labels"] if has_labels else None,
             packed_seq_params=packed_seq_params(batch),
         )
-        return output, partial(self.loss_func, batch)
+        return output
+
+    def prepare_step(self, batches: list[Batch]) -> list[Batch]:
+        """Return the micro-batches of a step with what other models say about them."""
+        return batches
+
+    def collect(
+        self,
+        model: RoleModel,
+        batches: Sequence[Batch],
+        collect: Callable[[Batch, torch.Tensor], Any],
+        *,
+        has_labels: bool = True,
+    ) -> list[Any]:
+        """Run a model over micro-batches without gradients; return what `collect` makes of each.
+
+        Only ranks of the last pipeline stage have results; the others return an empty list.
+        """
+
+        def forward_step(data_iterator: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
+            batch = self.get_batch(data_iterator)
+            return self.run_model(chunk, batch, has_labels=has_labels), partial(collect, batch)
+
+        shape = replace(self._batch_shape, num_micro_batches=len(batches))
+        return collect_outputs(model, forward_step, _repeated(batches, model), shape)
 
     # Data.
 
@@ -172,19 +230,52 @@ class Trainer(ABC):
         train, valid, _ = split_parts(self.options.split)
         return self.open_part(train), self.open_part(valid) if self.evaluates(valid) else None
 
+    @property
+    def balanced_step(self) -> int | None:
+        """The samples of a step whose ranks get about equal attention; None for any order."""
+        dims = self.setup.dims
+        if not self.options.balance_packs:
+            return None
+        if not self.splits_sequences:
+            raise ConfigError(
+                f"--balance-packs: --stage {self.options.stage} packs no rows: drop it"
+            )
+        if dims.num_micro_batches % 2:
+            raise ConfigError(
+                f"--balance-packs pairs rows, and the {dims.num_micro_batches} micro-batches of a "
+                "step are not even: use a --global-batch-size that is a multiple of "
+                f"{2 * dims.micro_batch_size * dims.dp}"
+            )
+        return dims.global_batch_size
+
     def evaluates(self, part: Part) -> bool:
         """Return whether evaluation is asked for, and a part of the data left for it."""
         is_asked = bool(self.options.eval_interval and self.options.eval_iters)
         return is_asked and part[1] > part[0]
 
-    def check_vocabulary(self, prefix: str, facts: Mapping[str, Any]) -> None:
-        """Raise for data of a tokenizer with tokens that the model does not have."""
-        tokens, rows = facts.get("vocabulary", 0), self.setup.shape.vocab_size
-        if tokens > rows:
-            raise ConfigError(
-                f"{prefix}: its tokenizer ({facts.get('tokenizer')}) has {tokens} tokens, the "
-                f"model's embedding has {rows}: preprocess with the tokenizer of the model"
-            )
+    def expect_documents(self) -> None:
+        """Prepare for batches of packed documents; to be called before the model is built.
+
+        Ranks that share a sequence pad each document, so the lengths of micro-batches differ, and
+        pipeline stages have to send them.
+        """
+        dims, config = self.setup.dims, self.setup.config
+        config.variable_seq_lengths |= dims.cp > 1 and dims.pp > 1
+
+    def check_vocabulary(self, summaries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise for data of a tokenizer that is not the model's.
+
+        `summaries` are what preprocessing wrote for each prefix, {} where there is none.
+        """
+        rows = self.setup.shape.vocab_size
+        for prefix, summary in summaries.items():
+            tokens = summary.get("vocabulary", 0)
+            if tokens > rows:
+                raise ConfigError(
+                    f"{prefix}: its tokenizer ({summary.get('tokenizer')}) has {tokens} tokens, "
+                    f"the model's embedding has {rows}: preprocess with the tokenizer of the model"
+                )
+        check_tokenizer(summaries, self.options, self.setup.config_folder)
 
     def check_tokens(self, files: Sequence[TokenFile]) -> None:
         """Raise for files with tokens that the model does not have."""
@@ -213,7 +304,7 @@ class Trainer(ABC):
         return train_on_batch(
             self.primary,
             self.forward_step,
-            self._next_batch(self._batches),
+            self._next_step(self._batches),
             self._batch_shape,
             metrics=self.metrics,
             stop=stop,
@@ -231,7 +322,7 @@ class Trainer(ABC):
                 found = evaluate_batch(
                     self.primary,
                     self.forward_step,
-                    self._next_batch(batches),
+                    self._next_step(batches),
                     self._batch_shape,
                     metrics=self.metrics,
                 )
@@ -250,6 +341,7 @@ class Trainer(ABC):
             has_optimizer=not self.options.no_save_optim,
             shape=self.setup.shape.model_dump(mode="json"),
             lora=lora.as_peft() if lora is not None else {},
+            reference=self.reference_fingerprint,
         )
 
     def config(self) -> dict[str, Any]:
@@ -279,7 +371,9 @@ class Trainer(ABC):
 
     @property
     def _batch_shape(self) -> BatchShape:
-        return BatchShape(*self.sizes, self.setup.dims.num_micro_batches)
+        length, samples = self.sizes
+        length = self.context_split.padded(length)
+        return BatchShape(length, samples, self.setup.dims.num_micro_batches)
 
     def _prefetch(self, stream: SampleStream, consumed: int) -> Prefetcher[dict[str, torch.Tensor]]:
         """Prepare this rank's micro-batches, from a number of consumed samples on."""
@@ -290,17 +384,20 @@ class Trainer(ABC):
             world=self.setup.dims.dp,
             consumed=consumed,
         )
-        here = device.current()
+        here, padding = device.current(), PaddingWatch(self.context_split)
         # A thread starts on the first device of the machine, where its pinned memory would be.
         return Prefetcher(
-            (_pinned(self.collate(few)) for few in samples),
+            (
+                _pinned(padding.watch(self.context_split.split(self.collate(few))))
+                for few in samples
+            ),
             begin=partial(here.set_index, here.index()),
         )
 
-    def _next_batch(self, batches: Iterator[Any]) -> list[Iterator[Any]]:
+    def _next_step(self, batches: Iterator[Any]) -> list[Iterator[Any]]:
         """Return the micro-batches of a step, once for every chunk of the model."""
-        chunks = len(self.primary.wrapped)
-        return list(tee(islice(batches, self.setup.dims.num_micro_batches), chunks))
+        step = self.prepare_step(list(islice(batches, self.setup.dims.num_micro_batches)))
+        return _repeated(step, self.primary)
 
     def _flops_per_step(self) -> float:
         """Estimate the operations of a step: 6 a weight and token, and those of attention."""
@@ -323,7 +420,14 @@ class Trainer(ABC):
             from mindspeed.checkpoint.hf_folder import copy_small_files
 
             copy_small_files(setup.config_folder, target)
+            if labels := self.model_shape(self.models[0]).num_labels:
+                set_num_labels(target / "config.json", labels)
             write_digests(target, {}, {"kind": "config"})
+
+
+def _repeated(batches: Sequence[Batch], model: RoleModel) -> list[Iterator[Any]]:
+    """Return the micro-batches once for every chunk of a model."""
+    return [iter(batches) for _ in model.wrapped]
 
 
 def to_device(batch: Batch) -> dict[str, torch.Tensor]:
@@ -342,10 +446,13 @@ def packed_seq_params(batch: Batch) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     boundaries, longest = batch["cu_seqlens"], int(batch["max_seqlen"])
+    padded = batch.get("cu_seqlens_padded")
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

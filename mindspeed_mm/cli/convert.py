@@ -4,7 +4,7 @@ import argparse
 import time
 from typing import Any
 
-from mindspeed.cli.progress import ByteProgress
+from mindspeed.checkpoint.progress import ByteProgress
 from mindspeed.config import add_options, read_options
 from mindspeed_mm.checkpoint import ConvertOptions
 

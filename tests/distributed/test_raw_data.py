@@ -31,6 +31,20 @@ class _Tiny:
     def write(self, records: list[dict[str, str]]) -> None:
         self.file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
+    def preprocess(self, prefix: Path, **changes: Any) -> str:
+        """Preprocess the records as a run does."""
+        options = {
+            "input": str(self.file),
+            "output_prefix": str(prefix),
+            "handler_name": "AlpacaStyleInstructionHandler",
+            "tokenizer_name_or_path": self.model,
+            "prompt_type": "qwen",
+            "seq_length": 64,
+            "cache_dir": str(self.cache),
+        }
+        preprocess(PreprocessOptions(**options | changes))
+        return str(prefix)
+
     def settings(self, folder: Path, data: str, **changes: Any) -> dict[str, Any]:
         values = settings(self.model, data, folder, train_iters=3, prompt_type="qwen")
         return values | {"cache_dir": str(self.cache), "seq_length": 64} | changes
@@ -56,19 +70,7 @@ def logged(values: dict[str, Any]) -> tuple[list[float], str]:
 def test_losses_are_those_of_preprocessed_data(
     tiny: _Tiny, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    prefix = str(tmp_path / "tokens")
-    preprocess(
-        PreprocessOptions(
-            input=str(tiny.file),
-            output_prefix=prefix,
-            handler_name="AlpacaStyleInstructionHandler",
-            tokenizer_name_or_path=tiny.model,
-            prompt_type="qwen",
-            seq_length=64,
-            cache_dir=str(tiny.cache),
-            **packing,
-        )
-    )
+    prefix = tiny.preprocess(tmp_path / "tokens", **packing)
     expected = run_ranks(train, 2, tiny.settings(tmp_path, prefix, **packing))[0]
     values = tiny.settings(tmp_path, str(tiny.file), **packing)
     (losses, log), (_, other_log) = run_ranks(logged, 2, values)
@@ -125,3 +127,52 @@ def test_errors_name_the_flags_of_training(
     values = tiny.settings(tmp_path, str(tiny.file)) | changes
     with pytest.raises(RankFailed, match=words):
         run_ranks(train, 1, values)
+
+
+def test_names_without_effect_on_token_files_are_checked_and_logged(
+    tiny: _Tiny, tmp_path: Path
+) -> None:
+    prefix = tiny.preprocess(tmp_path / "tokens")
+    values = tiny.settings(tmp_path, prefix, train_iters=1)
+    for name, given, nearest in (
+        ("handler_name", "AlpacaStyleInstructonHandler", "AlpacaStyleInstructionHandler"),
+        ("prompt_type", "chatnl", "chatml"),
+    ):
+        words = f"--{name.replace('_', '-')} {given}.* did you mean {nearest}"
+        with pytest.raises(RankFailed, match=words):
+            run_ranks(train, 1, values | {name: given})
+    _, log = run_ranks(logged, 1, values | {"pack": True})[0]
+    assert log == "--prompt-type, --pack: no effect, --data-path names token files"
+
+
+def test_data_of_a_tokenizer_with_other_ids_is_an_error(tiny: _Tiny, tmp_path: Path) -> None:
+    """Two tokens change places: no id is out of range, and every text means something else."""
+    folder = tmp_path / "other"
+    byte_level().save_pretrained(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    prefix = tiny.preprocess(tmp_path / "tokens", tokenizer_name_or_path=str(folder))
+    values = tiny.settings(tmp_path, prefix, train_iters=1, save=str(tmp_path / "saved"))
+    with pytest.raises(RankFailed, match=r"\(.*other\) has other tokens or ids than the model's"):
+        run_ranks(train, 2, values)
+    assert not (tmp_path / "saved").exists()
+    assert len(run_ranks(train, 1, values | {"allow_other_tokenizer": True})[0]) == 1
+    resumed = values | {"train_iters": 2}  # compared when the run began
+    assert len(run_ranks(train, 1, resumed)[0]) == 2
+
+
+def test_a_tokenizer_with_another_chat_template_has_the_same_ids(
+    tiny: _Tiny, tmp_path: Path
+) -> None:
+    byte_level(template="{{ messages }}").save_pretrained(tmp_path / "instruct")
+    source = {"tokenizer_name_or_path": str(tmp_path / "instruct")}
+    prefix = tiny.preprocess(tmp_path / "tokens", **source)
+    assert len(run_ranks(train, 1, tiny.settings(tmp_path, prefix, train_iters=1))[0]) == 1
+    summary = Path(f"{prefix}.summary.json")
+    recorded = json.loads(summary.read_text())
+    del recorded["ids_fingerprint"]  # an earlier version recorded the whole tokenizer only
+    summary.write_text(json.dumps(recorded))
+    with pytest.raises(RankFailed, match="has other tokens or ids"):
+        run_ranks(train, 1, tiny.settings(tmp_path, prefix, train_iters=1))

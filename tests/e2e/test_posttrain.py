@@ -1,5 +1,6 @@
 """posttrain_gpt.py and pretrain_gpt.py as commands: killed, stopped, resumed, misused."""
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from mindspeed_llm.data.indexed import TokenWriter
+from mindspeed_llm.data.options import PreprocessOptions
+from mindspeed_llm.data.preprocess import preprocess
+from tests.small_tokenizers import byte_level
 from tests.sockets import descendants
 from tests.unit.mindspeed_llm.training.tiny_run import (
     VOCABULARY,
@@ -139,6 +143,14 @@ def test_nothing_is_left_of_a_killed_rank(inputs: list[str], tmp_path: Path) -> 
     process.communicate(timeout=60)  # whatever is left would hold the other end of the pipe
 
 
+def _lm_losses(output: str) -> list[float]:
+    return [
+        float(line.split("lm loss: ")[1].split()[0])
+        for line in output.splitlines()
+        if " iteration " in line and "| lm loss: " in line
+    ]
+
+
 FUSED = """
 --use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb
 --linear-cross-entropy --optimizer-selection fused_ema_adamw --ema-decay 0.9 --op-cal-tflops
@@ -160,12 +172,35 @@ def test_pretraining_learns_a_repeated_text_with_every_fused_operator(tmp_path: 
     assert "model throughput per GPU (TFLOP/s/GPU): " in output
     assert "lm loss is the mean over micro-batches" in output
     assert "| validation lm loss: " in output
-    losses = [
-        float(line.split("lm loss: ")[1].split()[0])
-        for line in output.splitlines()
-        if " iteration " in line and "| lm loss: " in line
-    ]
+    losses = _lm_losses(output)
     assert len(losses) == 3 and losses[-1] < 0.3 * losses[0]
+
+
+def test_pretraining_on_separate_documents_with_split_sequences(tmp_path: Path) -> None:
+    """The losses of two ranks a sequence are those of one rank; rows do not divide by them."""
+    texts = [f"{'abcdefgh'[n % 8] * (5 + 7 * n % 23)} {n}" for n in range(40)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    byte_level().save_pretrained(tmp_path / "tokenizer")
+    options = PreprocessOptions(
+        input=f"{tmp_path}/texts.jsonl",
+        output_prefix=f"{tmp_path}/books",
+        tokenizer_name_or_path=f"{tmp_path}/tokenizer",
+        cache_dir=f"{tmp_path}/cache",
+        append_eod=True,
+    )
+    preprocess(options)
+    flags = f"--data-path {tmp_path}/books --seq-length 51 --from-scratch --train-iters 3"
+    flags += " --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4"
+    flags += " --vocab-size 512 --lr 1e-3 --global-batch-size 2 --reset-attention-mask"
+    flags += " --reset-position-ids --balance-packs"
+    losses = []
+    for cp in (1, 2):
+        layout = ["--context-parallel-size", str(cp), "--log-file", f"{tmp_path}/{cp}.jsonl"]
+        code, output = _run("pretrain_gpt.py", *flags.split(), *layout, nproc=cp)
+        assert code == 0 and "preprocess with --append-eod" not in output, output
+        losses.append(read_losses(f"{tmp_path}/{cp}.jsonl"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and len(losses[0]) == 3
 
 
 @pytest.mark.parametrize(
@@ -177,9 +212,35 @@ def test_pretraining_learns_a_repeated_text_with_every_fused_operator(tmp_path: 
         ("--seq-length 8", "samples are longer than --seq-length 8"),
         ("--tensor-model-parallel-size 2", "1 rank(s) cannot hold"),
         ("--global-batch-size 3 --micro-batch-size 2", "is not a multiple of 2"),
+        ("--context-parallel-algo ring", "megatron_cp_algo"),
+        ("--balance-packs", "rows of one length all have the same attention"),
     ],
 )
-def test_misuse_is_one_line(inputs: list[str], changes: str, words: str) -> None:
-    code, output = _run("posttrain_gpt.py", *inputs, "--train-iters", "1", *changes.split())
+def test_misuse_is_one_line_and_leaves_nothing(
+    inputs: list[str], tmp_path: Path, changes: str, words: str
+) -> None:
+    flags = [*inputs, "--train-iters", "1", "--save", str(tmp_path / "saved")]
+    code, output = _run("posttrain_gpt.py", *flags, *changes.split())
     assert code == 2, output
     assert words in output and "Traceback" not in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_python_of_the_page_logs_as_the_command_does(tmp_path: Path) -> None:
+    page = (ROOT / "docs/llm/train.md").read_text()
+    (script,) = re.findall(r"^```python\n(from .*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert "train_iters=100" in script
+    (tmp_path / "train.py").write_text(script.replace("train_iters=100", "train_iters=2"))
+    make_model(tmp_path / "model")
+    write_samples(tmp_path / "out/identity", make_samples(4))
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weights from model" in done.stdout
+    assert re.search(r"iteration +2/ +2 .* lm loss: ", done.stdout)

@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.chat import Segment
 from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, UnusableRecord
+from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.handlers.base import (
     INSTRUCTION,
     PAIRWISE,
-    PROMPTS,
     Context,
     Handler,
     Output,
     Record,
     as_text,
+    distinct,
     train_last_completion,
 )
 from mindspeed_llm.data.readers import kind_of
@@ -93,19 +94,7 @@ class AlpacaStylePairwiseHandler(AlpacaStyleInstructionHandler):
             answer = Message("assistant", self._text(record, role))
             segments = self._render_chat(self._conversation(record, answer).check())
             tracks.append(train_last_completion(segments))
-        return tracks
-
-
-class PPOAlpacaStyleInstructionHandler(AlpacaStyleInstructionHandler):
-    """Prompts only: the model generates the completions."""
-
-    outputs = PROMPTS
-    required = ("prompt",)
-    has_completion = False
-
-    def render(self, record: Record) -> list[list[Segment]]:
-        """Render the prompt."""
-        return [self._render_chat(self._conversation(record).check(answered=False))]
+        return distinct(tracks)
 
 
 class AlpacaStyleProcessRewardHandler(Handler):
@@ -113,7 +102,7 @@ class AlpacaStyleProcessRewardHandler(Handler):
 
     outputs = INSTRUCTION
     roles = {"prompt": "input", "value": "value"}
-    required = ("prompt", "value")
+    required: ClassVar[tuple[str, ...]] = ("prompt", "value")
     needs_chat = False
 
     def __init__(self, context: Context) -> None:
@@ -129,13 +118,17 @@ class AlpacaStyleProcessRewardHandler(Handler):
         verdicts = self._verdicts(record)
         if len(verdicts) != len(steps) - 1:
             raise UnusableRecord("there are not as many verdicts as placeholders")
+        return [self._render_steps(steps, verdicts)]
+
+    def _render_steps(self, steps: Sequence[str], verdicts: Sequence[int]) -> list[Segment]:
+        """Render a placeholder after every step that has a verdict; the last one has none."""
         segments = []
         for step, verdict in zip(steps, verdicts):
             segments += [
                 Segment([step] if step else [], False),
                 Segment([self._placeholder_id], False, verdict),
             ]
-        return [[*segments, *([Segment([steps[-1]], False)] if steps[-1] else [])]]
+        return [*segments, *([Segment([steps[-1]], False)] if steps[-1] else [])]
 
     def _verdicts(self, record: Record) -> list[int]:
         column = self._columns["value"]
@@ -151,9 +144,39 @@ class AlpacaStyleProcessRewardHandler(Handler):
         return [self._rewards[value] for value in values]
 
     def _one_token(self, name: str, text: str) -> int:
-        ids = [*self._context.encoder.encode([text], continued=True)[0]] if text else []
-        if len(ids) != 1:
-            raise ConfigError(
-                f"{name} {text!r} is {len(ids)} tokens of this tokenizer: it must be exactly one"
-            )
-        return int(ids[0])
+        return one_token(self._context.encoder, name, text)
+
+
+class StepwiseProcessRewardHandler(AlpacaStyleProcessRewardHandler):
+    """{"prompt": text, "completions": the steps, "labels": whether each is right}.
+
+    The verdicts are the first two --reward-tokens, for right and wrong steps: + and - by default.
+    """
+
+    roles = {"prompt": "prompt", "steps": "completions", "value": "labels"}
+    required = ("prompt", "steps", "value")
+
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the steps, each on a line of its own."""
+        steps, labels = (record.get(self._columns[role]) for role in ("steps", "value"))
+        if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
+            raise MalformedRecord(f"{self._columns['steps']} holds no list of texts")
+        if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
+            raise MalformedRecord(f"{self._columns['value']} holds no list of true and false")
+        if not steps or len(labels) != len(steps):
+            raise UnusableRecord("there are not as many labels as steps")
+        right, wrong = (*self._context.reward_tokens, "+", "-")[:2]
+        verdicts = [self._one_token("--reward-tokens", right if ok else wrong) for ok in labels]
+        first = f"{self._text(record, 'prompt')}\n{steps[0]}"
+        lines = [first, *(f"\n{step}" for step in steps[1:]), ""]
+        return [self._render_steps(lines, verdicts)]
+
+
+def one_token(encoder: TextEncoder, name: str, text: str) -> int:
+    """Return the id of a text that is one token; raise, with the option's name, if it is not."""
+    ids = [*encoder.encode([text], continued=True)[0]] if text else []
+    if len(ids) != 1:
+        raise ConfigError(
+            f"{name} {text!r} is {len(ids)} tokens of this tokenizer: it must be exactly one"
+        )
+    return int(ids[0])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.data.chat import ChatFormat, Segment
-from mindspeed_llm.data.conversation import Conversation, MalformedRecord, dump
+from mindspeed_llm.data.conversation import Conversation, MalformedRecord, UnusableRecord, dump
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.readers import kind_of
 
@@ -35,7 +35,14 @@ PAIRWISE = (
     Output("rejected_input_ids", 1, "ids"),
     Output("rejected_labels", 1, "labels"),
 )
-PROMPTS = (Output("input_ids", 0, "ids"), Output("attention_mask", 0, "ones"))
+UNPAIRED = (*INSTRUCTION, Output("desirable", 1, "ids"))
+"""The second track of a record is its tag."""
+PROMPTS = (
+    Output("input_ids", 0, "ids"),
+    Output("attention_mask", 0, "ones"),
+    Output("fields", 1, "ids"),
+)
+"""The second track of a record is its tag: what it has beside the prompt, as bytes."""
 
 
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
@@ -77,6 +84,10 @@ class Handler(ABC):
     needs_chat: ClassVar[bool] = True
     has_completion: ClassVar[bool] = True
     """Whether a record without a trained token is dropped."""
+    is_tagged: ClassVar[bool] = False
+    """Whether numbers are stored for every record, as the last track of the outputs."""
+    keeps_fields: ClassVar[bool] = False
+    """Whether all columns are read, not only those with a role."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -115,6 +126,10 @@ class Handler(ABC):
     @abstractmethod
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the sequences of one record."""
+
+    def tag(self, record: Record) -> Sequence[int]:
+        """Return the numbers that are stored for a record; for handlers with `is_tagged`."""
+        raise NotImplementedError
 
     def _render_chat(self, conversation: Conversation) -> list[Segment]:
         assert self._context.chat is not None
@@ -168,11 +183,26 @@ def check_media(record: Record, media: Sequence[str]) -> None:
 
 
 def train_last_completion(segments: Sequence[Segment]) -> list[Segment]:
-    """Train only the completion of the last prompt."""
-    last = max(
-        (index for index, segment in enumerate(segments) if not segment.is_completion), default=-1
-    )
-    return [Segment(p.parts, p.is_completion and i > last) for i, p in enumerate(segments)]
+    """Train only the last completion; a template may append more to it, such as a line break."""
+    end = max((index for index, each in enumerate(segments) if each.is_completion), default=-1)
+    before = [index for index in range(end) if not segments[index].is_completion]
+    start = max(before, default=-1)
+    return [Segment(p.parts, p.is_completion and i > start) for i, p in enumerate(segments)]
+
+
+def distinct(tracks: list[list[Segment]]) -> list[list[Segment]]:
+    """Return the sequences of a pair, which must not be the same."""
+    if tracks[0] == tracks[1]:
+        raise UnusableRecord("chosen and rejected are the same")
+    return tracks
+
+
+def read_label(record: Record, column: str) -> int:
+    """Return 1 for a desirable completion, 0 for an undesirable one."""
+    value = record.get(column)
+    if isinstance(value, bool) or value in (0, 1):
+        return int(value)
+    raise MalformedRecord(f"{column} holds {kind_of(value)}: give true or false")
 
 
 def _check_keys(given: Iterable[str], allowed: Sequence[str]) -> None:

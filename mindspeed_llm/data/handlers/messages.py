@@ -1,6 +1,6 @@
 """Lists of messages: ShareGPT's tags, or the roles of OpenAI's chat completions API."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mindspeed_llm.data.chat import Segment
@@ -8,15 +8,20 @@ from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Messa
 from mindspeed_llm.data.handlers.base import (
     INSTRUCTION,
     PAIRWISE,
+    UNPAIRED,
     Handler,
     Output,
     Record,
     as_text,
+    distinct,
+    read_label,
     train_last_completion,
 )
 from mindspeed_llm.data.readers import kind_of
 
 THOUGHTS = ("<think>\n", "\n</think>\n\n")
+OPENAI_ROLES = {"user": "human", "assistant": "gpt", "tool": "observation"}
+"""Roles of OpenAI's messages, and the tags of ShareGPT that mean the same."""
 
 
 class SharegptStyleInstructionHandler(Handler):
@@ -68,14 +73,24 @@ class SharegptStyleInstructionHandler(Handler):
                 messages.append(self._message(role, content))
         return messages, system
 
+    @classmethod
+    def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
+        names = super()._defaults(map_keys, present)
+        if names["messages"] not in present and "messages" in present:
+            names["messages"] = "messages"
+        return names
+
     def _role_and_content(self, entry: Any) -> tuple[str, str]:
         tags = self._columns.tags
         if not isinstance(entry, dict):
             raise MalformedRecord(f"a message is {kind_of(entry)}, not an object")
+        if tags is self.tags and tags["role_tag"] not in entry and "role" in entry:
+            role = as_text(entry["role"], "role")
+            return OPENAI_ROLES.get(role, role), text_of(entry.get("content"), "content")
         for tag in (tags["role_tag"], tags["content_tag"]):
             if tag not in entry:
                 raise MalformedRecord(f"a message has no {tag}; it has {', '.join(entry)}")
-        content = as_text(entry[tags["content_tag"]], tags["content_tag"])
+        content = text_of(entry[tags["content_tag"]], tags["content_tag"])
         return as_text(entry[tags["role_tag"]], tags["role_tag"]), content
 
     def _message(self, role: str, content: str) -> Message:
@@ -111,7 +126,7 @@ class SharegptStylePairwiseHandler(SharegptStyleInstructionHandler):
             messages = (*asked.messages, self._answer(record, role))
             whole = Conversation(messages, asked.system, asked.tools).check()
             tracks.append(train_last_completion(self._render_chat(whole)))
-        return tracks
+        return distinct(tracks)
 
     def _answer(self, record: Record, role: str) -> Message:
         column = self._columns[role]
@@ -121,6 +136,23 @@ class SharegptStylePairwiseHandler(SharegptStyleInstructionHandler):
         if isinstance(value, dict):
             return self._message(*self._role_and_content(value))
         return Message("assistant", as_text(value, column))
+
+
+class SharegptStyleKTOHandler(SharegptStyleInstructionHandler):
+    """Conversations, and whether the last answer is desirable: {"label": true}."""
+
+    outputs = UNPAIRED
+    is_tagged = True
+    roles = {**SharegptStyleInstructionHandler.roles, "kto_tag": "label"}
+    required = ("messages", "kto_tag")
+
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the conversation; only its last answer is trained."""
+        return [train_last_completion(segments) for segments in super().render(record)]
+
+    def tag(self, record: Record) -> Sequence[int]:
+        """Return whether the answer is desirable."""
+        return (read_label(record, self._columns["kto_tag"]),)
 
 
 class OpenAIInstructionHandler(Handler):
@@ -142,10 +174,11 @@ class OpenAIInstructionHandler(Handler):
         entries = record[column]
         if not isinstance(entries, list):
             raise MalformedRecord(f"{column} holds {kind_of(entries)}, not a list of messages")
-        return [self._render_chat(_conversation(entries, self._tools(record)).check())]
+        return [self._render_chat(conversation_of(entries, self._tools(record)).check())]
 
 
-def _conversation(entries: list[Any], tools: str) -> Conversation:
+def conversation_of(entries: list[Any], tools: str = "") -> Conversation:
+    """Read messages of system, user, assistant and tool."""
     system: list[str] = []
     messages: list[Message] = []
     for entry in entries:
@@ -177,13 +210,19 @@ def _message(entry: dict[str, Any]) -> Message:
 
 
 def _content(entry: dict[str, Any]) -> str:
-    """Return the text of a message, which may come in parts."""
-    content = entry.get("content")
+    return text_of(entry.get("content"), "content")
+
+
+def text_of(content: Any, column: str) -> str:
+    """Return the text of a message, which may come in parts: {"type": "text", "text": ...}.
+
+    LLaMA-Factory's parts have a "value" in place of "text".
+    """
     if not isinstance(content, list):
-        return as_text(content, "content")
+        return as_text(content, column)
     texts: list[str] = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) else part
+        text = part.get("text", part.get("value")) if isinstance(part, dict) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else kind_of(part)
             raise MalformedRecord(f"a message holds {kind}: only text can be trained on here")

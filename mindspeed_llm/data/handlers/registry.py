@@ -5,13 +5,21 @@ from mindspeed_llm.data.handlers.alpaca import (
     AlpacaStyleInstructionHandler,
     AlpacaStylePairwiseHandler,
     AlpacaStyleProcessRewardHandler,
-    PPOAlpacaStyleInstructionHandler,
+    StepwiseProcessRewardHandler,
 )
 from mindspeed_llm.data.handlers.base import Handler
 from mindspeed_llm.data.handlers.messages import (
     OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
+    SharegptStyleKTOHandler,
     SharegptStylePairwiseHandler,
+)
+from mindspeed_llm.data.handlers.preferences import OpenAIKTOHandler, OpenAIPairwiseHandler
+from mindspeed_llm.data.handlers.prompts import (
+    OpenAIPromptHandler,
+    PPOAlpacaStyleInstructionHandler,
+    R1AlpacaStyleInstructionHandler,
+    R1SharegptStyleInstructionHandler,
 )
 
 PRETRAIN = "GeneralPretrainHandler"
@@ -23,9 +31,16 @@ HANDLERS: dict[str, type[Handler]] = {
         AlpacaStylePairwiseHandler,
         AlpacaStyleProcessRewardHandler,
         OpenAIInstructionHandler,
+        OpenAIKTOHandler,
+        OpenAIPairwiseHandler,
+        OpenAIPromptHandler,
         PPOAlpacaStyleInstructionHandler,
+        R1AlpacaStyleInstructionHandler,
+        R1SharegptStyleInstructionHandler,
         SharegptStyleInstructionHandler,
+        SharegptStyleKTOHandler,
         SharegptStylePairwiseHandler,
+        StepwiseProcessRewardHandler,
     )
 }
 

@@ -24,8 +24,9 @@ MODEL = (
         "vocab_size",
         "hidden_size",
         split=TPSplit.VOCABULARY,
-        when="untied",
+        when="has_output_weights",
     ),
+    copy("output_layer.weight", "score.weight", "num_labels", "hidden_size", when="num_labels"),
 )
 
 NORMS = (

@@ -28,7 +28,7 @@ class BaseTrainer(Trainer):
                     f"{one.missing(self.data_kind)[0]} is missing: --stage {self.options.stage} "
                     f"needs it (without it {one.prefix} is {one.kind} data)"
                 )
-            self.check_vocabulary(one.prefix, one.facts)
+        self.check_vocabulary({one.prefix: one.facts for one in data})
         self.configure_batches(data)
         self.check_tokens([file for one in data for file in one.token_files])
 
@@ -38,6 +38,10 @@ class BaseTrainer(Trainer):
 
     def open_part(self, part: Part) -> SampleStream:
         """Open a share of the samples."""
+        return self.open_samples(part)
+
+    def open_samples(self, part: Part, *, is_numbered: bool = False) -> SampleStream:
+        """Open a share of the samples, with their numbers in the data if these are asked for."""
         options = self.options
         return open_stream(
             self.data_path,
@@ -46,4 +50,6 @@ class BaseTrainer(Trainer):
             part=part,
             epoch_multiple=self.setup.dims.global_batch_size if options.padded_samples else 1,
             seq_length=options.seq_length,
+            balanced_step=self.balanced_step,
+            is_numbered=is_numbered,
         )

@@ -6,10 +6,26 @@ from mindspeed.config import ConfigError, did_you_mean
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.entry import exit_on_config_error, script_mode
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer
+from mindspeed_llm.tasks.posttrain.dpo import DPOTrainer
+from mindspeed_llm.tasks.posttrain.grpo import GRPOTrainer
+from mindspeed_llm.tasks.posttrain.kto import KTOTrainer
+from mindspeed_llm.tasks.posttrain.orm import ORMTrainer
+from mindspeed_llm.tasks.posttrain.ppo import PPOTrainer
+from mindspeed_llm.tasks.posttrain.prm import PRMTrainer
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+from mindspeed_llm.tasks.posttrain.simpo import SimPOTrainer
 from mindspeed_llm.training.options import TrainOptions, parse
 
-TRAINERS: dict[str, type[BaseTrainer]] = {"sft": SFTTrainer}
+TRAINERS: dict[str, type[BaseTrainer]] = {
+    "sft": SFTTrainer,
+    "dpo": DPOTrainer,
+    "simpo": SimPOTrainer,
+    "kto": KTOTrainer,
+    "orm": ORMTrainer,
+    "prm": PRMTrainer,
+    "trl_ppo": PPOTrainer,
+    "grpo": GRPOTrainer,
+}
 
 
 def get_trainer(stage: str, options: TrainOptions) -> BaseTrainer:

@@ -1,5 +1,6 @@
 """What a resume begins with: tracker, training.json, the order of a commit, the lock of a run."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from mindspeed.training.checkpoint_dir import (
     read_state,
 )
 from mindspeed.training.checkpoint_dir import find_resume as find
-from mindspeed.training.save_dir_lock import SaveDirLock
+from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.training.options import TrainOptions
 from tests.ranks import run_ranks
 
@@ -149,3 +150,35 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path, monkeypatch):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_run_that_cannot_be_set_up_leaves_nothing(tmp_path):
+    """Only what the lock created is removed, and a run that waits takes a file that exists."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for folder in (tmp_path / "new/deeper", kept):
+        with pytest.raises(ConfigError), release_on_error(SaveDirLock(str(folder))):
+            raise ConfigError("--load /nowhere: does not exist")
+    assert list(tmp_path.rglob("*")) == [kept]
+    with pytest.raises(ConfigError), release_on_error(SaveDirLock(str(tmp_path / "new"))):
+        (tmp_path / "new/log.jsonl").touch()
+        raise ConfigError("too late")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["log.jsonl"]
+
+
+def test_a_lock_on_a_removed_file_does_not_count(tmp_path, monkeypatch):
+    """A run that failed removes the file that a waiting run may have opened before."""
+    first = SaveDirLock(str(tmp_path / "saved"))
+    flock = fcntl.flock
+
+    def fail_meanwhile(file, operation):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.discard()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", fail_meanwhile)
+    second = SaveDirLock(str(tmp_path / "saved"))
+    monkeypatch.setattr(save_dir_lock, "TRIES", 1)
+    with pytest.raises(ConfigError, match="is saving there now"):
+        SaveDirLock(str(tmp_path / "saved"))
+    second.release()

@@ -53,6 +53,54 @@ def test_without_tokens_there_is_no_speed_of_them(written):
     assert "tokens/s" not in line
 
 
+WANDB = """
+import json, pathlib
+class Run:
+    def __init__(self, path): self.path = path
+    def write(self, *values):
+        with self.path.open("a") as file: file.write(json.dumps(values) + "\\n")
+    def log(self, values, step): self.write(step, values)
+    def finish(self): self.write("finished")
+def init(config, id, resume):
+    run = Run(pathlib.Path(config["save"]) / "wandb.jsonl")
+    run.write(id, resume)
+    return run
+"""
+"""A package with the calls of wandb that a run makes, which writes them to a file."""
+
+
+def test_wandb_gets_the_same_numbers_and_goes_on_with_the_run_of_a_save(tmp_path, monkeypatch):
+    from mindspeed.training.options import RunOptions
+    from mindspeed.training.trackers import WandbRun, check_trackers
+
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = RunOptions(save=str(tmp_path), report_to=("wandb",))
+    check_trackers(options)
+    for iteration in (1, 2):
+        tracker = WandbRun(options)
+        log = TrainingLog(interval=1, total=9, global_batch=8, is_writer=True, tracker=tracker)
+        log.add(iteration, 8 * iteration, 0.1, step(0.5, 10))
+        log.finish()
+    lines = list(map(json.loads, (tmp_path / "wandb.jsonl").read_text().splitlines()))
+    assert lines[0] == lines[3] and lines[0][1] == "allow"
+    assert [line[0] for line in lines[1:3] + lines[4:]] == [1, "finished", 2, "finished"]
+    assert lines[1][1]["loss"] == 0.5 and "iteration" not in lines[1][1]
+    del sys.modules["wandb"]
+
+
+def test_trackers_that_cannot_run_are_refused(tmp_path):
+    from mindspeed.config import ConfigError
+    from mindspeed.training.options import RunOptions
+    from mindspeed.training.trackers import board_folder, check_trackers
+
+    with pytest.raises(ConfigError, match="wandb is not installed: pip install wandb"):
+        check_trackers(RunOptions(report_to=("wandb",)))
+    with pytest.raises(ConfigError, match="give --tensorboard-dir or --save"):
+        check_trackers(RunOptions(report_to=("tensorboard",)))
+    assert board_folder(RunOptions(report_to=("tensorboard",), save="s")) == "s/tensorboard"
+
+
 RESULT = StepResult(
     metrics={"lm loss": 1.23456},
     grad_norm=1.0,

@@ -168,7 +168,7 @@ REFUSED = [
     ("Alpaca", {"instruction": "x"}, "no column output for response; it has instruction"),
     ("Alpaca", {"instruction": 5, "output": "y"}, "line 1: instruction holds a number, not text"),
     ("Alpaca", {**ALPACA, "history": ["x"]}, "history must be a list of .question, answer. pairs"),
-    ("Sharegpt", {"messages": []}, "no column conversations for messages; it has messages"),
+    ("Sharegpt", {"talk": []}, "no column conversations for messages; it has talk"),
     ("Sharegpt", {"conversations": "x"}, "conversations holds text, not a list of messages"),
     ("Sharegpt", {"conversations": [1]}, "a message is a number, not an object"),
     ("Sharegpt", {"conversations": [{"from": "human"}]}, "a message has no value; it has from"),

@@ -7,7 +7,8 @@ import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.config import MLAConfig, ModelConfig, RotaryConfig
+from mindspeed_llm.training import setup
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
 from mindspeed_llm.training.options import TrainOptions
@@ -34,7 +35,12 @@ SHAPE = ModelConfig(
         (
             4,
             {"tensor_model_parallel_size": 4},
-            "4 does not divide --num-query-groups 2",
+            "4 does not divide --num-query-groups 2: use 1 or 2$",
+        ),
+        (
+            1,
+            {"tensor_model_parallel_size": 3},
+            "--num-attention-heads 4: use 1, or another number of ranks with 2$",
         ),
         (3, {"tensor_model_parallel_size": 2}, "3 rank"),
         (4, {"pipeline_model_parallel_size": 4, "noop_layers": (1,)}, "does not divide"),
@@ -66,6 +72,53 @@ def test_parallel_sizes(
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ConfigError, match=words):
         parallel_dims(TrainOptions(**changes), SHAPE)
+
+
+def cp(size: int, algo: str, **more: Any) -> dict[str, Any]:
+    return {"context_parallel_size": size, "context_parallel_algo": f"{algo}_cp_algo"} | more
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "words"),
+    [
+        (3, cp(2, "megatron"), "3 rank.s. cannot hold --context-parallel-size 2 = 2 ranks"),
+        (2, cp(0, "megatron"), "--context-parallel-size 0 is too small"),
+        (4, cp(4, "hybrid"), "--ulysses-degree-in-cp is missing: .* use 2"),
+        (4, cp(4, "ulysses", ulysses_degree_in_cp=2), "needs --context-parallel-algo hybrid"),
+        (4, cp(4, "megatron", cp_window_size=3), "--cp-window-size 3 .* use 1 or 2"),
+        (2, cp(2, "megatron", hidden_dropout=0.1), "--hidden-dropout 0.1 cannot be reproduced"),
+        (2, cp(2, "megatron", lora_dropout=0.1), "--lora-dropout 0.1 cannot be reproduced"),
+        (2, cp(2, "megatron", stage="other"), "--stage other needs whole sequences: use 1"),
+    ],
+)
+def test_sequences_that_cannot_be_split(
+    monkeypatch: pytest.MonkeyPatch, world: int, changes: dict[str, Any], words: str
+) -> None:
+    """One line, before a process group or a model exists."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setattr(setup, "find_shape", lambda options: (SHAPE, None))
+    options = TrainOptions(load="model", **changes)
+    with pytest.raises(ConfigError, match=words) as caught:
+        setup.prepare(options, splits_sequences=options.stage == "sft")
+    assert "\n" not in str(caught.value)
+
+
+LATENT = MLAConfig(
+    q_lora_rank=None, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"mtp_num_layers": 1}, "multi-token prediction"),
+        ({"mla": LATENT, "rotary": RotaryConfig(scaling="yarn")}, "YaRN with latent attention"),
+    ],
+)
+def test_what_needs_whole_sequences_is_refused(changes: dict[str, Any], what: str) -> None:
+    shape = SHAPE.model_copy(update=changes)
+    with pytest.raises(ConfigError, match=f"{what} needs whole sequences: use 1"):
+        setup.check_context(TrainOptions(context_parallel_size=2), shape, splits_sequences=True)
 
 
 def test_sizes_that_are_given_must_be_those_of_the_model() -> None:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line at intervals elsewhere."""
+"""Progress of writing files: a bar on a terminal, a line at intervals elsewhere."""
 
 import sys
 import time
@@ -44,9 +44,8 @@ class ByteProgress:
         elif time.monotonic() - self._logged > LOG_SECONDS:
             self._logged = time.monotonic()
             share = self._done / max(1, total)
-            print(
-                f"{self._title}: {share:.0%} of {total / 1e9:.2f} GB", file=sys.stderr, flush=True
-            )
+            sys.stderr.write(f"{self._title}: {share:.0%} of {total / 1e9:.2f} GB\n")
+            sys.stderr.flush()
 
 
 def _start_bar(title: str) -> Any:

@@ -1,0 +1,115 @@
+"""Preferences as TRL, OpenAI and LLaMA-Factory write them: texts or lists of messages."""
+
+from collections.abc import Mapping, Sequence
+from os.path import commonprefix
+from typing import Any, ClassVar
+
+from mindspeed_llm.data.chat import Segment
+from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
+from mindspeed_llm.data.handlers.base import (
+    PAIRWISE,
+    UNPAIRED,
+    Handler,
+    Output,
+    Record,
+    distinct,
+    read_label,
+    train_last_completion,
+)
+from mindspeed_llm.data.handlers.messages import conversation_of
+from mindspeed_llm.data.readers import kind_of
+
+Entries = list[dict[str, Any]]
+"""Messages, each with a role and a content."""
+
+
+class PreferenceHandler(Handler):
+    """Prompts and completions that are a text or messages each."""
+
+    def _entries(self, record: Record, role: str, author: str) -> Entries:
+        """Return the messages of a column; a text is one message of the author."""
+        column = self._columns[role]
+        if column not in record:
+            raise MalformedRecord(f"has no {column}; it has {', '.join(record) or 'nothing'}")
+        value = record[column]
+        if isinstance(value, str):
+            return [{"role": author, "content": value}]
+        entries = [value] if isinstance(value, dict) else value
+        if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+            raise MalformedRecord(f"{column} holds {kind_of(value)}, not a text or messages")
+        return entries
+
+    def _render_completion(self, record: Record, entries: Entries) -> list[Segment]:
+        conversation = conversation_of(entries, self._tools(record)).check()
+        return train_last_completion(self._render_chat(conversation))
+
+
+class OpenAIPairwiseHandler(PreferenceHandler):
+    """Pairs: {"prompt": ..., "chosen": ..., "rejected": ...}, with texts or messages in each.
+
+    Without a prompt it is what chosen and rejected begin with: all messages but the last, or of
+    texts the longest common beginning. LLaMA-Factory names the columns chosen_messages and
+    rejected_messages.
+    """
+
+    outputs: ClassVar[tuple[Output, ...]] = PAIRWISE
+    roles = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "tools": "tools"}
+    required = ("chosen", "rejected")
+
+    @classmethod
+    def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
+        names = super()._defaults(map_keys, present)
+        for role in cls.required:
+            if names[role] not in present and f"{role}_messages" in present:
+                names[role] = f"{role}_messages"
+        return names
+
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the prompt with either completion."""
+        sides = [self._entries(record, role, "assistant") for role in ("chosen", "rejected")]
+        if self._columns["prompt"]:
+            prompt = self._entries(record, "prompt", "user")
+        else:
+            prompt, sides = _split_prompt(record, sides, self._columns.names)
+        return distinct([self._render_completion(record, [*prompt, *side]) for side in sides])
+
+
+class OpenAIKTOHandler(PreferenceHandler):
+    """Unpaired completions: {"prompt": ..., "completion": ..., "label": true}."""
+
+    outputs: ClassVar[tuple[Output, ...]] = UNPAIRED
+    is_tagged = True
+    roles = {
+        "prompt": "prompt",
+        "completion": "completion",
+        "kto_tag": "label",
+        "tools": "tools",
+    }
+    required = ("prompt", "completion", "kto_tag")
+
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the prompt with its completion."""
+        prompt = self._entries(record, "prompt", "user")
+        completion = self._entries(record, "completion", "assistant")
+        return [self._render_completion(record, [*prompt, *completion])]
+
+    def tag(self, record: Record) -> Sequence[int]:
+        """Return whether the completion is desirable."""
+        return (read_label(record, self._columns["kto_tag"]),)
+
+
+def _split_prompt(
+    record: Record, sides: list[Entries], names: Mapping[str, str]
+) -> tuple[Entries, list[Entries]]:
+    """Return the prompt that two conversations share, and what follows it in each."""
+    texts = [record[names[role]] for role in ("chosen", "rejected")]
+    if all(isinstance(text, str) for text in texts):
+        start = commonprefix(texts)
+        # A word belongs to one side as a whole, together with the space before it.
+        start = start[:-1] if start.endswith(" ") else start
+        ends = [[{"role": "assistant", "content": text[len(start) :]}] for text in texts]
+        return [{"role": "user", "content": start}], ends
+    prompts = [entries[:-1] for entries in sides]
+    if prompts[0] != prompts[1]:
+        raise UnusableRecord("the prompts of chosen and rejected differ")
+    return prompts[0], [entries[-1:] for entries in sides]

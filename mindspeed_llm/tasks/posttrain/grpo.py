@@ -1,0 +1,63 @@
+"""GRPO: several completions of a prompt, each rewarded relative to the others; no critic."""
+
+from collections.abc import Sequence
+
+import torch
+
+from mindspeed_llm.losses.grpo import group_advantages, token_weights
+from mindspeed_llm.tasks.posttrain.base import Batch
+from mindspeed_llm.tasks.posttrain.online import ADVANTAGES, OLD, REFERENCE, WEIGHTS, OnlineTrainer
+from mindspeed_llm.tasks.posttrain.rollouts import Rollout, spread
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Trains a policy on groups of completions."""
+
+    @property
+    def group_size(self) -> int:
+        """Completions of a prompt."""
+        return self.options.num_generations
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the divergence is part of the loss."""
+        return self.options.grpo_beta > 0
+
+    @property
+    def beta(self) -> float:  # type: ignore[override]
+        """Weight of the divergence in the loss."""
+        return self.options.grpo_beta
+
+    def prepare(self, rollouts: Sequence[Rollout], batches: list[Batch]) -> list[Batch]:
+        """Add the advantages of groups; the old log-probabilities where there are more updates."""
+        options, size = self.options, self.options.micro_batch_size
+        rewards = torch.tensor([each.reward for each in rollouts])
+        advantages = group_advantages(rewards, self.group_size, scaled=not options.no_scale_rewards)
+        lengths = torch.tensor([len(each.completion.tokens) for each in rollouts])
+        means = self.mean_lengths(batches)
+        prepared: list[Batch] = []
+        for number, batch in enumerate(batches):
+            few = slice(number * size, (number + 1) * size)
+            weights = token_weights(
+                lengths[few],
+                options.grpo_loss_type,
+                mean_length=means[number * len(means) // len(batches)],
+                longest=options.max_new_tokens,
+            )
+            by_token = {
+                ADVANTAGES: advantages[few].repeat_interleave(lengths[few]),
+                WEIGHTS: weights.repeat_interleave(lengths[few]),
+            }
+            prepared.append({**batch, **{k: spread(v, batch) for k, v in by_token.items()}})
+        if self.needs_reference:
+            prepared = add_values(prepared, REFERENCE, self.reference_token_log_probs(batches))
+        if options.ppo_epochs * options.num_mini_batches > 1:
+            prepared = add_values(prepared, OLD, self.log_probs_of(self.primary, batches))
+        return prepared
+
+
+def add_values(batches: list[Batch], name: str, values: Sequence[torch.Tensor]) -> list[Batch]:
+    """Add values of tokens to micro-batches; only ranks of the last pipeline stage have some."""
+    if not values:
+        return batches
+    return [{**batch, name: spread(each, batch)} for batch, each in zip(batches, values)]

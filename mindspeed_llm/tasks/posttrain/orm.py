@@ -1,0 +1,71 @@
+"""Outcome reward model: a value head scores whole completions, chosen ones above rejected ones."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed.training.metrics import Metric
+from mindspeed_llm.data.stream import Sample
+from mindspeed_llm.losses.next_token import LM_LOSS
+from mindspeed_llm.losses.preference import (
+    REWARDS,
+    Pairs,
+    report_rewards,
+    reward_loss,
+    sum_and_count,
+)
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.tasks.posttrain.base import Batch
+from mindspeed_llm.tasks.posttrain.pairwise import PairwiseTrainer
+from mindspeed_llm.training.model import ModelRole
+
+ACCURACY = "accuracy"
+
+
+class ORMTrainer(PairwiseTrainer):
+    """Trains a model with a value head on pairs; a completion's reward is that of its last token.
+
+    The head is that of --load, or a new one where --load is a language model.
+    """
+
+    def model_shape(self, role: ModelRole) -> ModelConfig:
+        """Return the sizes of the model, with a value head."""
+        labels = self.setup.shape.num_labels
+        if labels > 1:
+            raise ConfigError(
+                f"--load {self.options.load}: has {labels} labels: a reward model has 1"
+            )
+        return self.setup.shape.with_value_head()
+
+    def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        """Pad or concatenate the sequences of pairs, and note the last token of each."""
+        batch = super().collate(samples)
+        lengths = torch.tensor(
+            [len(pair[f"{side}_input_ids"]) for side in ("chosen", "rejected") for pair in samples]
+        )
+        starts = (
+            batch["cu_seqlens"][: len(lengths)]
+            if "cu_seqlens" in batch
+            else (torch.arange(len(lengths)) * batch["tokens"].shape[1])
+        )
+        return batch | {"last_tokens": starts + lengths - 1}
+
+    @property
+    def metrics(self) -> Sequence[Metric]:
+        """The loss, rewards, and how often the chosen one is higher."""
+        return tuple(Metric(name) for name in (LM_LOSS, ACCURACY, *REWARDS[:3]))
+
+    def run_model(self, model: Any, batch: Batch, *, has_labels: bool = True) -> torch.Tensor:
+        """Return the values of all tokens; there are no labels."""
+        return super().run_model(model, batch, has_labels=False)
+
+    def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
+        """Sum the losses of pairs; Megatron divides by their number."""
+        rewards = Pairs.of(output_tensor.flatten()[batch["last_tokens"]].float())
+        losses = reward_loss(rewards)
+        report = report_rewards(rewards.map(torch.Tensor.detach))
+        report[ACCURACY] = report.pop(REWARDS[3])
+        report |= {LM_LOSS: sum_and_count(losses), "tokens": batch["real_tokens"]}
+        return losses.sum(), losses.new_tensor(len(losses), dtype=torch.int32), report

@@ -1,0 +1,111 @@
+"""The frozen reference of a stage: a second model, or the policy without its adapters."""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+
+import torch
+
+from mindspeed.checkpoint.detection import detect
+from mindspeed.config import ConfigError
+from mindspeed.training.checkpoint_dir import find_resume
+from mindspeed_llm.checkpoint.loading import config_folder, open_source
+from mindspeed_llm.losses.log_probs import sequence_log_probs
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.registry import read_model_config
+from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
+from mindspeed_llm.training.lora import without_adapters
+from mindspeed_llm.training.model import ModelRole, RoleModel
+
+REFERENCE = "reference_log_probs"
+"""Where a micro-batch has the reference's log-probability of every sequence."""
+
+
+class ReferenceTrainer(BaseTrainer):
+    """Trains a policy, and knows what the reference says about a micro-batch."""
+
+    @property
+    def models(self) -> tuple[ModelRole, ...]:
+        """The policy, and a reference if it is not the policy without adapters."""
+        policy = ModelRole("policy")
+        if self.is_own_reference:
+            return (policy,)
+        return policy, ModelRole("reference", trainable=False, saved=False, source="ref_model")
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the reference is the policy without its adapters."""
+        return self.setup.lora is not None and self.options.ref_model is None
+
+    @cached_property
+    def reference_fingerprint(self) -> str:
+        """A digest of the reference's norms, which training changes from the first step on."""
+        source = self.options.ref_model or self.options.load
+        if self.is_own_reference or self.options.from_scratch or source is None:
+            return ""
+        opened = open_source(detect(source), config=self.setup.shape)
+        digest = hashlib.sha256()
+        for name, tensor in sorted(opened.tensors.items()):
+            if "layernorm" in name:
+                for shard in tensor.shards:
+                    digest.update(shard.values.float().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def model_shape(self, role: ModelRole) -> ModelConfig:
+        """Return the sizes of a model; the reference has those of the policy."""
+        if role.name == "reference":
+            self._check_reference()
+        return super().model_shape(role)
+
+    def reference_log_probs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the reference's log-probabilities of all sequences, on the last stage."""
+        return self.sequence_log_probs(self._reference, batches, self._without_adapters())
+
+    def sequence_log_probs(
+        self,
+        model: RoleModel,
+        batches: Sequence[Batch],
+        context: AbstractContextManager[None] | None = None,
+    ) -> list[torch.Tensor]:
+        """Return a model's log-probabilities of all sequences, on the last stage."""
+        with context or nullcontext():
+            return self.collect(
+                model, batches, lambda batch, losses: sequence_log_probs(losses, batch)[0]
+            )
+
+    def with_reference(self, batches: list[Batch]) -> list[Batch]:
+        """Return the micro-batches with the reference's log-probabilities."""
+        found = self.reference_log_probs(batches)
+        return [{**batch, REFERENCE: each} for batch, each in zip(batches, found)] or batches
+
+    @property
+    def _reference(self) -> RoleModel:
+        return self.primary if self.is_own_reference else self.model("reference")
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        return without_adapters(self.primary.chunks) if self.is_own_reference else nullcontext()
+
+    def _check_reference(self) -> None:
+        """Refuse weights that are not those of a reference."""
+        options = self.options
+        if options.ref_model is not None:
+            self._check_shape(options.ref_model)
+            return
+        resumed = None if options.from_scratch else find_resume(options)
+        if resumed is not None and options.load and resumed.is_relative_to(options.load):
+            raise ConfigError(
+                f"--ref-model is missing: --load {options.load} is a run to resume, and the "
+                "reference is the model that it started from: give that as --ref-model"
+            )
+
+    def _check_shape(self, ref_model: str) -> None:
+        folder = config_folder(detect(ref_model))
+        theirs = read_model_config(folder, named=self.options.model_type_hf)
+        ours = self.setup.shape
+        for name in ("family", "num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+            if theirs.get(name) != ours.get(name):
+                raise ConfigError(
+                    f"--ref-model {ref_model}: its {name} is {theirs.get(name)}, the policy's "
+                    f"{ours.get(name)}: the reference must be of the same shape"
+                )

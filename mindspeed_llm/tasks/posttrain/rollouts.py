@@ -1,0 +1,107 @@
+"""Prompts and their sampled completions, and how they become the micro-batches of an update."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_llm.data.indexed import IGNORE_INDEX
+from mindspeed_llm.data.instruction import FIELDS
+from mindspeed_llm.data.stream import Sample
+from mindspeed_llm.generation.rollout import Completion
+from mindspeed_llm.tasks.posttrain.base import Batch
+from mindspeed_llm.tasks.posttrain.rows import Rows
+
+LAST_TOKENS = "last_tokens"
+"""Where a micro-batch has the flat index of the last token of every sequence."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with its number in the run, and what its record has beside it."""
+
+    number: int
+    tokens: tuple[int, ...]
+    record: bytes = b"{}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the record has beside the prompt."""
+        found: dict[str, Any] = json.loads(self.record)
+        return found
+
+
+@dataclass
+class Rollout:
+    """A completion of a prompt, and what it is worth."""
+
+    prompt: Prompt
+    completion: Completion
+    is_ended: bool
+    """Whether it ends with a stop token."""
+    reward: float = field(default=0.0)
+
+    @property
+    def sample(self) -> Sample:
+        """Return the whole sequence, of which the completion is trained."""
+        ids = np.array([*self.prompt.tokens, *self.completion.tokens])
+        labels = ids.copy()
+        labels[: len(self.prompt.tokens)] = IGNORE_INDEX
+        return {"input_ids": ids, "labels": labels}
+
+
+def collate_prompts(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Concatenate prompts, and the records that they are from."""
+    records = [sample.get(FIELDS, np.frombuffer(b"{}", np.uint8)) for sample in samples]
+    return {
+        "tokens": _joined([sample["input_ids"] for sample in samples]),
+        "lengths": torch.tensor([len(sample["input_ids"]) for sample in samples]),
+        "records": _joined(records),
+        "record_lengths": torch.tensor([len(record) for record in records]),
+    }
+
+
+def split_prompts(batch: Batch, first: int) -> Iterator[Prompt]:
+    """Yield the prompts of collate_prompts; `first` is the number of the first one."""
+    tokens = batch["tokens"].split(batch["lengths"].tolist())
+    records = batch["records"].split(batch["record_lengths"].tolist())
+    for offset, (ids, record) in enumerate(zip(tokens, records)):
+        yield Prompt(first + offset, tuple(ids.tolist()), bytes(record.tolist()))
+
+
+def _joined(arrays: Sequence[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
+
+
+def collate_rollouts(rollouts: Sequence[Rollout], rows: Rows) -> dict[str, torch.Tensor]:
+    """Pad or concatenate the sequences of some rollouts, and note the last token of each."""
+    samples = [rollout.sample for rollout in rollouts]
+    batch = rows.collate(samples)
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    if "cu_seqlens" in batch:
+        starts = batch["cu_seqlens"][: len(lengths)]
+    else:
+        starts = torch.arange(len(lengths)) * batch["tokens"].shape[1]
+    return batch | {LAST_TOKENS: starts + lengths - 1}
+
+
+def spread(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Put values of the completions' tokens, in order, where a micro-batch predicts them."""
+    mask = batch["loss_mask"].bool()
+    found = torch.zeros(mask.shape)
+    found[mask] = values.float()
+    return found
+
+
+def gather(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the values of the completions' tokens, in order, to the host: inverse of spread."""
+    return values[batch["loss_mask"].bool()].float().cpu()
+
+
+def padded(values: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Return the values of tokens as rows, one a completion."""
+    parts = torch.cat(list(values)).split(list(lengths))
+    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)

@@ -1,0 +1,79 @@
+"""How the sequences of a micro-batch become rows: of one length, or one after the other."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.data.collate import (
+    Samples,
+    collate_fixed,
+    collate_packed,
+    collate_variable,
+)
+from mindspeed_llm.data.context_split import ContextSplit
+from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.training.options import TrainOptions
+
+Kind = Literal["fixed", "longest", "concatenated"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The length of rows, and how they are filled."""
+
+    length: int
+    """Longest sequence."""
+    multiple: int
+    """What the length of rows, where it varies, is a multiple of."""
+    pad_id: int
+    kind: Kind
+    """Padded to the length, padded to the longest of the micro-batch, or one row without."""
+
+    @classmethod
+    def of(
+        cls,
+        options: TrainOptions,
+        shape: ModelConfig,
+        data: Sequence[InstructionData],
+        *,
+        is_packed: bool = False,
+    ) -> "Rows":
+        """Derive the rows from the options and the data sets, which may hold packed rows."""
+        tp = options.tensor_model_parallel_size
+        # With sequence parallelism every rank takes an equal share of the positions.
+        multiple = math.lcm(options.pad_to_multiple_of, tp)
+        longest = max(one.longest for one in data)
+        length = options.seq_length or -(-longest // multiple) * multiple
+        if is_packed:
+            length = longest
+        split = ContextSplit(options.context_parallel_size, tp=tp)
+        if options.sequence_parallel and split.padded(length) % tp:
+            raise ConfigError(
+                f"--sequence-parallel: a length of {length} cannot be shared by {tp} ranks: choose "
+                "--seq-length a multiple of it"
+            )
+        # Multi-token prediction and Megatron's local layers take rows of one sample only.
+        is_one_sample = shape.mtp_num_layers or options.transformer_impl == "local"
+        kind: Kind = "fixed"
+        if options.variable_seq_lengths:
+            kind = "longest" if is_one_sample else "concatenated"
+        pad_id = next((one.facts.get("pad_id", 0) for one in data), 0)
+        return cls(length, multiple, pad_id, kind)
+
+    def collate(self, sequences: Samples, *, shift: bool = True) -> dict[str, torch.Tensor]:
+        """Make the tensors of a micro-batch, and count its sequences and their tokens."""
+        pad_id, multiple = self.pad_id, self.multiple
+        if self.kind == "concatenated":
+            batch = collate_packed(sequences, multiple=multiple, pad_id=pad_id, shift=shift)
+        elif self.kind == "longest":
+            batch = collate_variable(sequences, multiple=multiple, pad_id=pad_id, shift=shift)
+        else:
+            batch = collate_fixed(sequences, seq_length=self.length, pad_id=pad_id, shift=shift)
+        batch["num_sequences"] = torch.tensor(len(sequences))
+        batch["real_tokens"] = torch.tensor(sum(len(each["input_ids"]) for each in sequences))
+        return batch

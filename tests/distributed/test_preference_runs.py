@@ -1,0 +1,215 @@
+"""Runs on preferences: resume, process rewards, new value heads, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.llm.preferences import (
+    EOS,
+    KTO_BATCH,
+    SIZES,
+    VOCABULARY,
+    make_pairs,
+    make_unpaired,
+    save_llama,
+    settings,
+    write_columns,
+    write_pairs,
+    write_unpaired,
+)
+from tests.ranks import RankFailed, run_ranks
+from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint, train
+
+PLACEHOLDER, VERDICTS = 7, (50, 3)
+"""The first verdict is the first token of a shard of two."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    save_llama(root / "hf")
+    write_pairs(root / "pairs", make_pairs())
+    write_unpaired(root / "unpaired", make_unpaired())
+    return root
+
+
+def read_lines(values: dict[str, Any]) -> list[dict[str, float]]:
+    lines = map(json.loads, Path(values["log_file"]).read_text().splitlines())
+    return [{k: v for k, v in line.items() if "time" not in k and "/s" not in k} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, {"stage": "dpo", "bf16": True}),
+        (2, {"stage": "orm", "use_distributed_optimizer": True}),
+        (1, {"stage": "kto", "lora_r": 4, "global_batch_size": KTO_BATCH}),
+    ],
+    ids=["dpo", "orm", "kto"],
+)
+def test_a_resumed_run_is_bit_exact(
+    folder: Path, tmp_path: Path, world: int, flags: dict[str, Any]
+) -> None:
+    data = str(folder / ("unpaired" if flags["stage"] == "kto" else "pairs"))
+    runs = {}
+    for name in ("whole", "resumed"):
+        more = flags | {"save": str(tmp_path / name / "saved"), "save_interval": 3}
+        runs[name] = settings(
+            str(folder / "hf"), data, tmp_path / name, **more | {"train_iters": 6}
+        )
+    run_ranks(train, world, runs["whole"])
+    run_ranks(train, world, runs["resumed"] | {"train_iters": 3})
+    run_ranks(train, world, runs["resumed"])
+    assert read_lines(runs["whole"]) == read_lines(runs["resumed"])
+    one, other = (read_checkpoint(Path(run["save"])) for run in runs.values())
+    assert one.keys() == other.keys() and not any(name.startswith("reference") for name in one)
+    assert all(torch.equal(values, other[name]) for name, values in one.items())
+
+
+def make_steps(count: int) -> list[tuple[list[int], list[int]]]:
+    """Return ids and labels of solutions; the last token is a placeholder with its verdict."""
+    generator = np.random.default_rng(5)
+    solutions = []
+    for _ in range(count):
+        ids, labels = [], []
+        for _ in range(int(generator.integers(1, 4))):
+            step = generator.integers(8, EOS, int(generator.integers(2, 6))).tolist()
+            ids += [*step, PLACEHOLDER]
+            labels += [-100] * len(step) + [VERDICTS[int(generator.integers(0, 2))]]
+        solutions.append((ids, labels))
+    return solutions
+
+
+def plain_prm(model: str, solutions: list[tuple[list[int], list[int]]], steps: int) -> list[float]:
+    """Train with transformers and torch only; return the losses."""
+    from transformers import LlamaForCausalLM
+
+    llama = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for start in range(0, 2 * steps, 2):
+        total = 0.0
+        for ids, labels in solutions[start : start + 2]:
+            places = [i for i, label in enumerate(labels) if label != -100]
+            logits = llama(torch.tensor([ids])).logits[0, places][:, sorted(VERDICTS)]
+            targets = torch.tensor([sorted(VERDICTS).index(labels[i]) for i in places])
+            loss = F.cross_entropy(logits, targets) / 2
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, {"variable_seq_lengths": True}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+)
+def test_process_rewards_are_those_of_a_plain_loop(
+    folder: Path, tmp_path: Path, world: int, layout: dict[str, Any]
+) -> None:
+    solutions = make_steps(20)
+    ids, labels = map(list, zip(*solutions))
+    masks = [[1] * len(row) for row in ids]
+    columns = {"input_ids": ids, "attention_mask": masks, "labels": labels}
+    data = write_columns(tmp_path / "steps", columns)
+    values = settings(str(folder / "hf"), data, tmp_path, stage="prm", **layout)
+    run_ranks(train, world, values)
+    expected = plain_prm(str(folder / "hf"), solutions, 10)
+    lines = read_lines(values)
+    assert [line["lm loss"] for line in lines] == pytest.approx(expected, abs=1e-5)
+    assert 0 <= min(line["accuracy"] for line in lines) < max(line["accuracy"] for line in lines)
+
+
+def test_a_new_value_head_is_the_same_in_every_layout_and_exported(
+    folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    from mindspeed_llm.checkpoint import ConvertOptions
+    from mindspeed_llm.checkpoint.conversion import convert
+
+    runs = []
+    for name, layout in (("one", {}), ("two", {"pipeline_model_parallel_size": 2})):
+        more = {"stage": "orm", "save": str(tmp_path / name / "saved"), "train_iters": 3}
+        data = str(folder / "pairs")
+        values = settings(str(folder / "hf"), data, tmp_path / name, **more, **layout)
+        run_ranks(train, 2 if layout else 1, values)
+        runs.append([line["lm loss"] for line in read_lines(values)])
+    assert runs[0] == pytest.approx(runs[1], abs=1e-5)
+    options = {"load_model_type": "mg", "save_model_type": "hf", "load_dir": more["save"]}
+    convert(ConvertOptions(**options, save_dir=str(tmp_path / "exported")))
+    scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert scorer.config.num_labels == 1 and scorer.score.weight.shape == (1, SIZES["hidden_size"])
+    # What was trained is the start of a second run, which goes on from it.
+    more = {"stage": "orm", "train_iters": 1, "no_shuffle": True}
+    scores = []
+    for load in (str(tmp_path / "exported"), str(tmp_path / "two/saved")):
+        values = settings(load, str(folder / "pairs"), tmp_path, finetune=True, **more)
+        run_ranks(train, 1, values)
+        scores.append(read_lines(values)[0]["rewards/chosen"])
+    with torch.no_grad():
+        chosen = [torch.tensor([pair.prompt + pair.chosen]) for pair in make_pairs()[:2]]
+        expected = sum(scorer(ids).logits.item() for ids in chosen) / 2
+    assert scores == pytest.approx([expected] * 2, abs=1e-5)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "other data": (
+        {"stage": "dpo", "data_path": ("unpaired",)},
+        "chosen_input_ids_document.idx is missing: --stage dpo needs it .* is kto data",
+    ),
+    "a reference of another shape": (
+        {"stage": "dpo", "ref_model": "small"},
+        "its num_layers is 2, the policy's 4: the reference must be of the same shape",
+    ),
+    "one sample a step": (
+        {"stage": "kto", "data_path": ("unpaired",), "global_batch_size": 1},
+        "--global-batch-size 1: KTO pairs each prompt",
+    ),
+    "a reward model as a policy": (
+        {"stage": "dpo", "load": "score"},
+        "is a reward model, which has no output layer: load a language model",
+    ),
+    "another reference than the run had": (
+        {"stage": "dpo", "ref_model": "other", "save": "saved", "train_iters": 2},
+        "saved holds a run with another reference than --ref-model .*other: give the one",
+    ),
+    "the trained policy as its own reference": (
+        {"stage": "dpo", "load": "saved"},
+        "--ref-model is missing: --load .*saved is a run to resume",
+    ),
+}
+
+
+def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    small = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 2})
+    transformers.LlamaForCausalLM(small).save_pretrained(folder / "small")
+    save_llama(folder / "score", "LlamaForSequenceClassification")
+    save_llama(folder / "other", seed=1)
+    model, data = str(folder / "hf"), str(folder / "pairs")
+    saved = {"stage": "dpo", "train_iters": 1, "save": str(folder / "saved")}
+    run_ranks(train, 1, settings(model, data, tmp_path, **saved))
+    assert VOCABULARY == SIZES["vocab_size"]
+    for name, (changes, message) in WRONG.items():
+        paths = {
+            key: tuple(str(folder / v) for v in value)
+            if isinstance(value, tuple)
+            else str(folder / value)
+            for key, value in changes.items()
+            if key in ("data_path", "ref_model", "load", "save")
+        }
+        with pytest.raises(RankFailed, match=message):
+            run_ranks(train, 1, settings(model, data, tmp_path, **changes | paths))
+            raise AssertionError(name)

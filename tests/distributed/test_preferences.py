@@ -1,0 +1,235 @@
+"""Stages on preferences: the numbers of TRL's trainers, in every layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_llm.checkpoint import ConvertOptions
+from mindspeed_llm.checkpoint.conversion import convert
+from tests.llm.preferences import (
+    KTO_BATCH,
+    make_pairs,
+    make_unpaired,
+    save_llama,
+    settings,
+    write_pairs,
+    write_unpaired,
+)
+from tests.ranks import run_ranks
+from tests.unit.mindspeed_llm.training.tiny_run import train
+
+TRL = json.loads((Path(__file__).parents[1] / "assets/trl_values.json").read_text())
+STAGES: dict[str, dict[str, Any]] = {
+    "dpo": {"stage": "dpo"},
+    "dpo hinge": {"stage": "dpo", "dpo_loss_type": "hinge"},
+    "dpo ipo": {"stage": "dpo", "dpo_loss_type": "ipo"},
+    "dpo smoothed": {"stage": "dpo", "dpo_label_smoothing": 0.2},
+    "dpo ftx": {"stage": "dpo", "pref_ftx": 0.5},
+    "simpo": {"stage": "simpo"},
+    "simpo smoothed": {"stage": "simpo", "simpo_label_smoothing": 0.2},
+    "kto": {
+        "stage": "kto",
+        "kto_undesirable_weight": 1.5,
+        "global_batch_size": KTO_BATCH,
+        "micro_batch_size": 2,
+    },
+    "orm": {"stage": "orm"},
+}
+NAMES = {"loss": "lm loss", "grad_norm": "grad norm"}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+VARIABLE = {"variable_seq_lengths": True}
+SP = {"sequence_parallel": True}
+
+
+class _Tiny:
+    def __init__(self, folder: Path) -> None:
+        self.model = save_llama(folder / "hf")
+        self.scorer = save_llama(folder / "score", "LlamaForSequenceClassification")
+        self.pairs = write_pairs(folder / "pairs", make_pairs())
+        self.unpaired = write_unpaired(folder / "unpaired", make_unpaired())
+
+    def settings(self, name: str, folder: Path, **changes: Any) -> dict[str, Any]:
+        """Return the options of a stage."""
+        stage = STAGES[name]["stage"]
+        model = self.scorer if stage == "orm" else self.model
+        data = self.unpaired if stage == "kto" else self.pairs
+        return settings(model, data, folder, **STAGES[name] | changes)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> _Tiny:
+    return _Tiny(tmp_path_factory.mktemp("preferences"))
+
+
+def check_steps(log_file: str, name: str, tolerance: float = 1e-5) -> None:
+    lines = list(map(json.loads, Path(log_file).read_text().splitlines()))
+    for key, expected in TRL[name]["steps"].items():
+        found = [line[NAMES.get(key, key)] for line in lines]
+        if key == "rewards/accuracies" and name.startswith("dpo"):
+            # At first all rewards are 0, but for rounding.
+            assert lines[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+            found, expected = found[1:], expected[1:]
+        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), key
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_ten_steps_are_those_of_trl(tiny: _Tiny, tmp_path: Path, name: str) -> None:
+    values = tiny.settings(name, tmp_path)
+    run_ranks(train, 1, values)
+    check_steps(values["log_file"], name)
+
+
+def test_gradients_are_those_of_trl(tiny: _Tiny, tmp_path: Path) -> None:
+    """A step of SGD with rate 1 changes every weight by its gradient."""
+    for name in ("dpo", "simpo", "kto", "orm"):
+        saved = tmp_path / name / "saved"
+        sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 1.0, "train_iters": 1}
+        values = tiny.settings(name, tmp_path / name, save=str(saved), **TP2, **sgd)
+        run_ranks(train, 2, values)
+        before, after = load_weights(values["load"]), export_weights(saved)
+        for weight, expected in TRL[name]["first gradients"].items():
+            found = (before[weight] - after[weight]).flatten()[:4]
+            assert torch.allclose(found, torch.tensor(expected), atol=1e-5), (name, weight)
+
+
+def test_trained_weights_are_those_of_trl(tiny: _Tiny, tmp_path: Path) -> None:
+    for name in ("dpo ftx", "orm"):
+        saved = tmp_path / name / "saved"
+        run_ranks(train, 2, tiny.settings(name, tmp_path / name, save=str(saved), **PP2))
+        trained = export_weights(saved)
+        for weight, expected in TRL[name]["trained weights"].items():
+            found = trained[weight].flatten()[:4]
+            assert torch.allclose(found, torch.tensor(expected), atol=1e-4), (name, weight)
+
+
+def export_weights(saved: Path) -> dict[str, torch.Tensor]:
+    """Export a checkpoint, and return the weights as transformers reads them."""
+    target = saved.with_name("exported")
+    options = {"load_model_type": "mg", "save_model_type": "hf", "load_dir": str(saved)}
+    convert(ConvertOptions(**options, save_dir=str(target)))
+    return load_weights(str(target))
+
+
+def load_weights(folder: str) -> dict[str, torch.Tensor]:
+    import transformers
+
+    (kind,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "concatenated, without logits": (
+        1,
+        {"micro_batch_size": 2, "linear_cross_entropy": True, **VARIABLE},
+    ),
+    "local spec, padded to the longest": (1, {"transformer_impl": "local", **VARIABLE}),
+    "dp 2, distributed optimizer, overlaps": (
+        2,
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+    ),
+    "tp 2, padded vocabulary": (2, TP2 | {"linear_cross_entropy": True}),
+    "pp 2, concatenated": (2, PP2 | VARIABLE),
+    "vpp 2": (2, PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
+    "tp 2 pp 2 sp, concatenated, recompute": (
+        4,
+        TP2
+        | PP2
+        | VARIABLE
+        | {
+            "sequence_parallel": True,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_numbers_of_trl(tiny: _Tiny, tmp_path: Path, name: str) -> None:
+    world, layout = LAYOUTS[name]
+    values = tiny.settings("dpo", tmp_path, **layout)
+    run_ranks(train, world, values)
+    check_steps(values["log_file"], "dpo")
+
+
+OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "kto, tp 2, concatenated": ("kto", 2, TP2 | VARIABLE),
+    "kto, dp 2": ("kto", 2, {"micro_batch_size": 1}),
+    "kto, pp 2": ("kto", 2, PP2),
+    "orm, tp 2 pp 2 sp": ("orm", 4, TP2 | PP2 | SP),
+    "orm, concatenated": ("orm", 1, {"micro_batch_size": 2, **VARIABLE}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_stages_have_the_numbers_of_trl(tiny: _Tiny, tmp_path: Path, name: str) -> None:
+    stage, world, layout = OTHERS[name]
+    values = tiny.settings(stage, tmp_path, **layout)
+    run_ranks(train, world, values)
+    check_steps(values["log_file"], stage)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, PP2 | VARIABLE), (2, {"micro_batch_size": 1})])
+def test_precomputed_log_probs_are_those_of_the_reference(
+    tiny: _Tiny, tmp_path: Path, world: int, layout: dict[str, Any]
+) -> None:
+    """Computed by the first run, read by the second, which has no reference."""
+    known = {"precompute_ref_log_probs": True, "cache_dir": str(tmp_path / "cache")}
+    written = set()
+    for folder in ("computed", "read"):
+        values = tiny.settings("dpo", tmp_path / folder, **layout | known)
+        held = run_ranks(train_and_list_models, world, values)[0]
+        check_steps(values["log_file"], "dpo")
+        assert held == ["policy"]
+        (table,) = (tmp_path / "cache/reference").iterdir()
+        written.add(table.stat().st_mtime_ns)
+    assert len(written) == 1
+
+
+def train_and_list_models(values: dict[str, Any]) -> list[str]:
+    """Train as one rank, and return the models that are left."""
+    from mindspeed_llm.tasks.posttrain.dpo import DPOTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer = DPOTrainer(TrainOptions(**values))
+    trainer.train()
+    return list(trainer.training.models)
+
+
+LORA = {"lora_r": 4, "lora_alpha": 8}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, {"transformer_impl": "local"}),
+        (2, TP2 | SP | VARIABLE),
+        (2, PP2 | {"precompute_ref_log_probs": True}),
+    ],
+)
+def test_the_base_of_adapters_is_the_reference(
+    tiny: _Tiny, tmp_path: Path, world: int, layout: dict[str, Any]
+) -> None:
+    """As with the base as a second model, and without holding one."""
+    runs = []
+    for folder, reference in (("own", None), ("second", tiny.model)):
+        more = LORA | layout | {"cache_dir": str(tmp_path), "ref_model": reference}
+        values = tiny.settings("dpo", tmp_path / folder, **more)
+        held = run_ranks(train_and_list_models, world, values)[0]
+        runs.append([json.loads(x) for x in Path(values["log_file"]).read_text().splitlines()])
+        is_second = reference is not None and "precompute_ref_log_probs" not in layout
+        assert held == ["policy", "reference"][: 1 + is_second]
+    for name in ("lm loss", "rewards/margins", "grad norm"):
+        one, other = ([line[name] for line in lines] for lines in runs)
+        assert one == pytest.approx(other, abs=1e-6)
+    assert runs[0][0]["lm loss"] == pytest.approx(0.693147, abs=1e-6) != runs[0][-1]["lm loss"]
