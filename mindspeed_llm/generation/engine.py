@@ -2,13 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from mindspeed import device
 from mindspeed_llm.generation.model import LoadedModel, to_device
-from mindspeed_llm.generation.sampling import BeamParams, BeamSearch, Sampler, SamplingParams
+from mindspeed_llm.generation.sampling import (
+    BeamParams,
+    BeamSearch,
+    Sampler,
+    SamplingParams,
+    chosen_log_probs,
+)
 
 if TYPE_CHECKING:
     from mindspeed_llm.generation.inference import DecodeState
@@ -33,8 +39,14 @@ class Request:
     """Tokens that end a completion."""
     params: SamplingParams = SamplingParams()
     beams: BeamParams | None = None
-    first: int = 0
-    """The index of the first prompt; random seeds depend on it."""
+    first: int | tuple[int, ...] = 0
+    """The index of the first prompt, or that of every prompt; random seeds depend on it."""
+    log_probs: bool = False
+    """Whether the log-probabilities of tokens are asked for."""
+
+    def index(self, row: int) -> int:
+        """Return the index of a prompt."""
+        return self.first + row if isinstance(self.first, int) else self.first[row]
 
 
 class RankCoordinator:
@@ -43,13 +55,20 @@ class RankCoordinator:
     def __init__(self, model: LoadedModel) -> None:
         from megatron.core import parallel_state
 
-        self.size = torch.distributed.get_world_size()
+        self.group = self._group()
+        self.size = torch.distributed.get_world_size(self.group)
         self.is_rank_zero = torch.distributed.get_rank() == 0
-        is_replica = bool(
-            parallel_state.get_tensor_model_parallel_rank()
-            or parallel_state.get_data_parallel_rank()
-        )
+        is_replica = bool(parallel_state.get_tensor_model_parallel_rank() or self._replica_index())
         self.is_sampling_rank = model.is_last and not is_replica
+
+    def _group(self) -> Any:
+        """Return the ranks that generate together: all."""
+        return None
+
+    def _replica_index(self) -> int:
+        from megatron.core import parallel_state
+
+        return int(parallel_state.get_data_parallel_rank())
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
@@ -75,7 +94,7 @@ class RankCoordinator:
         message[0] = float(is_stopped)
         if choice is not None:
             message[1:] = choice.flatten()
-        torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self.group)
         return message[1:].view(shape), bool(message[0])
 
 
@@ -124,40 +143,16 @@ class Engine:
         return self._search(request, request.beams, stop)
 
     def _sample(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:
-        longest = max(map(len, request.prompts))
-        padding = [longest - len(prompt) for prompt in request.prompts]
-        tokens = [[0] * pad + list(prompt) for pad, prompt in zip(padding, request.prompts)]
-        state = self._decode_state(padding, longest + max(request.max_new_tokens))
-        rows, left = list(range(len(padding))), list(request.max_new_tokens)
-        sampler = Sampler(request.params, request.first, len(rows))
-        while rows:
-            logits = state.step(to_device(tokens))
-            choice = None
-            if self._ranks.is_sampling_rank:
-                assert logits is not None
-                choice = sampler.sample(logits, rows)
-            chosen, stopped = self._ranks.sync_choice(choice, (len(rows),), stop)
-            step = list(zip(rows, map(int, chosen.tolist())))
-            yield step
-            if stopped:
-                return
-            for row in rows:
-                left[row] -= 1
-            running = [
-                i
-                for i, (row, token) in enumerate(step)
-                if left[row] and token not in request.stop_ids
-            ]
-            state.select_rows(running)
-            rows, tokens = [rows[i] for i in running], [[step[i][1]] for i in running]
+        for step in sample_tokens(self._model, request, self._ranks, stop, cached=self._cached):
+            yield [(one.row, one.token) for one in step]
 
     def _search(
         self, request: Request, beams: BeamParams, stop: Callable[[], bool]
     ) -> Iterator[Step]:
         for number, (prompt, limit) in enumerate(zip(request.prompts, request.max_new_tokens)):
-            params = replace(request.params, seed=request.params.seed + request.first + number)
+            params = replace(request.params, seed=request.params.seed + request.index(number))
             search = BeamSearch(beams, params, request.stop_ids, limit)
-            state = self._decode_state([0], len(prompt) + limit)
+            state = decode_state(self._model, [0], len(prompt) + limit, cached=self._cached)
             tokens, stopped = [list(prompt)], False
             while not (stopped or search.is_done):
                 logits = state.step(to_device(tokens))
@@ -173,7 +168,65 @@ class Engine:
             if stopped:
                 return
 
-    def _decode_state(self, padding: list[int], capacity: int) -> "DecodeState":
-        from mindspeed_llm.generation.inference import DecodeState  # after the adaptor
 
-        return DecodeState(self._model, padding, capacity, cached=self._cached)
+class SampledToken(NamedTuple):
+    """The next token of a prompt."""
+
+    row: int
+    token: int
+    log_prob: float
+    """0 where log-probabilities are not asked for."""
+
+
+def sample_tokens(
+    model: LoadedModel,
+    request: Request,
+    ranks: RankCoordinator,
+    stop: Callable[[], bool] = never,
+    *,
+    cached: bool = True,
+) -> Iterator[list[SampledToken]]:
+    """Yield the next tokens of the unfinished completions, the same on all ranks."""
+    longest = max(map(len, request.prompts))
+    padding = [longest - len(prompt) for prompt in request.prompts]
+    tokens = [[0] * pad + list(prompt) for pad, prompt in zip(padding, request.prompts)]
+    state = decode_state(model, padding, longest + max(request.max_new_tokens), cached=cached)
+    rows, left = list(range(len(padding))), list(request.max_new_tokens)
+    sampler = Sampler(request.params, request.first, len(rows))
+    while rows:
+        logits = state.step(to_device(tokens))
+        choice = None
+        if ranks.is_sampling_rank:
+            assert logits is not None
+            choice = _choose(logits, sampler, rows, request)
+        chosen, stopped = ranks.sync_choice(choice, (len(rows), 2), stop)
+        step = [SampledToken(row, int(a), b) for row, (a, b) in zip(rows, chosen.tolist())]
+        yield step
+        if stopped:
+            return
+        for row in rows:
+            left[row] -= 1
+        running = [
+            i for i, one in enumerate(step) if left[one.row] and one.token not in request.stop_ids
+        ]
+        state.select_rows(running)
+        rows, tokens = [rows[i] for i in running], [[step[i].token] for i in running]
+
+
+def _choose(
+    logits: torch.Tensor, sampler: Sampler, rows: list[int], request: Request
+) -> torch.Tensor:
+    """Return the next token of each row and its log-probability (rows, 2)."""
+    tokens = sampler.sample(logits, rows)
+    if not request.log_probs:
+        return torch.stack([tokens.float(), torch.zeros_like(logits[:, 0])], 1)
+    return torch.stack([tokens.float(), chosen_log_probs(logits, tokens, request.params)], 1)
+
+
+def decode_state(
+    model: LoadedModel, padding: list[int], capacity: int, *, cached: bool
+) -> "DecodeState":
+    """Return the state of decoding rows with this much padding."""
+    from mindspeed_llm.generation.inference import DecodeState  # after the adaptor
+
+    return DecodeState(model, padding, capacity, cached=cached)

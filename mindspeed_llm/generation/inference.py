@@ -4,7 +4,7 @@ Megatron caches keys as they are and rotates all of them again for every token. 
 new ones makes a step cost one token, however long the context is. Import the adaptor first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,39 @@ class KVCache(StaticInferenceContext):
         return self._rotation
 
 
-def cache_rotated_keys(attention: Any) -> None:
-    """Make attention rotate keys before it caches them, as latent attention does."""
+def prepare_decoding(module: Any) -> Callable[[], None]:
+    """Prepare a model for incremental decoding; return a function that makes it what it was."""
+    undo = [use_inference_linears(module)]
+    for layer in module.decoder.layers:
+        if (attention := getattr(layer, "self_attention", None)) is not None:
+            hook = attention.core_attention.register_forward_pre_hook(
+                _use_given_mask, with_kwargs=True
+            )
+            undo += [hook.remove, cache_rotated_keys(attention)]
+
+    def restore() -> None:
+        for step in undo:
+            step()
+
+    return restore
+
+
+def _use_given_mask(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+    """Make attention use the given mask: after the prompt Megatron would ignore it."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    if arguments[3] is None:
+        return None
+    return arguments, keywords | {"attn_mask_type": AttnMaskType.arbitrary}
+
+
+def cache_rotated_keys(attention: Any) -> Callable[[], None]:
+    """Make attention rotate keys before it caches them, as latent attention does.
+
+    Returns a function that undoes it.
+    """
     if attention.config.multi_latent_attention:
-        return
+        return lambda: None
     original = attention._adjust_key_value_for_inference
     factor = yarn_factor(attention.config)
 
@@ -71,6 +100,7 @@ def cache_rotated_keys(attention: Any) -> None:
         return original(cache, query, key, value, angles, *others)
 
     attention._adjust_key_value_for_inference = rotate_and_cache
+    return lambda: delattr(attention, "_adjust_key_value_for_inference")
 
 
 def _select(memory: torch.Tensor, rows: torch.Tensor, used: int) -> torch.Tensor:
@@ -110,18 +140,29 @@ class InferenceLinear(torch.nn.Module):
         return out, self.returned
 
 
-def use_inference_linears(model: torch.nn.Module) -> None:
-    """Replace every supported linear layer; the weights are shared."""
+def use_inference_linears(model: torch.nn.Module) -> Callable[[], None]:
+    """Replace every supported linear layer; the weights are shared.
+
+    Returns a function that brings the layers back.
+    """
+    replaced = []
     for parent in list(model.modules()):
         for name, layer in parent.named_children():
             if _is_supported(layer):
                 setattr(parent, name, InferenceLinear(layer))
+                replaced.append((parent, name, layer))
+
+    def restore() -> None:
+        for parent, name, layer in replaced:
+            setattr(parent, name, layer)
+
+    return restore
 
 
 def _is_supported(layer: torch.nn.Module) -> bool:
     if not isinstance(layer, LinearBase) or layer.sequence_parallel or len(layer._parts) > 1:
         return False
-    if layer.low_rank is not None:
+    if layer.low_rank is not None or layer._forward_hooks:  # adapters, in one of their two ways
         return False
     if not isinstance(layer, LayerNormLinear):
         return True
@@ -134,6 +175,8 @@ class DecodeState:
 
     Rows of unequal length are padded on the left and the padding is masked: rotary embeddings
     depend on relative positions only. Without `cached` every step runs over all tokens again.
+    There are no gradients, but not in torch's inference mode: rotary embeddings cache what they
+    compute, and a model that is trained as well has to use it again.
     """
 
     def __init__(
@@ -144,7 +187,7 @@ class DecodeState:
         self._tokens = to_device([[]] * len(padding))
         self._cache = KVCache(len(padding), capacity) if cached else None
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Run tokens (rows, length); return the logits of the next one (rows, vocabulary).
 
@@ -158,7 +201,7 @@ class DecodeState:
             self._cache.advance(end - begin)
         return None if output is None else output[:, -1, : self._model.config.vocab_size].float()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def select_rows(self, rows: Sequence[int]) -> None:
         """Continue with these rows, in this order; a row may occur several times."""
         if list(rows) == list(range(len(self._tokens))):

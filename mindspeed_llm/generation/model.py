@@ -11,7 +11,7 @@ from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed_llm.checkpoint.loading import load_weights
-from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.megatron import gpt_model
 from mindspeed_llm.training.model import build_chunks
 from mindspeed_llm.training.options import TrainOptions
@@ -44,12 +44,13 @@ class LoadedModel:
 def load_model(options: TrainOptions) -> LoadedModel:
     """Initialize the process groups, build this rank's part of the model and load --load."""
     # After the adaptor: it imports Megatron.
-    from mindspeed_llm.generation.inference import cache_rotated_keys, use_inference_linears
+    from mindspeed_llm.generation.inference import prepare_decoding
 
     if options.load is None:
         raise ConfigError("--load is missing: give a model or a checkpoint")
     _check_ranks(options)
     setup = prepare(options, is_training=False)
+    language_model(setup.shape, options.load)
     seed_everything(options.seed)  # some layers fork a random generator even in inference
     setup.config.perform_initialization = False  # random weights would be overwritten at once
     (module,) = build_chunks(_provider(setup), setup.dims)
@@ -62,11 +63,7 @@ def load_model(options: TrainOptions) -> LoadedModel:
         verify=not options.no_verify,
         is_shared=True,
     )
-    use_inference_linears(module)
-    for layer in module.decoder.layers:
-        if (attention := getattr(layer, "self_attention", None)) is not None:
-            attention.core_attention.register_forward_pre_hook(_use_given_mask, with_kwargs=True)
-            cache_rotated_keys(attention)
+    prepare_decoding(module)
     max_length = options.max_position_embeddings or setup.shape.max_position_embeddings
     return LoadedModel(module, setup.shape, max_length, setup.config_folder)
 
@@ -98,15 +95,6 @@ def _provider(setup: Setup) -> Any:
         )
 
     return build
-
-
-def _use_given_mask(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
-    """Make attention use the given mask: after the prompt Megatron would ignore it."""
-    from megatron.core.transformer.enums import AttnMaskType
-
-    if arguments[3] is None:
-        return None
-    return arguments, keywords | {"attn_mask_type": AttnMaskType.arbitrary}
 
 
 def to_device(values: Any) -> torch.Tensor:

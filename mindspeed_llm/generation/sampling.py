@@ -41,22 +41,34 @@ class Sampler:
     So a completion depends on its prompt's index and on the seed, not on the rest of the batch.
     """
 
-    def __init__(self, params: SamplingParams, first: int, count: int) -> None:
+    def __init__(self, params: SamplingParams, first: int | Sequence[int], count: int) -> None:
         self._params = params
-        self._random = [
-            torch.Generator().manual_seed(params.seed + first + i) for i in range(count)
-        ]
+        indices = range(first, first + count) if isinstance(first, int) else first
+        self._random = [torch.Generator().manual_seed(params.seed + index) for index in indices]
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Return the next token of each row that continues."""
         if not self._params.sample or self._params.temperature == 0:
             return logits.argmax(-1)
-        probs = filter_logits(logits, self._params).softmax(-1).cpu()
-        drawn = [
-            torch.multinomial(prob, 1, generator=self._random[row])
-            for prob, row in zip(probs, rows)
-        ]
-        return torch.cat(drawn)
+        # One number a row, and the token whose share of the probabilities it falls into: all else
+        # stays on the device.
+        totals = filter_logits(logits, self._params).softmax(-1).cumsum(-1)
+        drawn = [torch.rand(1, generator=self._random[row]) for row in rows]
+        points = torch.stack(drawn).to(totals.device) * totals[:, -1:]
+        # A product may round up to the total, beyond the last token of any probability.
+        points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
+        return torch.searchsorted(totals, points, right=True).squeeze(-1)
+
+
+def chosen_log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, params: SamplingParams
+) -> torch.Tensor:
+    """Return the log-probability of each row's token at the temperature of sampling.
+
+    That of the whole softmax: top-k and top-p only choose among its tokens.
+    """
+    log_probs = (logits / (params.temperature or 1.0)).log_softmax(-1)
+    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 @dataclass(frozen=True)

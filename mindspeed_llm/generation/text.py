@@ -31,7 +31,7 @@ class TextCodec:
         self._chat = _chat_encoder(options, self._facts, interactive=interactive)
         own = set() if self._chat is None else self._chat.stop_ids
         added = (self._special(token) for token in options.add_eos_token)
-        self.stop_ids = frozenset({*own, *_eos_ids(config_folder, self._facts), *added})
+        self.stop_ids = frozenset({*own, *eos_ids(config_folder, self._facts.eos_id), *added})
 
     def encode(self, prompt: str) -> list[int]:
         """Return the ids of a prompt, in the chat template if there is one."""
@@ -113,8 +113,8 @@ def _chat_encoder(
     )
 
 
-def _eos_ids(folder: Path | None, facts: TokenizerFacts) -> set[int]:
-    """Return the end-of-sequence tokens of the model and the tokenizer."""
+def eos_ids(folder: Path | None, *others: int | None) -> set[int]:
+    """Return the end-of-sequence tokens of the model, and the others that are given."""
     found: Any = None
     for name in ("generation_config.json", "config.json"):
         if found is None and folder is not None and (folder / name).is_file():
@@ -124,7 +124,7 @@ def _eos_ids(folder: Path | None, facts: TokenizerFacts) -> set[int]:
                 raise ConfigError(f"{folder / name} cannot be read: {error}") from None
             found = content.get("eos_token_id") if isinstance(content, dict) else None
     listed = found if isinstance(found, list) else [found]
-    return {one for one in (*listed, facts.eos_id) if isinstance(one, int)}
+    return {one for one in (*listed, *others) if isinstance(one, int)}
 
 
 def _str(folder: Path | None) -> str | None:

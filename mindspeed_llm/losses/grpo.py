@@ -1,0 +1,41 @@
+"""Group relative policy optimization: advantages among the completions of a prompt, no critic."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+GrpoLoss = Literal["grpo", "dr_grpo", "dapo"]
+EPSILON = 1e-4
+"""Added to the spread of rewards, which may be 0."""
+
+
+def group_advantages(rewards: Tensor, size: int, *, scaled: bool = True) -> Tensor:
+    """Return the advantages of completions: rewards less their mean in groups of `size`.
+
+    They are divided by the standard deviation of the group where they are `scaled`.
+    """
+    groups = rewards.view(-1, size)
+    advantages = groups - groups.mean(-1, keepdim=True)
+    if scaled:
+        advantages = advantages / (groups.std(-1, keepdim=True) + EPSILON)
+    return advantages.flatten()
+
+
+def divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
+    """Estimate the divergence from the reference at every token: never negative, and unbiased."""
+    ratios = reference - log_probs
+    return ratios.exp() - ratios - 1
+
+
+def token_weights(lengths: Tensor, kind: GrpoLoss, *, mean_length: float, longest: int) -> Tensor:
+    """Return the weight of a token for each completion; the loss is the mean over completions.
+
+    `grpo` is the mean over the tokens of each completion, `dapo` that over all tokens, of which a
+    completion has `mean_length` in the mean, and `dr_grpo` divides by the longest possible length.
+    """
+    if kind == "grpo":
+        return 1 / lengths.float()
+    return torch.full_like(
+        lengths, 1 / (mean_length if kind == "dapo" else longest), dtype=torch.float32
+    )

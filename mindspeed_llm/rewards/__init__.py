@@ -1,0 +1,1 @@
+"""Rewards of completions that a user's function computes."""

@@ -1,0 +1,96 @@
+"""The process in which a reward function runs, so that it can be ended when it hangs.
+
+It is started with a socket, a file and the name of a function in it, and imports nothing of this
+package. Messages are JSON, each after its length in bytes.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+LENGTH = struct.Struct("<Q")
+
+
+def send(channel: socket.socket, message: Any) -> None:
+    """Send a message."""
+    content = json.dumps(message).encode()
+    channel.sendall(LENGTH.pack(len(content)) + content)
+
+
+def receive(channel: socket.socket) -> Any:
+    """Return the next message; raise EOFError if the other end is closed."""
+    (size,) = LENGTH.unpack(_read(channel, LENGTH.size))
+    return json.loads(_read(channel, size))
+
+
+def _read(channel: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = channel.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def load(path: str, name: str) -> Callable[..., Any]:
+    """Run the file and return its function."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    spec = importlib.util.spec_from_file_location("reward_function", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise ValueError(f"{path} has no function {name}; it has {', '.join(known) or 'none'}")
+    return function  # type: ignore[no-any-return]
+
+
+def explain(error: BaseException, path: str) -> str:
+    """Return an error in one line, with the line of the user's file where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == path]
+    where = f" (line {lines[-1]})" if lines else ""
+    reason = " ".join(str(error).split())[:300]
+    return (
+        f"{type(error).__name__}{where}: {reason}" if reason else f"{type(error).__name__}{where}"
+    )
+
+
+def serve(channel: socket.socket, path: str, name: str) -> None:
+    """Answer calls until the other end is closed."""
+    try:
+        function = load(path, name)
+    except BaseException as error:  # noqa: BLE001  # also SystemExit: the file is the user's
+        send(channel, {"error": explain(error, path)})
+        return
+    send(channel, {"ready": True})
+    while True:
+        try:
+            arguments = receive(channel)
+        except EOFError:
+            return
+        try:
+            answer = {"rewards": [float(value) for value in function(**arguments)]}
+        except BaseException as error:  # noqa: BLE001
+            answer = {"error": explain(error, path)}  # type: ignore[dict-item]
+        send(channel, answer)
+
+
+if __name__ == "__main__":
+    # A job is stopped by signals to all of its processes; the step at hand still needs rewards.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(2, 1)  # what the function prints belongs to the log, not to the output of the command
+    sys.path.pop(0)  # the folder of this file
+    serve(socket.socket(fileno=int(sys.argv[1])), os.path.abspath(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,219 @@
+"""PPO and GRPO: the numbers of plain torch on recorded rollouts, layouts, resume, a solved task."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.llm import letters
+from tests.llm.plain_rl import Recorded, grpo_steps, ppo_steps
+from tests.ranks import run_ranks
+from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
+
+SEVERAL = {"ppo_epochs": 2, "num_mini_batches": 2, "lr": 5e-3, "clip_ratio": 0.1}
+VARIABLE = {"variable_seq_lengths": True}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+PPO = {"stage": "trl_ppo"}
+
+
+class _Task:
+    def __init__(self, folder: Path) -> None:
+        self.model = letters.save_model(folder / "hf")
+        self.critic = letters.save_model(
+            folder / "critic", "LlamaForSequenceClassification", seed=1, num_labels=1
+        )
+        # Where both start alike, the gradient of the divergence is 0 but for rounding, which Adam
+        # scales up.
+        self.reference = letters.save_model(folder / "reference", seed=2)
+        self.data = letters.write_prompts(folder / "data")
+        self.function = letters.write_function(folder)
+
+    def settings(self, folder: Path, **changes: Any) -> dict[str, Any]:
+        folder.mkdir(exist_ok=True)
+        critic = {"critic_model": self.critic} if changes.get("stage") == "trl_ppo" else {}
+        given = {} if "reward_model" in changes else {"reward_fn": self.function}
+        if changes.get("grpo_beta") and "lora_r" not in changes:
+            given["ref_model"] = self.reference
+        return letters.settings(self.model, self.data, folder, **critic | given | changes)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> _Task:
+    return _Task(tmp_path_factory.mktemp("letters"))
+
+
+def record(values: dict[str, Any]) -> list[list[Recorded]]:
+    """Train as one rank; return the completions of every step."""
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer: Any = AutoTrainer(TrainOptions(**values)).trainer
+    prepare, steps = trainer.prepare, []
+
+    def prepare_recorded(rollouts: Any, batches: Any) -> Any:
+        steps.append([Recorded(r.prompt.tokens, r.completion.tokens, r.reward) for r in rollouts])
+        return prepare(rollouts, batches)
+
+    trainer.prepare = prepare_recorded
+    trainer.train()
+    return steps
+
+
+def export(saved: str, folder: Path, role: str | None = None) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    from mindspeed_llm.checkpoint.conversion import convert
+    from mindspeed_llm.checkpoint.options import ConvertOptions
+
+    convert(
+        ConvertOptions(
+            load_model_type="mg",
+            save_model_type="hf",
+            load_dir=saved,
+            save_dir=str(folder),
+            model_role=role,
+        )
+    )
+    return load_file(folder / "model.safetensors")
+
+
+def check_weights(found: dict[str, torch.Tensor], expected: torch.nn.Module) -> None:
+    wanted = dict(expected.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight.detach(), rtol=0, atol=1e-4)
+
+
+def check_lines(values: dict[str, Any], expected: list[dict[str, float]]) -> None:
+    for line, wanted in zip(letters.read_log(values), expected, strict=True):
+        for name in wanted.keys() & line.keys():
+            rel = 1e-4 if "norm" in name else 1e-5
+            assert line[name] == pytest.approx(wanted[name], rel=rel, abs=1e-5), name
+        assert line["sampling difference"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        SEVERAL | {"grpo_beta": 0.1, "temperature": 0.7, **VARIABLE},
+        {"grpo_loss_type": "dapo", "entropy_coeff": 0.02, "num_mini_batches": 2},
+        {"grpo_loss_type": "dr_grpo", "no_scale_rewards": True, "clip_ratio_high": 0.3},
+    ],
+)
+def test_grpo_is_that_of_plain_torch(task: _Task, tmp_path: Path, changes: dict[str, Any]) -> None:
+    values = task.settings(tmp_path, save=str(tmp_path / "saved"), **changes)
+    (steps,) = run_ranks(record, 1, values)
+    lines, model = grpo_steps(task.model, steps, values)
+    check_lines(values, lines)
+    check_weights(export(values["save"], tmp_path / "exported"), model)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, SEVERAL | VARIABLE | {"kl_target": 0.01, "gamma": 0.9, "entropy_coeff": 0.0}]
+)
+def test_ppo_is_that_of_plain_torch(task: _Task, tmp_path: Path, changes: dict[str, Any]) -> None:
+    values = task.settings(tmp_path, save=str(tmp_path / "saved"), **PPO, **changes)
+    (steps,) = run_ranks(record, 1, values)
+    lines, actor, critic = ppo_steps((task.model, task.critic), steps, values)
+    check_lines(values, lines)
+    check_weights(export(values["save"], tmp_path / "actor"), actor)
+    check_weights(export(values["save"], tmp_path / "critic", "critic"), critic)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "stage"),
+    [
+        (2, {"micro_batch_size": 1}, {"num_mini_batches": 2}),
+        (2, TP2, {"stage": "trl_ppo", "kl_target": 0.1}),
+        (2, PP2 | VARIABLE, {"stage": "trl_ppo"}),
+        (2, TP2 | {"lora_r": 4}, {"lora_r": 4, "grpo_beta": 0.1}),
+    ],
+)
+def test_layouts_give_the_numbers_of_one_rank(
+    task: _Task, tmp_path: Path, world: int, layout: dict[str, Any], stage: dict[str, Any]
+) -> None:
+    whole = task.settings(tmp_path / "one", **stage)
+    run_ranks(letters.train, 1, whole)
+    parts = task.settings(tmp_path / "two", **stage | layout)
+    run_ranks(letters.train, world, parts)
+    clocks = ("elapsed time per iteration (ms)", "tokens/s", "sampling difference")
+    for one, other in zip(letters.read_log(whole), letters.read_log(parts), strict=True):
+        for name in one.keys() - set(clocks):
+            assert other[name] == pytest.approx(one[name], rel=1e-3, abs=2e-5), name
+
+
+@pytest.mark.parametrize("stage", [{"ppo_epochs": 2}, PPO | {"kl_target": 0.01}])
+def test_a_resumed_run_is_bit_exact(task: _Task, tmp_path: Path, stage: dict[str, Any]) -> None:
+    runs = {
+        name: task.settings(
+            tmp_path / name, save=str(tmp_path / name / "saved"), train_iters=4, **stage
+        )
+        for name in ("whole", "resumed")
+    }
+    run_ranks(letters.train, 1, runs["whole"])
+    run_ranks(letters.train, 1, runs["resumed"] | {"train_iters": 2})
+    run_ranks(letters.train, 1, runs["resumed"])
+    whole, resumed = (letters.read_log(values) for values in runs.values())
+    for name in ("reward", "policy loss", "grad norm"):
+        assert [line[name] for line in resumed] == [line[name] for line in whole]
+    one, other = (read_checkpoint(Path(values["save"])) for values in runs.values())
+    assert one.keys() == other.keys()
+    assert all(torch.equal(values, other[name]) for name, values in one.items())
+    assert any(name.startswith("critic.") for name in one) == ("stage" in stage)
+
+
+def test_a_reward_model_gives_the_scores_of_transformers(task: _Task, tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    values = task.settings(tmp_path, reward_model=task.critic, train_iters=1)
+    (steps,) = run_ranks(record, 1, values)
+    model = LlamaForSequenceClassification.from_pretrained(task.critic, dtype=torch.float32)
+    for one in steps[0]:
+        ids = torch.tensor([[*one.prompt, *one.completion]])
+        with torch.no_grad():
+            score = model.score(model.model(ids).last_hidden_state)[0, -1, 0]
+        assert one.reward == pytest.approx(score.item(), abs=1e-5)
+
+
+def test_the_task_is_solved(task: _Task, tmp_path: Path) -> None:
+    sizes = {"global_batch_size": 8, "num_generations": 8, "micro_batch_size": 8}
+    values = task.settings(tmp_path, train_iters=45, lr=3e-3, **sizes)
+    run_ranks(letters.train, 1, values)
+    rewards = [line["reward"] for line in letters.read_log(values)]
+    assert rewards[0] < 0.2 and sum(rewards[-5:]) / 5 > 0.9
+
+
+def refused(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the error of every run."""
+    from megatron.core import parallel_state
+
+    from mindspeed.config import ConfigError
+
+    found = []
+    for values in cases:
+        with pytest.raises(ConfigError) as error:
+            letters.train(values)
+        found.append(str(error.value))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_what_goes_wrong_is_one_line_on_every_rank(task: _Task, tmp_path: Path) -> None:
+    broken = "def broken(**fields):\n    raise KeyError('answer')\n"
+    cases = {
+        "KeyError (line 2)": {"reward_fn": letters.write_function(tmp_path, broken, "broken")},
+        "has no value head": {"reward_model": task.model},
+        "16 of 16 samples are longer than --max-prompt-length 1": {"max_prompt_length": 1},
+        "with its completion there may be 4": {"max_length": 4},
+        "--num-mini-batches 3": {"num_mini_batches": 3},
+        "--sequence-parallel": TP2 | {"sequence_parallel": True},
+        "--context-parallel-size": {"context_parallel_size": 2},
+    }
+    runs = [task.settings(tmp_path, **changes) for changes in cases.values()]
+    first, second = run_ranks(refused, 2, runs)
+    assert first == second
+    for expected, text in zip(cases, first, strict=True):
+        assert expected in text and "\n" not in text

@@ -1,0 +1,37 @@
+"""Options of PPO and GRPO that can never work are refused before anything is loaded."""
+
+from typing import Any
+
+import pytest
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.training.options import TrainOptions, check
+
+GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage": "grpo"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "--reward-fn is missing"),
+        ({"reward_fn": "a.py:f", "reward_model": "m"}, "exclude each other"),
+        ({"reward_fn": "a.py:f", "num_generations": 1}, "--num-generations 1: give 2 or more"),
+        ({"reward_fn": "a.py:f", "temperature": 0.0}, "--temperature 0"),
+        ({"reward_fn": "a.py:f", "top_p": 0.0}, "--top-p 0"),
+        ({"reward_fn": "a.py:f", "clip_ratio": float("nan")}, "--clip-ratio"),
+        ({"reward_fn": "a.py:f", "max_new_tokens": 0}, "--max-new-tokens 0: give 1 or more"),
+        ({"reward_fn": "a.py:f", "reward_timeout": 6000.0}, "--distributed-timeout-minutes"),
+        ({"reward_fn": "a.py:f", "critic_model": "m"}, "--stage grpo has no critic"),
+        ({"reward_fn": "a.py:f", "stage": "sft"}, "--stage sft has no rewards"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(TrainOptions(**GIVEN | changes))
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_accepted() -> None:
+    check(TrainOptions(**GIVEN, reward_fn="a.py:f"))
+    check(TrainOptions(**GIVEN | {"stage": "trl_ppo", "reward_model": "m", "ref_model": "m"}))
