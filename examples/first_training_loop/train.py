@@ -1,5 +1,6 @@
 """A first training loop on megatron-core: build a GPT, look at it, train it, save it, load it.
 
+    python examples/first_training_loop/train.py
     torchrun --nproc-per-node 2 examples/first_training_loop/train.py --tensor-model-parallel-size 2
 
 The line `import mindspeed.megatron_adaptor` is all that makes it run on a laptop, a GPU or an NPU.
@@ -30,7 +31,7 @@ from megatron.training.tokenizer.tokenizer import _NullTokenizer
 from torch.utils.data import DataLoader
 
 from mindspeed.config import ConfigError
-from mindspeed.distributed.parallel_dims import ParallelDims
+from mindspeed.distributed.parallel_dims import ParallelDims, check_model
 
 _SEQUENCE_LENGTH = 64
 _MICRO_BATCH_SIZE = 8
@@ -42,8 +43,11 @@ def initialize_distributed(tensor_model_parallel_size=1, pipeline_model_parallel
     parallel_state.destroy_model_parallel()
     rank = int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(rank)
+    world = int(os.environ.get("WORLD_SIZE", 1))
     torch.distributed.init_process_group(
-        world_size=int(os.environ.get("WORLD_SIZE", 1)), rank=int(os.environ.get("RANK", 0))
+        world_size=world,
+        rank=int(os.environ.get("RANK", 0)),
+        store=torch.distributed.HashStore() if world == 1 else None,  # plain python is one rank
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size, pipeline_model_parallel_size
@@ -179,11 +183,13 @@ def main():
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--checkpoint-path", type=Path, default=Path("ckpt"))
     args = parser.parse_args()
-    ParallelDims(
-        world=int(os.environ.get("WORLD_SIZE", 1)),
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-    ).check_model(num_attention_heads=4, num_layers=2)
+    sizes = {
+        "world": int(os.environ.get("WORLD_SIZE", 1)),
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+    }
+    check_model(**sizes, num_attention_heads=4, num_layers=2)
+    ParallelDims(**sizes)
     initialize_distributed(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     model_parallel_cuda_manual_seed(123)
 

@@ -1,4 +1,4 @@
-"""Run the commands of README.md, one after the other, as a reader would type them."""
+"""Run the commands of a page, one after the other, as a reader would type them."""
 
 import argparse
 import os
@@ -12,7 +12,6 @@ from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-OUT = "out/quickstart"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -29,14 +28,16 @@ def blocks(page: str) -> list[tuple[str, str]]:
 def main() -> int:
     """Run all blocks; stop at the first that fails and say how to go on."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=OUT, help="folder for all output (default: %(default)s)")
-    out = parser.parse_args().out
+    parser.add_argument("page", nargs="?", type=Path, default=HERE / "README.md")
+    parser.add_argument("--out", help="folder for all output (default: the one of the page)")
+    args = parser.parse_args()
+    shown = f"out/{args.page.resolve().parent.name}"
     console = Console(highlight=False)
     # python and mindspeed are those of this environment, in an activated shell or not.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     began = time.perf_counter()
-    for title, commands in blocks((HERE / "README.md").read_text(encoding="utf-8")):
-        commands = commands.replace(OUT, out)
+    for title, commands in blocks(args.page.read_text(encoding="utf-8")):
+        commands = commands.replace(shown, args.out or shown)
         console.rule(title, align="left")
         console.print(commands.rstrip(), style="dim", markup=False, soft_wrap=True)
         done = subprocess.run(
