@@ -59,6 +59,17 @@ def test_only_commands_print():
     assert_none(prints())
 
 
+def other_files_among_commands():
+    for source in sources():
+        if source.folder.endswith("/cli") and source.path.stem not in ("__init__", "main"):
+            if {"add_parser", "run"} - {node.name for node in functions(source)}:
+                yield f"{source.name} is no command: it needs add_parser and run, or another folder"
+
+
+def test_a_file_among_the_commands_is_a_command():
+    assert_none(other_files_among_commands())
+
+
 def silenced():
     for source in sources():
         for node in ast.walk(source.tree):
