@@ -1,7 +1,6 @@
 """Distributed checkpoints: megatron-core 0.12 on newer torch, and writers of a stopped run.
 
-Megatron's writers report to a process of their own; `wrap_prepare_write_data` makes it live as long
-as its rank does.
+Megatron's writers report to a process of their own; `wrap_prepare_write_data` does without it.
 """
 
 from __future__ import annotations
@@ -9,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import multiprocessing
+import os
+import pickle
+import queue
+import tempfile
 from collections.abc import Callable
-from multiprocessing.managers import SyncManager
-from typing import Any
-
-from mindspeed.launch.process import exit_with_parent, ignore_stop_signals
+from multiprocessing import reduction
+from typing import IO, Any
 
 FORMAT = "serialization_format"
 
@@ -64,25 +64,50 @@ def wrap_finish(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_prepare_write_data(original: Callable[..., None]) -> Callable[..., None]:
-    """Start the process before Megatron does.
+    """Give each save a file for its results instead of a process that serves a queue.
 
-    Megatron's would end by a SIGTERM for all processes of a run, which is how runs are stopped, so
-    that the save which follows fails; and it would stay behind when its rank is killed.
+    Megatron's process costs every rank the start of an interpreter in its first save. It would end
+    by a SIGTERM for all processes of a run, which is how runs are stopped, so that the save which
+    follows fails; and it would stay behind when its rank is killed.
     """
 
     @functools.wraps(original)
     def prepare_write_data(self: Any, *args: Any, **kwargs: Any) -> None:
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        if filesystem_async._results_queue is None:
-            manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-            manager.start(_live_as_the_rank)
-            filesystem_async._results_queue = manager.Queue()
+        filesystem_async._results_queue = ResultFile()
         original(self, *args, **kwargs)
 
     return prepare_write_data
 
 
-def _live_as_the_rank() -> None:
-    ignore_stop_signals()
-    exit_with_parent()
+class ResultFile:
+    """The results of one save, in a file without a name that the writing processes share.
+
+    Unlike a pipe it takes results of any size before anyone reads them: Megatron reads them when
+    the writer has ended.
+    """
+
+    def __init__(self, file: IO[bytes] | None = None) -> None:
+        self._file = file or tempfile.TemporaryFile()
+
+    def put(self, results: object) -> None:
+        """Store the results."""
+        self._file.write(pickle.dumps(results))
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """Return the results, or raise `queue.Empty` as long as there are none."""
+        self._file.seek(0)
+        stored = self._file.read()
+        if not stored:
+            raise queue.Empty
+        return pickle.loads(stored)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        """Let a process that was spawned for all saves open the same file."""
+        return _open_shared, (reduction.DupFd(self._file.fileno()),)
+
+
+def _open_shared(shared: Any) -> ResultFile:
+    return ResultFile(os.fdopen(shared.detach(), "r+b"))

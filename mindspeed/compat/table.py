@@ -120,7 +120,7 @@ TABLE = (
             Patch.wrap(
                 f"{_WRITER}:FileSystemWriterAsync.prepare_write_data",
                 "mindspeed.compat.checkpoint:wrap_prepare_write_data",
-                why="a process that it starts ends on SIGTERM to the group, and outlives its rank",
+                why="it starts a process that ends on SIGTERM to the group and outlives its rank",
             ),
             Patch.wrap(
                 f"{_WRITER}:_write_item",

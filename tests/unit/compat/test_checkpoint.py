@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import multiprocessing
 import pickle
+import queue
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mindspeed.compat.checkpoint import wrap_finish, wrap_write_item
+from mindspeed.compat.checkpoint import ResultFile, wrap_finish, wrap_write_item
 
 
 def write(transforms, stream, data, write_item, storage_key, serialization_format):
@@ -69,3 +71,15 @@ def test_what_megatron_adds_to_the_metadata_is_written(finish):
     assert type(read) is type(metadata) is Metadata
     assert read.mcore_data == {"weight": {"shape": (2, 3)}}
     assert (read.planner_data, read.storage_data) == ("seen", "results")
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_results_of_any_size_reach_the_rank_after_their_writer_has_ended(start):
+    results = ResultFile()
+    with pytest.raises(queue.Empty):
+        results.get_nowait()
+    many = {0: list(range(200_000))}  # more than a pipe holds: its writer would wait for a reader
+    writer = multiprocessing.get_context(start).Process(target=results.put, args=(many,))
+    writer.start()
+    writer.join(60)
+    assert writer.exitcode == 0 and results.get_nowait() == many
