@@ -18,7 +18,12 @@ for _name in (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.tensor_parallel",
+    "mindspeed_llm.tasks.posttrain.launcher",
+    "mindspeed_llm.tasks.pretrain.gpt",
+    "mindspeed_mm.training.trainer",
+    "peft",
     "pytest",
     "torch._dynamo",  # torch.optim imports it with the first optimizer: half a second a rank
+    "transformers.models.llama.modeling_llama",
 ):
     importlib.import_module(_name)
