@@ -30,6 +30,17 @@ def test_links_and_named_files_exist():
     assert_none(missing())
 
 
+def merge_marks():
+    for page in PAGES:
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            if line.startswith(("<<<<<<< ", "=======", ">>>>>>> ")):
+                yield f"{page.relative_to(ROOT)}:{number}"
+
+
+def test_no_page_has_merge_marks():
+    assert_none(merge_marks())
+
+
 def test_every_page_is_linked_from_the_readme():
     found, queue = set(), [ROOT / "README.md"]
     while queue:
