@@ -46,7 +46,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # CHECKED=--ignore=tests/conventions where `make check` has run them.
 test: setup
 	$(PYTEST) $(CHECKED)
-	PYTHONPATH=$(OLDEST) $(PYTEST) tests/unit/features tests/unit/cli $(MEGATRON_TESTS)
+	HYPOTHESIS_PROFILE=brief PYTHONPATH=$(OLDEST) $(PYTEST) tests/unit/features tests/unit/cli $(MEGATRON_TESTS)
 
 clients: setup  # other projects on the adaptor, see docs/clients.md; CLIENTS="--only verl" for less
 	$(BIN)/python -m tests.clients $(CLIENTS)

@@ -1,4 +1,5 @@
-"""Hypothesis budgets: `ci` (the default, small) and `deep` (HYPOTHESIS_PROFILE=deep, `make fuzz`).
+"""Hypothesis budgets: `ci` (the default, small), `deep` (HYPOTHESIS_PROFILE=deep, `make fuzz`) and
+`brief`, for a second pass on another megatron-core.
 
 A test names no number of examples but a multiple of the profile's, or nothing at all.
 """
@@ -7,7 +8,7 @@ import os
 
 from hypothesis import settings
 
-PROFILES = {"ci": 25, "deep": 500}
+PROFILES = {"brief": 5, "ci": 25, "deep": 500}
 
 
 def load_profile() -> None:
