@@ -1,6 +1,6 @@
 """Typed options of post-training on preferences and rewards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mindspeed.config import ConfigError, Options, Spelling
 from mindspeed_llm.losses.preference import DpoLoss, SimpoLoss
@@ -74,6 +74,27 @@ class PreferenceOptions(
     """The options of all stages that train on preferences."""
 
 
+STAGES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(DpoOptions.model_fields, ("dpo",)),
+    **dict.fromkeys(SimpoOptions.model_fields, ("simpo",)),
+    **dict.fromkeys(KtoOptions.model_fields, ("kto",)),
+    "pref_ftx": ("dpo", "simpo"),
+    "precompute_ref_log_probs": ("dpo",),
+}
+"""The stages that read an option."""
+
+
+def check_stage(options: Options, stages: Mapping[str, tuple[str, ...]], stage: str) -> None:
+    """Raise ConfigError for an option that the stage does not read."""
+    for name, readers in stages.items():
+        value = getattr(options, name)
+        if stage not in readers and value != type(options).model_fields[name].default:
+            flag = Spelling.FLAG.with_value(name, value)
+            raise ConfigError(
+                f"{flag}: is for --stage {' and '.join(readers)}, not {stage}: drop it"
+            )
+
+
 Check = tuple[Callable[[float], bool], str]
 POSITIVE: Check = (lambda value: value > 0, "a number above 0")
 NOT_NEGATIVE: Check = (lambda value: value >= 0, "0 or more")
@@ -103,5 +124,4 @@ def check_preferences(options: PreferenceOptions, stage: str) -> None:
             )
     if options.ref_model is not None and stage not in ("dpo", "kto", "trl_ppo", "grpo"):
         raise ConfigError(f"--ref-model: --stage {stage} has no reference: drop it")
-    if options.precompute_ref_log_probs and stage != "dpo":
-        raise ConfigError(f"--precompute-ref-log-probs: is for --stage dpo, not {stage}: drop it")
+    check_stage(options, STAGES, stage)

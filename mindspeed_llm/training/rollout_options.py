@@ -2,9 +2,14 @@
 
 from mindspeed.config import ConfigError, Options, Spelling
 from mindspeed_llm.losses.grpo import GrpoLoss
-from mindspeed_llm.training.preference_options import NOT_NEGATIVE, POSITIVE, Check
+from mindspeed_llm.training.preference_options import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    Check,
+    check_stage,
+)
 
-STAGES = ("trl_ppo", "grpo")
+ONLINE = ("trl_ppo", "grpo")
 
 
 class RewardOptions(Options):
@@ -99,6 +104,13 @@ class OnlineOptions(AcceptedRolloutOptions, GrpoOptions, PpoOptions, RolloutOpti
     """The options of all stages that train on sampled completions."""
 
 
+STAGES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*RewardOptions.model_fields, *RolloutOptions.model_fields), ONLINE),
+    **dict.fromkeys(PpoOptions.model_fields, ("trl_ppo",)),
+    **dict.fromkeys(GrpoOptions.model_fields, ("grpo",)),
+}
+"""The stages that read an option."""
+
 COUNT: Check = (lambda value: value >= 1, "1 or more")
 SHARE: Check = (lambda value: 0 <= value <= 1, "a number from 0 to 1")
 RANGES: dict[str, Check] = {
@@ -120,12 +132,10 @@ def check_rollouts(options: OnlineOptions, stage: str, timeout_minutes: float) -
         value = getattr(options, name)
         if value is not None and not (value < LARGEST and is_allowed(value)):
             raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {allowed}")
-    sources = [name for name in ("reward_fn", "reward_model") if getattr(options, name) is not None]
-    if stage not in STAGES:
-        for name in sources:
-            flag = Spelling.FLAG.with_value(name, getattr(options, name))
-            raise ConfigError(f"{flag}: --stage {stage} has no rewards: drop it")
+    check_stage(options, STAGES, stage)
+    if stage not in ONLINE:
         return
+    sources = [name for name in ("reward_fn", "reward_model") if getattr(options, name) is not None]
     if not sources:
         raise ConfigError(
             f"--reward-fn is missing: --stage {stage} needs rewards: give --reward-fn "
@@ -138,5 +148,3 @@ def check_rollouts(options: OnlineOptions, stage: str, timeout_minutes: float) -
             f"--reward-timeout {options.reward_timeout:g}: other ranks wait for "
             f"--distributed-timeout-minutes {timeout_minutes:g}: raise that, or give less seconds"
         )
-    if options.critic_model is not None and stage != "trl_ppo":
-        raise ConfigError(f"--critic-model: --stage {stage} has no critic: drop it")

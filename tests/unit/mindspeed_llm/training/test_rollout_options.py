@@ -1,4 +1,4 @@
-"""Options of PPO and GRPO that can never work are refused before anything is loaded."""
+"""Options of post-training that can never work are refused before anything is loaded."""
 
 from typing import Any
 
@@ -21,8 +21,18 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
         ({"reward_fn": "a.py:f", "clip_ratio": float("nan")}, "--clip-ratio"),
         ({"reward_fn": "a.py:f", "max_new_tokens": 0}, "--max-new-tokens 0: give 1 or more"),
         ({"reward_fn": "a.py:f", "reward_timeout": 6000.0}, "--distributed-timeout-minutes"),
-        ({"reward_fn": "a.py:f", "critic_model": "m"}, "--stage grpo has no critic"),
-        ({"reward_fn": "a.py:f", "stage": "sft"}, "--stage sft has no rewards"),
+        ({"reward_fn": "a.py:f", "critic_model": "m"}, "--critic-model m: is for --stage trl_ppo,"),
+        ({"reward_fn": "a.py:f", "stage": "sft"}, "is for --stage trl_ppo and grpo, not sft: drop"),
+        (
+            {"reward_fn": "a.py:f", "kl_coef": 0.1},
+            "--kl-coef 0.1: is for --stage trl_ppo, not",
+        ),
+        ({"stage": "dpo", "simpo_beta": 2.0}, "--simpo-beta 2.0: is for --stage simpo, not dpo"),
+        (
+            {"stage": "kto", "pref_ftx": 0.1},
+            "--pref-ftx 0.1: is for --stage dpo and simpo, not",
+        ),
+        ({"stage": "sft", "no_scale_rewards": True}, "--no-scale-rewards: is for --stage grpo"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], expected: str) -> None:
