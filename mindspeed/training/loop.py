@@ -4,8 +4,8 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import yaml
 from mindspeed import device
 from mindspeed.checkpoint.commit import atomic_write_text
 from mindspeed.config import ConfigError
+from mindspeed.config.yaml_file import read_yaml
 from mindspeed.training.checkpoint_dir import TrainState, latest_finite
 from mindspeed.training.entry import RunFailed, Stopped, StopRequest
 from mindspeed.training.log import ProgressBar, TrainingLog
@@ -111,7 +112,8 @@ class TrainLoop:
         state = self._initial_state
         if state.iteration >= self.steps:
             logger.info("all %d iterations are done: raise --train-iters or --epochs", self.steps)
-        self._write_config(trainer)
+        else:
+            self._write_config(trainer, is_resumed=state.iteration > 0)
         self.log.start(state.iteration)
         self._bar.start(state.iteration)
         gc.freeze()  # collections, which every save asks for, need not visit what exists now
@@ -194,11 +196,14 @@ class TrainLoop:
             named = {f"validation {name}": value for name, value in metrics.items()}
             self.log.add_evaluation(state.iteration, named)
 
-    def _write_config(self, trainer: Trainer) -> None:
+    def _write_config(self, trainer: Trainer, *, is_resumed: bool) -> None:
         if self._options.save is None or self.rank != 0:
             return
-        root = Path(self._options.save)
-        content = yaml.safe_dump(trainer.config(), sort_keys=False)
+        root, values = Path(self._options.save), trainer.config()
+        with suppress(ConfigError):  # a file that is damaged or gone is written again
+            if is_resumed:
+                _log_changes(read_yaml(root / "config.yaml"), values)
+        content = yaml.safe_dump(values, sort_keys=False)
         try:
             root.mkdir(parents=True, exist_ok=True)
             atomic_write_text(root / "config.yaml", content)
@@ -220,6 +225,17 @@ class TrainLoop:
             f"the loss or its gradient was not finite in {count} steps up to iteration "
             f"{iteration}: lower --lr, or check the data of these steps; {kept}"
         )
+
+
+def _log_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Name the options that a resumed run has other values for."""
+    changes = [
+        f"{name} {before.get(name)} -> {value}"
+        for name, value in after.items()
+        if name in before and before[name] != value
+    ]
+    if changes:
+        logger.info("resumed with other options than before: %s", ", ".join(changes))
 
 
 def run_config(options: RunOptions, steps: int) -> dict[str, Any]:

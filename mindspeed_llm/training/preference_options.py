@@ -89,10 +89,9 @@ def check_stage(options: Options, stages: Mapping[str, tuple[str, ...]], stage: 
     for name, readers in stages.items():
         value = getattr(options, name)
         if stage not in readers and value != type(options).model_fields[name].default:
-            flag = Spelling.FLAG.with_value(name, value)
-            raise ConfigError(
-                f"{flag}: is for --stage {' and '.join(readers)}, not {stage}: drop it"
-            )
+            flag, wanted = Spelling.FLAG, " and ".join(readers)
+            given = flag.name_of(name) if value is True else flag.with_value(name, value)
+            raise ConfigError(f"{given}: is for --stage {wanted}, not {stage}: drop it")
 
 
 Check = tuple[Callable[[float], bool], str]

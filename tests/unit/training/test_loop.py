@@ -48,8 +48,10 @@ class Recorded:
         self._bad = bad
         group = {"lr": -1.0, "lr_mult": 1.0, "wd_mult": 1.0, "weight_decay": -1.0}
         self.optimizer = SimpleNamespace(param_groups=[group])
+        given = {"lr": 1.0, "lr_decay_style": "linear", "lr_warmup_iters": 2} | options
+        self.options = RunOptions(**given)
         self.loop = TrainLoop(
-            RunOptions(**{"lr": 1.0, "lr_decay_style": "linear", "lr_warmup_iters": 2} | options),
+            self.options,
             checkpoints=self.saves,
             optimizers=[self.optimizer],
             state=self.state(start, start * 4),
@@ -82,7 +84,7 @@ class Recorded:
         return TrainState(iteration, consumed)
 
     def config(self):
-        return {}
+        return self.options.model_dump(mode="json")
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -251,3 +253,16 @@ def test_nan_is_one_line_of_one_rank(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (local_rank == "0")
     assert all("error: the loss or its gradient was not finite" in line for line in lines)
+
+
+def test_a_resumed_run_names_its_other_options(tmp_path, caplog):
+    caplog.set_level("INFO", logger="mindspeed.training.loop")
+    first = Recorded(save=str(tmp_path))
+    first.loop.run(first)
+    assert "other options" not in caplog.text
+    resumed = Recorded(save=str(tmp_path), start=3, min_lr=0.5)
+    resumed.loop.run(resumed)
+    assert "resumed with other options than before: min_lr 0.0 -> 0.5" in caplog.text
+    done = Recorded(save=str(tmp_path), start=STEPS, min_lr=0.25)
+    done.loop.run(done)
+    assert "min_lr: 0.5" in (tmp_path / "config.yaml").read_text()  # no step had the other value
