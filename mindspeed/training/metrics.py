@@ -38,6 +38,8 @@ class Metric:
 
     name: str
     reduction: Reduction = "mean"
+    over: str = ""
+    """What the mean is over, where a user may expect something else: the log says so."""
 
 
 @dataclass(frozen=True)

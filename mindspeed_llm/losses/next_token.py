@@ -49,4 +49,6 @@ def next_token_loss(
 
 def next_token_metrics(*, per_token: bool) -> tuple[Metric, ...]:
     """Return the metrics that next_token_loss reports."""
-    return (Metric(LM_LOSS, "mean" if per_token else "micro_batch_mean"),)
+    if per_token:
+        return (Metric(LM_LOSS, "mean", over="all tokens"),)
+    return (Metric(LM_LOSS, "micro_batch_mean", over="micro-batches"),)

@@ -48,8 +48,6 @@ Batch = Mapping[str, torch.Tensor]
 Part = tuple[float, float]
 """Where a share of the data starts and ends, from 0 to 1."""
 
-MEANS = {"mean": "over all tokens", "micro_batch_mean": "over micro-batches"}
-
 
 class Trainer(ABC):
     """Trains one stage.
@@ -352,8 +350,8 @@ class Trainer(ABC):
         options, dims = self.options, self.setup.dims
         batch = dims.global_batch_size
         for metric in self.metrics:
-            if metric.reduction in MEANS:
-                logger.info("%s is the mean %s of a step", metric.name, MEANS[metric.reduction])
+            if metric.over:
+                logger.info("%s is the mean over %s of a step", metric.name, metric.over)
         if options.save is None:
             logger.warning("no --save was given: the trained weights are not kept")
         return TrainLoop(
