@@ -37,10 +37,7 @@ class CheckpointDir:
 
 def detect(path: str | os.PathLike[str]) -> CheckpointDir:
     """Return what kind of checkpoint a directory is; raise if it has no weights."""
-    root = Path(path)
-    if not root.is_dir():
-        what = "is a file, not a directory" if root.exists() else "does not exist"
-        raise ConfigError(f"{root}: {what}: give the directory of a model or checkpoint")
+    root = check_directory(path)
     if (root / TRACKER).is_file():
         folder = _newest(root)
         return _megatron(folder, root) or _nothing(folder)
@@ -55,6 +52,15 @@ def detect(path: str | os.PathLike[str]) -> CheckpointDir:
         f"mp_rank_*/{RANK_FILE} or .metadata (one iteration of it), and "
         f"{SINGLES[0]} or {INDEXES[0]} (an HF model)"
     )
+
+
+def check_directory(path: str | os.PathLike[str]) -> Path:
+    """Raise if the directory of a model or checkpoint does not exist."""
+    root = Path(path)
+    if not root.is_dir():
+        what = "is a file, not a directory" if root.exists() else "does not exist"
+        raise ConfigError(f"{root}: {what}: give the directory of a model or checkpoint")
+    return root
 
 
 def _megatron(folder: Path, root: Path) -> CheckpointDir | None:

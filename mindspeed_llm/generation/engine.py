@@ -1,6 +1,6 @@
 """Generate completions of prompts token by token, on all ranks of a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,6 +69,10 @@ class RankCoordinator:
         from megatron.core import parallel_state
 
         return int(parallel_state.get_data_parallel_rank())
+
+    def is_any_running(self, rows: Sequence[int]) -> bool:
+        """Return whether this rank, or one whose experts it holds, still has rows to complete."""
+        return bool(rows)
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
@@ -193,7 +197,10 @@ def sample_tokens(
     state = decode_state(model, padding, longest + max(request.max_new_tokens), cached=cached)
     rows, left = list(range(len(padding))), list(request.max_new_tokens)
     sampler = Sampler(request.params, request.first, len(rows))
-    while rows:
+    while ranks.is_any_running(rows):
+        if not rows:
+            run_idle_step(model)
+            continue
         logits = state.step(to_device(tokens))
         choice = None
         if ranks.is_sampling_rank:
@@ -221,6 +228,11 @@ def _choose(
     if not request.log_probs:
         return torch.stack([tokens.float(), torch.zeros_like(logits[:, 0])], 1)
     return torch.stack([tokens.float(), chosen_log_probs(logits, tokens, request.params)], 1)
+
+
+def run_idle_step(model: LoadedModel) -> None:
+    """Run a step whose result is not used: other ranks need the experts of this one."""
+    decode_state(model, [0], 1, cached=False).step(to_device([[0]]))
 
 
 def decode_state(

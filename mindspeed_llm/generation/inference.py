@@ -10,9 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config as yarn_factor,
-)
 
 from mindspeed import device
 from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
@@ -29,7 +26,7 @@ class KVCache(StaticInferenceContext):
 
     def advance(self, count: int) -> None:
         """Advance by tokens that all layers have processed."""
-        self.increment_sequence_len_offset(count)
+        self.sequence_len_offset += count
         self.enable_decode_mode()
         self._rotation = None
 
@@ -54,7 +51,8 @@ class KVCache(StaticInferenceContext):
 
 def prepare_decoding(module: Any) -> Callable[[], None]:
     """Prepare a model for incremental decoding; return a function that makes it what it was."""
-    undo = [use_inference_linears(module)]
+    # Whole sequences first: the linear layers of inference hold no part of one.
+    undo = [keep_sequences_whole(module), use_inference_linears(module)]
     for layer in module.decoder.layers:
         if (attention := getattr(layer, "self_attention", None)) is not None:
             hook = attention.core_attention.register_forward_pre_hook(
@@ -63,10 +61,43 @@ def prepare_decoding(module: Any) -> Callable[[], None]:
             undo += [hook.remove, cache_rotated_keys(attention)]
 
     def restore() -> None:
-        for step in undo:
+        for step in reversed(undo):
             step()
 
     return restore
+
+
+SEQUENCE_PARALLEL = (
+    "sequence_parallel",
+    "scatter_to_sequence_parallel",
+    "reduce_scatter_embeddings",
+)
+
+
+def keep_sequences_whole(module: Any) -> Callable[[], None]:
+    """Switch sequence parallelism off: a token that is decoded cannot be shared by ranks.
+
+    Returns a function that switches it on again where it was.
+    """
+    owners = {id(owner): owner for part in module.modules() for owner in (part, _config(part))}
+    switched = [
+        (owner, name)
+        for owner in owners.values()
+        for name in SEQUENCE_PARALLEL
+        if getattr(owner, name, False) is True
+    ]
+    for owner, name in switched:
+        setattr(owner, name, False)
+
+    def restore() -> None:
+        for owner, name in switched:
+            setattr(owner, name, True)
+
+    return restore
+
+
+def _config(part: torch.nn.Module) -> Any:
+    return getattr(part, "config", None)
 
 
 def _use_given_mask(module: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
@@ -101,6 +132,15 @@ def cache_rotated_keys(attention: Any) -> Callable[[], None]:
 
     attention._adjust_key_value_for_inference = rotate_and_cache
     return lambda: delattr(attention, "_adjust_key_value_for_inference")
+
+
+def yarn_factor(config: Any) -> float:
+    """Return what YaRN multiplies rotary embeddings by; before Megatron 0.13 there is none here."""
+    if not hasattr(config, "yarn_rotary_scaling_factor"):
+        return 1.0
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
+
+    return float(yarn._yarn_get_concentration_factor_from_config(config))
 
 
 def _select(memory: torch.Tensor, rows: torch.Tensor, used: int) -> torch.Tensor:
@@ -185,7 +225,8 @@ class DecodeState:
         self._model = model
         self._padding, self._is_padded = to_device(padding), any(padding)
         self._tokens = to_device([[]] * len(padding))
-        self._cache = KVCache(len(padding), capacity) if cached else None
+        # One a chunk: Megatron 0.12 numbers the layers of every chunk from the same one on.
+        self._caches = [KVCache(len(padding), capacity) for _ in model.chunks] if cached else []
 
     @torch.no_grad()
     def step(self, tokens: torch.Tensor) -> torch.Tensor | None:
@@ -193,12 +234,12 @@ class DecodeState:
 
         Only ranks of the last pipeline stage have them, others return None.
         """
-        begin = self._tokens.shape[1] if self._cache is not None else 0
+        begin = self._tokens.shape[1] if self._caches else 0
         self._tokens = torch.cat([self._tokens, tokens], dim=1)
         end = self._tokens.shape[1]
         output = self._forward(self._tokens[:, begin:], self._mask(begin, end))
-        if self._cache is not None:
-            self._cache.advance(end - begin)
+        for cache in self._caches:
+            cache.advance(end - begin)
         return None if output is None else output[:, -1, : self._model.config.vocab_size].float()
 
     @torch.no_grad()
@@ -208,8 +249,8 @@ class DecodeState:
             return
         chosen = to_device(rows)
         self._tokens, self._padding = self._tokens[chosen], self._padding[chosen]
-        if self._cache is not None:
-            self._cache.select_rows(chosen)
+        for cache in self._caches:
+            cache.select_rows(chosen)
 
     def _mask(self, begin: int, end: int) -> torch.Tensor | None:
         """Return the attention mask (True: masked), None where causal masking suffices."""
@@ -221,11 +262,25 @@ class DecodeState:
         return future | (keys < self._padding[:, None, None, None])
 
     def _forward(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        """Run this pipeline stage: receive its input, send its output."""
+        """Run the pipeline stages of this rank, one after the other; return the last output."""
         from megatron.core import parallel_state
 
-        model, module = self._model, self._model.module
-        if not model.is_first:
+        output = None
+        for stage, chunk in enumerate(self._model.chunks):
+            if len(self._model.chunks) > 1:  # older releases look for it in the forward pass
+                parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+            cache = self._caches[stage] if self._caches else None
+            output = self._run_stage(chunk, cache, tokens, mask)
+        return output
+
+    @staticmethod
+    def _run_stage(
+        module: Any, cache: KVCache | None, tokens: torch.Tensor, mask: torch.Tensor | None
+    ) -> Any:
+        """Run a pipeline stage: receive its input, send its output."""
+        from megatron.core import parallel_state
+
+        if not module.pre_process:
             hidden = torch.empty(
                 (tokens.shape[1], len(tokens), module.config.hidden_size),
                 dtype=module.config.params_dtype,
@@ -237,10 +292,10 @@ class DecodeState:
             tokens,
             torch.zeros_like(tokens),  # positions, which rotary embeddings do not use
             mask,
-            inference_context=self._cache,
+            inference_context=cache,
             runtime_gather_output=True,
         )
-        if model.is_last:
+        if module.post_process:
             return output
         next_rank = parallel_state.get_pipeline_model_parallel_next_rank()
         torch.distributed.send(output.contiguous(), next_rank)

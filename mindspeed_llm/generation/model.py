@@ -22,8 +22,8 @@ from mindspeed_llm.training.setup import Setup, prepare
 class LoadedModel:
     """This rank's part of a model with its weights."""
 
-    module: Any
-    """Megatron's GPTModel."""
+    chunks: tuple[Any, ...]
+    """One of Megatron's GPTModels for every virtual pipeline stage."""
     config: ModelConfig
     max_length: int
     """Tokens of the longest sequence it supports."""
@@ -32,13 +32,13 @@ class LoadedModel:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the first pipeline stage."""
-        return bool(self.module.pre_process)
+        """Return whether this rank has the first pipeline stage."""
+        return bool(self.chunks[0].pre_process)
 
     @property
     def is_last(self) -> bool:
-        """Return whether this is the last pipeline stage."""
-        return bool(self.module.post_process)
+        """Return whether this rank has the last pipeline stage."""
+        return bool(self.chunks[-1].post_process)
 
 
 def load_model(options: TrainOptions) -> LoadedModel:
@@ -65,7 +65,7 @@ def load_model(options: TrainOptions) -> LoadedModel:
     )
     prepare_decoding(module)
     max_length = options.max_position_embeddings or setup.shape.max_position_embeddings
-    return LoadedModel(module, setup.shape, max_length, setup.config_folder)
+    return LoadedModel((module,), setup.shape, max_length, setup.config_folder)
 
 
 def _check_ranks(options: TrainOptions) -> None:

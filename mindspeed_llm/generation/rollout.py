@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mindspeed import device
 from mindspeed_llm.generation.engine import RankCoordinator, Request, sample_tokens
 from mindspeed_llm.generation.model import LoadedModel
 from mindspeed_llm.generation.sampling import SamplingParams
@@ -69,20 +70,31 @@ class ReplicaCoordinator(RankCoordinator):
     def _replica_index(self) -> int:
         return 0
 
+    def is_any_running(self, rows: Sequence[int]) -> bool:
+        """Return whether this rank, or one whose experts it holds, still has rows to complete."""
+        from megatron.core import parallel_state
+
+        if parallel_state.get_expert_model_parallel_world_size() == 1:
+            return bool(rows)
+        running = torch.tensor([float(bool(rows))], device=device.current().torch_device)
+        group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        torch.distributed.all_reduce(running, torch.distributed.ReduceOp.MAX, group=group)
+        return bool(running)
+
 
 class MegatronRollout:
     """Decodes with the model that is trained: the weights are not copied.
 
-    For the time of a rollout its linear layers are those of inference, and attention has a KV
-    cache. `batch_size` is the most prompts that are completed at a time, by default all.
+    For the time of a rollout its linear layers are those of inference, attention has a KV cache,
+    and ranks do not share sequences. `batch_size` is the most prompts that are completed at a time,
+    by default all.
     """
 
     def __init__(
         self, policy: RoleModel, shape: ModelConfig, max_length: int, batch_size: int | None = None
     ) -> None:
-        (module,) = policy.chunks
         self._policy, self._batch_size = policy, batch_size
-        self._model = LoadedModel(module, shape, max_length, None)
+        self._model = LoadedModel(tuple(policy.chunks), shape, max_length, None)
         self._ranks = ReplicaCoordinator(self._model)
 
     def generate(
@@ -92,18 +104,18 @@ class MegatronRollout:
         from mindspeed_llm.generation.inference import prepare_decoding  # after the adaptor
 
         gather_parameters(self._policy)
-        module, found = self._model.module, []
-        was_training = module.training
-        module.eval()
-        restore = prepare_decoding(module)
+        chunks, found = self._model.chunks, []
+        was_training = chunks[0].training
+        undo = [prepare_decoding(chunk.eval()) for chunk in chunks]
         try:
             size = self._batch_size or len(prompts)
             for first in range(0, len(prompts), size):
                 few = slice(first, first + size)
                 found += self._complete(prompts[few], sampling, numbers[few])
         finally:
-            restore()
-            module.train(was_training)
+            for chunk, restore in zip(chunks, undo):
+                restore()
+                chunk.train(was_training)
         return found
 
     @torch.no_grad()

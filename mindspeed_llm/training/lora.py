@@ -100,7 +100,8 @@ class LoraLinear(nn.Module):
         self._tp = parallel_state.get_tensor_model_parallel_world_size()
         self._rank = parallel_state.get_tensor_model_parallel_rank()
         self._is_row = weight.split is TPSplit.COLUMNS
-        self._is_sequence = bool(getattr(linear, "sequence_parallel", False)) and self._tp > 1
+        self.sequence_parallel = bool(getattr(linear, "sequence_parallel", False)) and self._tp > 1
+        """Whether ranks share sequences beside the layer; off while tokens are decoded."""
         self._is_inside = isinstance(linear, LinearBase) and not plan.dropout
         self._plan = plan
         self._sizes = projections(weight)
@@ -199,7 +200,7 @@ class LoraLinear(nn.Module):
         cut, whole = (a, b) if self._is_row else (b, a)
         set_tensor_model_parallel_attributes(cut, True, 1 if self._is_row else 0, 1)
         # Inside the layer's GEMM the layer sums the gradients of a whole factor.
-        is_partial = self._is_sequence and not self._is_inside
+        is_partial = self.sequence_parallel and not self._is_inside
         whole.sequence_parallel = is_partial  # type: ignore[attr-defined]
 
     def _exchange(self, low: Tensor) -> Tensor:
@@ -208,11 +209,11 @@ class LoraLinear(nn.Module):
 
         if self._tp == 1:
             return low
-        if self._is_row and self._is_sequence:
+        if self._is_row and self.sequence_parallel:
             return tp.reduce_scatter_to_sequence_parallel_region(low)
         if self._is_row:
             return tp.reduce_from_tensor_model_parallel_region(low)
-        if self._is_sequence:
+        if self.sequence_parallel:
             return tp.gather_from_sequence_parallel_region(low)
         return tp.copy_to_tensor_model_parallel_region(low)
 
@@ -226,7 +227,7 @@ class LoraLinear(nn.Module):
         """Ranks with parts of an input draw differently, ranks with copies of it alike."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        is_part = self._tp > 1 and (self._is_row or self._is_sequence)
+        is_part = self._tp > 1 and (self._is_row or self.sequence_parallel)
         context: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
         return context if is_part else nullcontext()
 

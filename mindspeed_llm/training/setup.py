@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed import device
-from mindspeed.checkpoint.detection import HF_FOLDER
+from mindspeed.checkpoint.detection import HF_FOLDER, check_directory
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling, build
 from mindspeed.distributed import environment
@@ -73,6 +73,8 @@ def prepare(
     `splits_sequences` is whether the task can be trained with context parallelism.
     """
     is_first = environment.is_rank_zero()
+    if options.load is not None and is_first and not options.from_scratch:
+        check_directory(options.load)  # the lock makes --save, which may be the same directory
     save_dir_lock = SaveDirLock(options.save) if options.save and is_first else None
     with release_on_error(save_dir_lock):
         resumed = find_resume(options, is_training=is_training)

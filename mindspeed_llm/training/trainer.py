@@ -218,7 +218,7 @@ class Trainer(ABC):
             return self.run_model(chunk, batch, has_labels=has_labels), partial(collect, batch)
 
         shape = replace(self._batch_shape, num_micro_batches=len(batches))
-        return collect_outputs(model, forward_step, _repeated(batches, model), shape)
+        return collect_outputs(model, forward_step, repeated(batches, model), shape)
 
     # Data.
 
@@ -395,7 +395,7 @@ class Trainer(ABC):
     def _next_step(self, batches: Iterator[Any]) -> list[Iterator[Any]]:
         """Return the micro-batches of a step, once for every chunk of the model."""
         step = self.prepare_step(list(islice(batches, self.setup.dims.num_micro_batches)))
-        return _repeated(step, self.primary)
+        return repeated(step, self.primary)
 
     def _flops_per_step(self) -> float:
         """Estimate the operations of a step: 6 a weight and token, and those of attention."""
@@ -423,7 +423,7 @@ class Trainer(ABC):
             write_digests(target, {}, {"kind": "config"})
 
 
-def _repeated(batches: Sequence[Batch], model: RoleModel) -> list[Iterator[Any]]:
+def repeated(batches: Sequence[Batch], model: RoleModel) -> list[Iterator[Any]]:
     """Return the micro-batches once for every chunk of a model."""
     return [iter(batches) for _ in model.wrapped]
 

@@ -19,7 +19,7 @@ def repeats(prompts, completions, answer):
 
 
 def save_model(folder: Path, kind: str = "LlamaForCausalLM", seed: int = 0, **changes: Any) -> str:
-    """Save a random llama and a tokenizer whose tokens are letters."""
+    """Save a random model and a tokenizer whose tokens are letters."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -46,8 +46,8 @@ def save_model(folder: Path, kind: str = "LlamaForCausalLM", seed: int = 0, **ch
         "initializer_range": 0.1,
     }
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**sizes | changes)
-    getattr(transformers, kind)(config).save_pretrained(folder)
+    architecture = getattr(transformers, kind)
+    architecture(architecture.config_class(**sizes | changes)).save_pretrained(folder)
     return str(folder)
 
 

@@ -94,7 +94,11 @@ class _Linear(Function):
         ctx.plan = plan
         ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(x.dtype)
-        return F.linear(all_gather(x, plan.gather_group), weight.to(x.dtype), bias)
+        x = all_gather(x, plan.gather_group)
+        if weight.requires_grad or bias is not None:
+            return F.linear(x, weight.to(x.dtype), bias)
+        # What torch does with a weight that is trained: a frozen copy of it gives the same bits.
+        return F.linear(x.flatten(0, -2), weight.to(x.dtype)).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,304 @@
+"""Sampled completions of prompts, and their rewards: the first half of a step of GRPO and PPO."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+
+from mindspeed import device
+from mindspeed.config import ConfigError
+from mindspeed.training.checkpoint_dir import TrainState
+from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.data.stream import Sample
+from mindspeed_llm.data.tokenizer import load_facts
+from mindspeed_llm.generation.rollout import MegatronRollout, RolloutEngine, Sampling
+from mindspeed_llm.generation.text import eos_ids
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.tasks.posttrain.base import Batch
+from mindspeed_llm.tasks.posttrain.reference import ReferenceTrainer
+from mindspeed_llm.tasks.posttrain.rollouts import (
+    LAST_TOKENS,
+    Prompt,
+    Rollout,
+    collate_prompts,
+    collate_rollouts,
+    split_prompts,
+    spread,
+)
+from mindspeed_llm.tasks.posttrain.rows import Rows
+from mindspeed_llm.tasks.posttrain.scoring import TextScores, assign_rewards
+from mindspeed_llm.training.model import ModelRole
+
+SAMPLED = "sampled_log_probs"
+"""Where a micro-batch has the log-probabilities of sampling."""
+EVALUATION = 1 << 48
+"""Added to the numbers of completions that are sampled for an evaluation."""
+
+
+class SamplingTrainer(ReferenceTrainer):
+    """Samples completions of prompts with the policy as it is, and computes their rewards."""
+
+    handler = "PPOAlpacaStyleInstructionHandler"
+    data_kind: ClassVar[str] = "prompts"
+
+    # Models and data.
+
+    @property
+    def group_size(self) -> int:
+        """Completions of a prompt."""
+        return 1
+
+    @property
+    @abstractmethod
+    def needs_reference(self) -> bool:
+        """Whether the divergence from a reference counts."""
+
+    @property
+    def models(self) -> tuple[ModelRole, ...]:
+        """The policy, and frozen models: a reference and a reward model where they are needed."""
+        roles = super().models if self.needs_reference else (ModelRole("policy"),)
+        if self.options.reward_model is None:
+            return roles
+        return *roles, ModelRole("reward", trainable=False, saved=False, source="reward_model")
+
+    def model_shape(self, role: ModelRole) -> ModelConfig:
+        """Return the sizes of a model; a reward model has those of its own config."""
+        return self._reward_shape() if role.name == "reward" else super().model_shape(role)
+
+    @property
+    def longest_sample(self) -> int | None:
+        """Longer prompts of data files are left out."""
+        return self.options.max_prompt_length
+
+    def initialize(self) -> None:
+        """Build the models, and what samples completions and computes their rewards."""
+        super().initialize()
+        self.stop_ids = self._find_stop_ids()
+        self.engine = self.make_engine()
+        self._scores = None if self.options.reward_model else self._text_scores()
+
+    def make_engine(self) -> RolloutEngine:
+        """Return what samples completions; a stage of your own may return another engine."""
+        limit = self.sampling.max_length
+        size = self.options.rollout_batch_size
+        return MegatronRollout(self.primary, self.setup.shape, limit, size)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How completions are sampled."""
+        options = self.options
+        return Sampling(
+            max_new_tokens=options.max_new_tokens,
+            max_length=options.max_length or self._model_length,
+            stop_ids=self.stop_ids,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        )
+
+    def configure_batches(self, data: Sequence[InstructionData]) -> None:
+        """Check that prompts and completions fit."""
+        self._check_mini_batches()
+        self._check_lengths(data)
+        self.rows = Rows.of(self.options, self.setup.shape, data)
+        self._data_stop_ids = {token for one in data for token in one.facts.get("stop_ids", ())}
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """A row a completion, as long as the longest of the step."""
+        return self.rows.length, self.options.micro_batch_size
+
+    def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+        """Concatenate prompts; rows are made when they have completions."""
+        return collate_prompts(samples)
+
+    # Rollouts.
+
+    def train(self) -> TrainState:
+        """Train to the last step."""
+        try:
+            return super().train()
+        finally:
+            if self._scores is not None:
+                self._scores.close()
+
+    def roll_out(self, batches: Iterator[Any], consumed: int) -> list[Rollout]:
+        """Complete the prompts of the next global batch, each --num-generations times."""
+        prompts = list(self._next_prompts(batches, consumed))
+        repeated = [prompt for prompt in prompts for _ in range(self.group_size)]
+        size = self.group_size
+        numbers = [p.number * size + copy for p in prompts for copy in range(size)]
+        found = self.engine.generate([p.tokens for p in repeated], self.sampling, numbers)
+        return [
+            Rollout(prompt, completion, completion.tokens[-1] in self.stop_ids)
+            for prompt, completion in zip(repeated, found)
+        ]
+
+    def make_batches(self, rollouts: Sequence[Rollout]) -> list[Batch]:
+        """Make micro-batches of completions, with the log-probabilities of sampling."""
+        multiple, size = self.rows.multiple, self.options.micro_batch_size
+        longest = max(len(each.sample["input_ids"]) for each in rollouts)
+        self.rows = replace(self.rows, length=-(-longest // multiple) * multiple)
+        batches: list[Batch] = []
+        for start in range(0, len(rollouts), size):
+            few = rollouts[start : start + size]
+            batch = collate_rollouts(few, self.rows)
+            sampled = torch.tensor([p for each in few for p in each.completion.log_probs])
+            batches.append(batch | {SAMPLED: spread(sampled, batch)})
+        return batches
+
+    def score(self, rollouts: Sequence[Rollout], batches: list[Batch]) -> None:
+        """Set the rewards of rollouts, by the function or by the reward model."""
+
+        def by_model(rollouts: Sequence[Rollout]) -> list[float] | None:
+            def last_values(batch: Batch, values: torch.Tensor) -> torch.Tensor:
+                return values.flatten()[batch[LAST_TOKENS]].float().cpu()
+
+            found = self.collect(self.model("reward"), batches, last_values, has_labels=False)
+            return torch.cat(found).tolist() if found else None
+
+        assign_rewards(
+            rollouts,
+            self._scores or by_model,
+            missing_eos_penalty=self.options.missing_eos_penalty,
+        )
+
+    def report(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return the metrics of rollouts, over all ranks."""
+        rewards = [each.reward for each in rollouts]
+        lengths = [len(each.completion.tokens) for each in rollouts]
+        sums = self.dp_sum(
+            [
+                float(len(rollouts)),
+                math.fsum(rewards),
+                math.fsum(reward**2 for reward in rewards),
+                float(sum(lengths)),
+                float(sum(each.is_ended for each in rollouts)),
+            ]
+        )
+        mean, square, length, ended = (total / sums[0] for total in sums[1:])
+        return {
+            "reward": mean,
+            "reward std": math.sqrt(max(square - mean**2, 0.0)),
+            "completion length": length,
+            "ended": ended,
+        }
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Return the rewards of completions of the validation prompts."""
+        if self.valid_data is None:
+            return None
+        rollouts: list[Rollout] = []
+        batches = self._prefetch(self.valid_data, 0)
+        try:
+            for number in range(self.options.eval_iters):
+                consumed = number * self.setup.dims.global_batch_size
+                found = self.roll_out(batches, EVALUATION + consumed)
+                self.score(found, self.make_batches(found))
+                rollouts += found
+        finally:
+            batches.close()
+        return self.report(rollouts)
+
+    def dp_sum(self, values: Sequence[float]) -> list[float]:
+        """Add up numbers over the data-parallel ranks."""
+        from megatron.core import parallel_state
+
+        row = torch.tensor(list(values), device=device.current().torch_device)
+        torch.distributed.all_reduce(row, group=parallel_state.get_data_parallel_group())
+        found: list[float] = row.tolist()
+        return found
+
+    # Helpers.
+
+    def _next_prompts(self, batches: Iterator[Any], consumed: int) -> Iterator[Prompt]:
+        dims, size = self.setup.dims, self.options.micro_batch_size
+        for number, batch in enumerate(islice(batches, dims.num_micro_batches)):
+            yield from split_prompts(batch, consumed + (number * dims.dp + dims.dp_rank) * size)
+
+    @property
+    def _model_length(self) -> int:
+        options = self.options
+        return (
+            options.seq_length
+            or options.max_position_embeddings
+            or self.setup.shape.max_position_embeddings
+        )
+
+    def _tokenizer_folder(self) -> str | None:
+        folder = self.options.tokenizer_name_or_path or self.setup.config_folder
+        return None if folder is None else str(folder)
+
+    def _find_stop_ids(self) -> frozenset[int]:
+        """Return the tokens that end a completion: those of the model and of the chat template."""
+        found = self._data_stop_ids | eos_ids(self.setup.config_folder)
+        if not found:
+            raise ConfigError(
+                "no token is known that ends a completion: the config.json of the model needs an "
+                "eos_token_id"
+            )
+        return frozenset(found)
+
+    def _text_scores(self) -> TextScores:
+        options = self.options
+        assert options.reward_fn is not None  # check_rollouts: one of the two is given
+        facts = load_facts(self._tokenizer_folder(), cache_dir=options.cache_dir)
+        return TextScores(options.reward_fn, options.reward_timeout, facts, self.stop_ids)
+
+    def _reward_shape(self) -> ModelConfig:
+        from mindspeed.checkpoint.detection import detect
+        from mindspeed_llm.checkpoint.loading import config_folder
+        from mindspeed_llm.models.registry import read_model_config
+
+        source = self.options.reward_model
+        assert source is not None
+        shape = read_model_config(config_folder(detect(source)))
+        if shape.num_labels != 1:
+            held = f"{shape.num_labels} labels" if shape.num_labels else "no value head"
+            raise ConfigError(
+                f"--reward-model {source}: has {held}: give a model of --stage orm, or a "
+                "sequence-classification model with 1 label"
+            )
+        if shape.vocab_size != self.setup.shape.vocab_size:
+            raise ConfigError(
+                f"--reward-model {source}: has {shape.vocab_size} tokens, the policy has "
+                f"{self.setup.shape.vocab_size}: both need the same tokenizer"
+            )
+        return shape
+
+    def _check_mini_batches(self) -> None:
+        options, dims = self.options, self.setup.dims
+        count = dims.num_micro_batches * self.group_size
+        if count % options.num_mini_batches:
+            raise ConfigError(
+                f"--num-mini-batches {options.num_mini_batches}: a rank has {count} micro-batches "
+                "of completions in a step, which cannot be divided by it"
+            )
+        part = count // options.num_mini_batches
+        if dims.vpp is not None and part % dims.pp:
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage: the {part} micro-batches of an update "
+                f"are not a multiple of --pipeline-model-parallel-size {dims.pp}: use fewer "
+                "--num-mini-batches, or a larger --global-batch-size"
+            )
+
+    def _check_lengths(self, data: Sequence[InstructionData]) -> None:
+        options, longest = self.options, max(one.longest for one in data)
+        limit, allowed = options.max_length, self._model_length
+        if limit is not None and limit > allowed:
+            raise ConfigError(
+                f"--max-length {limit}: the model supports at most {allowed} tokens "
+                "(--max-position-embeddings changes that)"
+            )
+        for one in data:
+            one.check_length(options.max_prompt_length, "--max-prompt-length")
+        if longest >= (limit or allowed):
+            raise ConfigError(
+                f"a prompt has {longest} tokens, and with its completion there may be "
+                f"{limit or allowed}: preprocess with a lower --seq-length, or raise --max-length"
+            )
