@@ -1,7 +1,8 @@
 """Kills trainings of two ranks again and again, and sees what is lost: nothing may be.
 
 `make drill` does it 20 times, `make drill LONG=1` 100 times, of which a third hit the multimodal
-suite; `python -m tests.drill --kills 5 --seed 7` repeats a shorter one.
+suite and a third the stages of post-training; `python -m tests.drill --kills 5 --seed 7` repeats a
+shorter one.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 
 from mindspeed.training.checkpoint_dir import STAGING, latest_checkpoint, read_state
+from tests.llm import letters
+from tests.llm import preferences as rows
 from tests.ranks import RankFailed, run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     make_model,
@@ -32,6 +35,8 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
 
 SHORT, LONG = 20, 100
 STEPS_A_KILL = 2
+PREFERENCES = ("dpo", "simpo", "kto", "orm", "prm")
+ROLLOUTS = ("trl_ppo", "grpo")
 PATIENCE = 900.0
 
 
@@ -70,6 +75,27 @@ def language_model(folder: Path, steps: int) -> dict[str, Any]:
     data = write_samples(folder / "data", make_samples(24))
     more = {"train_iters": steps, "use_distributed_optimizer": True, "log_file": None}
     return settings(model, data, folder, **more)
+
+
+def preferences(stage: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Return the options of a stage on preferences."""
+    if stage == "kto":
+        data = rows.write_unpaired(folder / "data", rows.make_unpaired())
+    elif stage == "prm":
+        data = rows.write_steps(folder / "data", rows.make_steps(20))
+    else:
+        data = rows.write_pairs(folder / "data", rows.make_pairs())
+    more = {"train_iters": steps, "use_distributed_optimizer": True, "log_file": None}
+    return rows.settings(rows.save_llama(folder / "hf"), data, folder, stage=stage, **more)
+
+
+def rollouts(stage: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Return the options of a stage on sampled completions, with a reward function."""
+    model, data = letters.save_model(folder / "hf"), letters.write_prompts(folder / "data")
+    more = {"stage": stage, "train_iters": steps, "log_file": None, "kl_target": 0.01}
+    more |= {"micro_batch_size": 1, "num_mini_batches": 2}
+    function = letters.write_function(folder)
+    return letters.settings(model, data, folder, reward_fn=function, **more)
 
 
 class Drill:
@@ -222,12 +248,20 @@ def subjects() -> dict[str, Subject]:
     from tests.mm import runs
 
     multimodal = Subject(runs.drill_settings, runs.train_in_drill)
-    return {"llm": Subject(language_model, train), "mm": multimodal}
+    found = {"llm": Subject(language_model, train), "mm": multimodal}
+    return found | {stage: posttraining(stage) for stage in (*PREFERENCES, *ROLLOUTS)}
+
+
+def posttraining(stage: str) -> Subject:
+    """Return a stage of post-training."""
+    make = preferences if stage in PREFERENCES else rollouts
+    return Subject(partial(make, stage), train)
 
 
 def shares(kills: int) -> dict[str, int]:
-    """Share kills out: every third one is of the multimodal suite."""
-    return {"llm": kills - kills // 3, "mm": kills // 3}
+    """Share kills out: a third to the multimodal suite, one in twenty to each other stage."""
+    few = {"mm": kills // 3} | dict.fromkeys((*PREFERENCES, *ROLLOUTS), kills // 20)
+    return {"llm": kills - sum(few.values())} | few
 
 
 def main() -> int:

@@ -23,6 +23,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 RECORDS = [{"prompt": f'question {n}, "x"', "response": f"answer\n{n} é"} for n in range(12)]
+PAIRS = [
+    {"instruction": f"question {n}", "chosen": f"good {n}", "rejected": f"bad\n{n} é"}
+    for n in range(6)
+]
 DOCUMENTS = [{"text": f"document {n} of a few words, é\n" * 6} for n in range(8)]
 TRAIN = "--train-iters 1 --global-batch-size 2 --lr 1e-3 --seq-length 64 --no-shuffle"
 SFT = f"{TRAIN} --data-path sft/data --prompt-type qwen"
@@ -95,6 +99,10 @@ COMMANDS = {
     "posttrain lora": Command(
         f"mindspeed-llm posttrain --load hf {SFT} --lora-r 2 --lora-load peft "
         "--lora-target-modules linear_qkv linear_proj"
+    ),
+    "posttrain dpo": Command(
+        f"mindspeed-llm posttrain --stage dpo --load hf {TRAIN} --data-path raw/pairs.jsonl "
+        "--cache-dir cache --prompt-type qwen --precompute-ref-log-probs"
     ),
     "posttrain mcore": Command(f"mindspeed-llm posttrain --load mcore {SFT}"),
     "posttrain saved": Command(f"mindspeed-llm posttrain --load saved {SFT} --train-iters 3"),
@@ -177,6 +185,7 @@ def make(place: Path) -> None:
     os.rename("out", "peft")
     _made("generate hf")
     _made("posttrain raw")  # keeps its tokens
+    _made("posttrain dpo")  # keeps the log-probabilities of the reference
     _make_mm(Path("mm"))
     _made("mm train", "--save", "mmsaved")
     for name in ("out", "other"):
@@ -215,6 +224,7 @@ def _make_raw(folder: Path) -> None:
     folder.mkdir()
     (folder / "good.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
     (folder / "good.json").write_text(json.dumps(RECORDS, indent=1))
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in PAIRS))
     (folder / "text.jsonl").write_text("".join(json.dumps(r) + "\n" for r in DOCUMENTS))
     (folder / "good.txt").write_text("".join(r["text"] for r in DOCUMENTS))
     (folder / "prompts.jsonl").write_text('{"prompt": "hello"}\n')

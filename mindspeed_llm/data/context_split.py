@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PADDING = 0.1
 """Share of a packed batch that padding may have without a warning."""
-ROWS = ("tokens", "labels", "loss_mask", "position_ids")
+ROWS = ("tokens", "labels", "loss_mask", "position_ids", "is_last")
 """Tensors of a batch whose second dimension is the sequence."""
 
 
@@ -91,7 +91,7 @@ class ContextSplit:
         is_packed = "cu_seqlens" in batch
         bounds = batch["cu_seqlens"].tolist() if is_packed else [0, batch["tokens"].shape[1]]
         rows, share = self.source_rows(bounds), dict(batch)
-        for name in ROWS:
+        for name in filter(batch.__contains__, ROWS):
             share[name] = batch[name].index_select(1, rows.clamp(min=0)).masked_fill_(rows < 0, 0)
         share["trained_tokens"] = batch["loss_mask"].sum()
         if is_packed:

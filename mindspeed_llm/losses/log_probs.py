@@ -5,8 +5,11 @@ ranks share, so that no rank holds all logits, and by a fused kernel no rank hol
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+
+from mindspeed.distributed.collectives import all_reduce
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -17,21 +20,31 @@ def token_log_probs(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
     return (-losses.float()).masked_fill(mask == 0, 0.0)
 
 
-def sequence_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+def sequence_sums(values: torch.Tensor, batch: Batch, context_group: Any = None) -> torch.Tensor:
     """Sum the values of tokens over each sequence of a micro-batch.
 
     A sequence is a row, or with `cu_seqlens` what lies between two boundaries of the only row; the
-    first `num_sequences` of these are sequences, and the rest is padding.
+    first `num_sequences` of these are sequences, and the rest is padding. The ranks of
+    `context_group` hold equal parts of each sequence; all of them get the whole sum, and each goes
+    on with the same gradient, of which it takes the part of its own tokens.
     """
+    return all_reduce(_local_sums(values, batch, context_group), context_group)
+
+
+def _local_sums(values: torch.Tensor, batch: Batch, context_group: Any) -> torch.Tensor:
     if "cu_seqlens" not in batch:
         return values.sum(-1)
-    lengths = batch["cu_seqlens"].diff().to(torch.int64)
+    lengths = batch.get("cu_seqlens_padded", batch["cu_seqlens"]).diff().to(torch.int64)
+    if context_group is not None:
+        lengths = lengths // torch.distributed.get_world_size(context_group)
     # A sum in a fixed order; index_add_ of a GPU adds in any.
     sums = torch.segment_reduce(values.flatten(), "sum", lengths=lengths, unsafe=True)
     return sums[: int(batch["num_sequences"])]
 
 
-def sequence_log_probs(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def sequence_log_probs(
+    losses: torch.Tensor, batch: Batch, context_group: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed log-probability of every sequence, and its number of labels."""
-    sums = sequence_sums(token_log_probs(losses, batch), batch)
-    return sums, sequence_sums(batch["loss_mask"], batch)
+    sums = sequence_sums(token_log_probs(losses, batch), batch, context_group)
+    return sums, sequence_sums(batch["loss_mask"], batch, context_group)

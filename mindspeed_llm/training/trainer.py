@@ -62,6 +62,8 @@ class Trainer(ABC):
     """How records of data files are read where --handler-name is not given."""
     splits_sequences: ClassVar[bool] = False
     """Whether the loss may be computed for a part of each sequence (--context-parallel-size)."""
+    balances_rows: ClassVar[bool] = False
+    """Whether rows hold several samples, which --balance-packs shares out by their attention."""
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -154,6 +156,34 @@ class Trainer(ABC):
         Tensors without dimensions are numbers for the host and stay there.
         """
 
+    def split(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the share of a micro-batch that this rank has of its sequences."""
+        return self.context_split.split(batch)
+
+    @property
+    def context_group(self) -> Any:
+        """The ranks that share a sequence; None where a rank has whole ones."""
+        from megatron.core import parallel_state
+
+        is_split = self.setup.dims.cp > 1
+        return parallel_state.get_context_parallel_group() if is_split else None
+
+    def sum_of_losses(
+        self, losses: torch.Tensor, report: dict[str, torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """Return the losses of whole samples as Megatron's schedules take them, with the report.
+
+        That is their sum and their number; ranks that share sequences have all losses in common,
+        and the part of the gradient that is by their own tokens.
+        """
+        count = torch.tensor(len(losses), dtype=torch.int32, device=losses.device)
+        dims = self.setup.dims
+        if dims.cp == 1:
+            return losses.sum(), count, report
+        if self.options.calculate_per_token_loss:
+            return losses.sum(), count * (dims.cp_rank == 0), report
+        return losses.mean(), report  # Megatron multiplies the only number by the ranks
+
     @property
     @abstractmethod
     def metrics(self) -> Sequence[Metric]:
@@ -234,7 +264,7 @@ class Trainer(ABC):
         dims = self.setup.dims
         if not self.options.balance_packs:
             return None
-        if not self.splits_sequences:
+        if not self.balances_rows:
             raise ConfigError(
                 f"--balance-packs: --stage {self.options.stage} packs no rows: drop it"
             )
@@ -385,10 +415,7 @@ class Trainer(ABC):
         here, padding = device.current(), PaddingWatch(self.context_split)
         # A thread starts on the first device of the machine, where its pinned memory would be.
         return Prefetcher(
-            (
-                _pinned(padding.watch(self.context_split.split(self.collate(few))))
-                for few in samples
-            ),
+            (_pinned(padding.watch(self.split(self.collate(few)))) for few in samples),
             begin=partial(here.set_index, here.index()),
         )
 

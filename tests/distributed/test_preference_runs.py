@@ -4,29 +4,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.llm.preferences import (
-    EOS,
     KTO_BATCH,
     SIZES,
+    VERDICTS,
     VOCABULARY,
     make_pairs,
+    make_steps,
     make_unpaired,
     save_llama,
     settings,
-    write_columns,
     write_pairs,
+    write_steps,
     write_unpaired,
 )
 from tests.ranks import RankFailed, run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint, train
-
-PLACEHOLDER, VERDICTS = 7, (50, 3)
-"""The first verdict is the first token of a shard of two."""
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +68,6 @@ def test_a_resumed_run_is_bit_exact(
     assert all(torch.equal(values, other[name]) for name, values in one.items())
 
 
-def make_steps(count: int) -> list[tuple[list[int], list[int]]]:
-    """Return ids and labels of solutions; the last token is a placeholder with its verdict."""
-    generator = np.random.default_rng(5)
-    solutions = []
-    for _ in range(count):
-        ids, labels = [], []
-        for _ in range(int(generator.integers(1, 4))):
-            step = generator.integers(8, EOS, int(generator.integers(2, 6))).tolist()
-            ids += [*step, PLACEHOLDER]
-            labels += [-100] * len(step) + [VERDICTS[int(generator.integers(0, 2))]]
-        solutions.append((ids, labels))
-    return solutions
-
-
 def plain_prm(model: str, solutions: list[tuple[list[int], list[int]]], steps: int) -> list[float]:
     """Train with transformers and torch only; return the losses."""
     from transformers import LlamaForCausalLM
@@ -112,16 +95,14 @@ def plain_prm(model: str, solutions: list[tuple[list[int], list[int]]], steps: i
     [
         (1, {"variable_seq_lengths": True}),
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"context_parallel_size": 2, "variable_seq_lengths": True}),
     ],
 )
 def test_process_rewards_are_those_of_a_plain_loop(
     folder: Path, tmp_path: Path, world: int, layout: dict[str, Any]
 ) -> None:
     solutions = make_steps(20)
-    ids, labels = map(list, zip(*solutions))
-    masks = [[1] * len(row) for row in ids]
-    columns = {"input_ids": ids, "attention_mask": masks, "labels": labels}
-    data = write_columns(tmp_path / "steps", columns)
+    data = write_steps(tmp_path / "steps", solutions)
     values = settings(str(folder / "hf"), data, tmp_path, stage="prm", **layout)
     run_ranks(train, world, values)
     expected = plain_prm(str(folder / "hf"), solutions, 10)

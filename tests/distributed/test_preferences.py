@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,7 @@ STAGES: dict[str, dict[str, Any]] = {
 NAMES = {"loss": "lm loss", "grad_norm": "grad norm"}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 VARIABLE = {"variable_seq_lengths": True}
 SP = {"sequence_parallel": True}
 
@@ -65,13 +67,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> _Tiny:
     return _Tiny(tmp_path_factory.mktemp("preferences"))
 
 
+LN2 = float(np.float32(np.log(2)))
+
+
 def check_steps(log_file: str, name: str, tolerance: float = 1e-5) -> None:
     lines = list(map(json.loads, Path(log_file).read_text().splitlines()))
+    if name == "dpo":
+        assert lines[0]["lm loss"] == LN2
     for key, expected in TRL[name]["steps"].items():
         found = [line[NAMES.get(key, key)] for line in lines]
         if key == "rewards/accuracies" and name.startswith("dpo"):
-            # At first all rewards are 0, but for rounding.
-            assert lines[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+            assert lines[0]["rewards/margins"] == 0.0, "policy and reference are the same"
             found, expected = found[1:], expected[1:]
         assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), key
 
@@ -138,6 +144,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "tp 2, padded vocabulary": (2, TP2 | {"linear_cross_entropy": True}),
     "pp 2, concatenated": (2, PP2 | VARIABLE),
+    "cp 2": (2, CP2),
+    "cp 2 tp 2 sp, concatenated": (4, CP2 | TP2 | VARIABLE | {"sequence_parallel": True}),
     "vpp 2": (2, PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
     "tp 2 pp 2 sp, concatenated, recompute": (
         4,
@@ -167,6 +175,10 @@ OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "kto, dp 2": ("kto", 2, {"micro_batch_size": 1}),
     "kto, pp 2": ("kto", 2, PP2),
     "orm, tp 2 pp 2 sp": ("orm", 4, TP2 | PP2 | SP),
+    "simpo, cp 2, concatenated": ("simpo", 2, CP2 | VARIABLE | {"micro_batch_size": 2}),
+    "kto, cp 2, concatenated": ("kto", 2, CP2 | VARIABLE),
+    "orm, cp 2": ("orm", 2, CP2),
+    "orm, cp 2, concatenated": ("orm", 2, CP2 | VARIABLE | {"micro_batch_size": 2}),
     "orm, concatenated": ("orm", 1, {"micro_batch_size": 2, **VARIABLE}),
 }
 
@@ -179,7 +191,9 @@ def test_other_stages_have_the_numbers_of_trl(tiny: _Tiny, tmp_path: Path, name:
     check_steps(values["log_file"], stage)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, PP2 | VARIABLE), (2, {"micro_batch_size": 1})])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, PP2 | VARIABLE), (2, {"micro_batch_size": 1}), (2, CP2)]
+)
 def test_precomputed_log_probs_are_those_of_the_reference(
     tiny: _Tiny, tmp_path: Path, world: int, layout: dict[str, Any]
 ) -> None:

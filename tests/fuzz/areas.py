@@ -273,6 +273,15 @@ def _mm_saved(draw: Draw) -> Case:
     return Case(command, (), {path: content}, check)
 
 
+def _preferences(draw: Draw) -> Case:
+    if draw(st.booleans()):
+        path = "raw/pairs.jsonl"
+        return Case("posttrain dpo", (), {path: draw.damage(path)})
+    path = draw.find("cache/reference/*.npy")
+    content = draw.flip(path) if draw(st.booleans()) else draw.damage(path)
+    return Case("posttrain dpo", (), {path: content}, "numbers")
+
+
 def _other(draw: Draw) -> Case:
     if draw(st.booleans()):
         return Case("plot", (), {"saved/log.jsonl": draw.damage("saved/log.jsonl")})
@@ -323,6 +332,7 @@ AREAS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "data of mm": (4, _mm_data),
     "weights of mm": (3, _mm_weights),
     "checkpoint of mm": (4, _mm_saved),
+    "preferences": (4, _preferences),
     "logs and prompts": (2, _other),
     "command lines": (12, _flags),
 }

@@ -14,6 +14,9 @@ from mindspeed_llm.data.indexed import TokenWriter
 VOCABULARY, EOS = 99, 98
 """Odd, so that tensor parallelism pads it; two ranks have 50 tokens each."""
 FIRST_OF_SHARD = 50
+PLACEHOLDER, VERDICTS = 7, (FIRST_OF_SHARD, 3)
+Solution = tuple[list[int], list[int]]
+"""The ids and labels of a solution whose steps have verdicts."""
 BATCH, KTO_BATCH, STEPS = 2, 4, 10
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -66,6 +69,20 @@ def make_unpaired(count: int = KTO_BATCH * STEPS) -> list[Judged]:
     return [Judged(p.prompt, p.chosen, label) for p, label in zip(pairs, labels)]
 
 
+def make_steps(count: int) -> list[Solution]:
+    """Return ids and labels of solutions; the last token is a placeholder with its verdict."""
+    generator = np.random.default_rng(5)
+    solutions = []
+    for _ in range(count):
+        ids, labels = [], []
+        for _ in range(int(generator.integers(1, 4))):
+            step = generator.integers(8, EOS, int(generator.integers(2, 6))).tolist()
+            ids += [*step, PLACEHOLDER]
+            labels += [-100] * len(step) + [VERDICTS[int(generator.integers(0, 2))]]
+        solutions.append((ids, labels))
+    return solutions
+
+
 def save_llama(folder: Path, kind: str = "LlamaForCausalLM", seed: int = 0) -> str:
     """Save a random llama; `kind` is LlamaForCausalLM or LlamaForSequenceClassification."""
     import torch
@@ -104,6 +121,13 @@ def write_unpaired(prefix: Path, samples: Sequence[Judged]) -> str:
         "desirable": [[int(one.label)] for one in samples],
     }
     return write_columns(prefix, columns)
+
+
+def write_steps(prefix: Path, solutions: Sequence[Solution]) -> str:
+    """Write solutions with verdicts as preprocessing does."""
+    ids, labels = ([list(row) for row in rows] for rows in zip(*solutions))
+    masks = [[1] * len(row) for row in ids]
+    return write_columns(prefix, {"input_ids": ids, "attention_mask": masks, "labels": labels})
 
 
 def write_columns(prefix: Path, columns: dict[str, list[list[int]]]) -> str:

@@ -290,6 +290,22 @@ CACHES = (
         _cached("data/*/*input_ids*.idx", files.array_of_objects),
     ),
     Payload(
+        "a pickle as log-probabilities of the reference",
+        ("cache",),
+        "",
+        ("posttrain dpo",),
+        _cached("reference/*.npy", files.put_in_place_of),
+        is_harmless=True,
+    ),
+    Payload(
+        "objects as log-probabilities of the reference",
+        ("cache",),
+        "",
+        ("posttrain dpo",),
+        _cached("reference/*.npy", files.array_of_objects),
+        is_harmless=True,
+    ),
+    Payload(
         "a pickle as summary kept from before",
         ("cache",),
         "summary.json",

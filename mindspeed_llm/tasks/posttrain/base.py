@@ -7,6 +7,7 @@ from typing import ClassVar
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.instruction import InstructionData, open_stream, split_weights
 from mindspeed_llm.data.stream import SampleStream
+from mindspeed_llm.tasks.posttrain.rows import Rows
 from mindspeed_llm.training.trainer import Batch, Part, Trainer
 
 __all__ = ["BaseTrainer", "Batch"]
@@ -35,6 +36,13 @@ class BaseTrainer(Trainer):
     @abstractmethod
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
         """Set the length of rows and how they are padded, from the data sets."""
+
+    def make_rows(self, data: Sequence[InstructionData]) -> Rows:
+        """Derive how the sequences of a micro-batch become rows."""
+        rows = Rows.of(self.options, self.setup.shape, data)
+        if rows.kind == "concatenated":
+            self.expect_documents()
+        return rows
 
     def open_part(self, part: Part) -> SampleStream:
         """Open a share of the samples."""

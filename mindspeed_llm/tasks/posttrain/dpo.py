@@ -89,7 +89,7 @@ class DPOTrainer(LogProbTrainer, ReferenceTrainer):
         shape = (sum(map(len, self._data)), 2)
         table = torch.full(shape, -torch.inf, device=device.current().torch_device)
         for step in self._steps_in_order():
-            found = self.reference_log_probs([self.collate(samples) for samples in step])
+            found = self.reference_log_probs([self.split(self.collate(few)) for few in step])
             for samples, values in zip(step, found):
                 table[[int(sample["number"]) for sample in samples]] = torch.stack(
                     [*Pairs.of(values)], 1

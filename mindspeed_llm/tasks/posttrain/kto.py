@@ -17,7 +17,6 @@ from mindspeed_llm.losses.next_token import LM_LOSS
 from mindspeed_llm.losses.preference import LOG_PROBS, REWARDS
 from mindspeed_llm.tasks.posttrain.base import Batch
 from mindspeed_llm.tasks.posttrain.reference import REFERENCE, ReferenceTrainer
-from mindspeed_llm.tasks.posttrain.rows import Rows
 from mindspeed_llm.training.trainer import Part
 
 MISMATCHED = "mismatched_"
@@ -33,6 +32,7 @@ class KTOTrainer(ReferenceTrainer):
 
     handler = "SharegptStyleKTOHandler"
     data_kind: ClassVar[str] = "kto"
+    splits_sequences = True
 
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
         """Derive the length of rows."""
@@ -41,7 +41,7 @@ class KTOTrainer(ReferenceTrainer):
                 "--global-batch-size 1: KTO pairs each prompt with the completion of another "
                 "sample of the step: give 2 or more"
             )
-        self.rows = Rows.of(self.options, self.setup.shape, data)
+        self.rows = self.make_rows(data)
 
     def open_part(self, part: Part) -> SampleStream:
         """Open a share of the samples, each with the completion of another."""
@@ -65,12 +65,14 @@ class KTOTrainer(ReferenceTrainer):
         batch = self.rows.collate(own) | {"is_desirable": desirable}
         return batch | {MISMATCHED + name: values for name, values in mismatched.items()}
 
+    def split(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the share of this rank, of the samples and of the mismatched ones."""
+        own, others = super().split(batch), super().split(_mismatched(batch))
+        return own | {MISMATCHED + name: values for name, values in others.items()}
+
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:
         """Add the reference's log-probabilities, and how far the policy is from it."""
-        others = [
-            {k.removeprefix(MISMATCHED): v for k, v in batch.items() if k.startswith(MISMATCHED)}
-            for batch in batches
-        ]
+        others = [_mismatched(batch) for batch in batches]
         reference = self.reference_log_probs(others)
         policy = self.sequence_log_probs(self.primary, others)
         batches = self.with_reference(batches)
@@ -88,7 +90,7 @@ class KTOTrainer(ReferenceTrainer):
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
         """Sum the losses of completions; Megatron divides by their number."""
         options, is_desirable = self.options, batch["is_desirable"]
-        sums, _ = sequence_log_probs(output_tensor, batch)
+        sums, _ = sequence_log_probs(output_tensor, batch, self.context_group)
         ratios, divergence = sums - batch[REFERENCE], batch[DIVERGENCE][0]
         losses = kto_loss(
             ratios,
@@ -109,7 +111,7 @@ class KTOTrainer(ReferenceTrainer):
             for name, values in ((REWARDS, options.kto_beta * ratios), (LOG_PROBS, sums)):
                 total = (values.detach() * weight).sum()
                 report[name[number]] = torch.stack([total, weight.sum()])
-        return losses.sum(), count.to(torch.int32), report
+        return self.sum_of_losses(losses, report)
 
     def _mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean over the micro-batches of all data-parallel ranks."""
@@ -149,6 +151,11 @@ class MismatchedStream(SampleStream):
         ids = np.concatenate([prompt, completion])[: self._limit]
         labels = np.where(np.arange(len(ids)) < len(prompt), IGNORE_INDEX, ids)
         return {**sample, f"{MISMATCHED}input_ids": ids, f"{MISMATCHED}labels": labels}
+
+
+def _mismatched(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the mismatched samples of a micro-batch, named as its own."""
+    return {k.removeprefix(MISMATCHED): v for k, v in batch.items() if k.startswith(MISMATCHED)}
 
 
 def _prompt_length(sample: Sample) -> int:

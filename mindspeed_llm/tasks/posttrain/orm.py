@@ -8,6 +8,7 @@ import torch
 from mindspeed.config import ConfigError
 from mindspeed.training.metrics import Metric
 from mindspeed_llm.data.stream import Sample
+from mindspeed_llm.losses.log_probs import sequence_sums
 from mindspeed_llm.losses.next_token import LM_LOSS
 from mindspeed_llm.losses.preference import (
     REWARDS,
@@ -40,7 +41,7 @@ class ORMTrainer(PairwiseTrainer):
         return self.setup.shape.with_value_head()
 
     def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-        """Pad or concatenate the sequences of pairs, and note the last token of each."""
+        """Pad or concatenate the sequences of pairs, and mark the last token of each."""
         batch = super().collate(samples)
         lengths = torch.tensor(
             [len(pair[f"{side}_input_ids"]) for side in ("chosen", "rejected") for pair in samples]
@@ -50,7 +51,9 @@ class ORMTrainer(PairwiseTrainer):
             if "cu_seqlens" in batch
             else (torch.arange(len(lengths)) * batch["tokens"].shape[1])
         )
-        return batch | {"last_tokens": starts + lengths - 1}
+        is_last = torch.zeros_like(batch["loss_mask"])
+        is_last.view(-1)[starts + lengths - 1] = 1
+        return batch | {"is_last": is_last}
 
     @property
     def metrics(self) -> Sequence[Metric]:
@@ -63,9 +66,10 @@ class ORMTrainer(PairwiseTrainer):
 
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
         """Sum the losses of pairs; Megatron divides by their number."""
-        rewards = Pairs.of(output_tensor.flatten()[batch["last_tokens"]].float())
+        values = output_tensor.squeeze(-1).float().masked_fill(batch["is_last"] == 0, 0.0)
+        rewards = Pairs.of(sequence_sums(values, batch, self.context_group))
         losses = reward_loss(rewards)
         report = report_rewards(rewards.map(torch.Tensor.detach))
         report[ACCURACY] = report.pop(REWARDS[3])
         report |= {LM_LOSS: sum_and_count(losses), "tokens": batch["real_tokens"]}
-        return losses.sum(), losses.new_tensor(len(losses), dtype=torch.int32), report
+        return self.sum_of_losses(losses, report)

@@ -22,7 +22,6 @@ from mindspeed_llm.losses.preference import (
     sum_and_count,
 )
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
-from mindspeed_llm.tasks.posttrain.rows import Rows
 
 COMPLETION_LOSS = "sft loss"
 
@@ -32,10 +31,11 @@ class PairwiseTrainer(BaseTrainer):
 
     handler = "AlpacaStylePairwiseHandler"
     data_kind: ClassVar[str] = "pairwise"
+    splits_sequences = True
 
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
         """Derive the length of rows."""
-        self.rows = Rows.of(self.options, self.setup.shape, data)
+        self.rows = self.make_rows(data)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class LogProbTrainer(PairwiseTrainer):
 
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
         """Sum the losses of pairs; Megatron divides by their number."""
-        sums, counts = map(Pairs.of, sequence_log_probs(output_tensor, batch))
+        sums, counts = map(Pairs.of, sequence_log_probs(output_tensor, batch, self.context_group))
         losses, rewards = self.pair_losses(batch, sums, counts)
         shown = sums.map(torch.div, counts) if self.is_mean else sums
         report = report_rewards(rewards) | report_log_probs(shown)
@@ -74,8 +74,4 @@ class LogProbTrainer(PairwiseTrainer):
             report[COMPLETION_LOSS] = sum_and_count(completions)
             losses = losses + self.options.pref_ftx * completions
         report |= {LM_LOSS: sum_and_count(losses), "tokens": batch["real_tokens"]}
-        return (
-            losses.sum(),
-            torch.tensor(len(losses), dtype=torch.int32, device=losses.device),
-            report,
-        )
+        return self.sum_of_losses(losses, report)

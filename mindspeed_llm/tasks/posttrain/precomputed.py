@@ -18,6 +18,8 @@ from mindspeed_llm.training.options import TrainOptions
 
 logger = logging.getLogger(__name__)
 
+DIGEST = hashlib.sha256().digest_size
+
 
 def table_path(options: TrainOptions, data: Sequence[InstructionData]) -> Path:
     """Return the file that is named after all that decides what is in it."""
@@ -37,13 +39,8 @@ def read_table(path: Path, shape: tuple[int, int]) -> Array | None:
     """Return what the first rank finds in the file, on every rank; None if it is not there."""
     found: list[Array | None] = [None]
     if torch.distributed.get_rank() == 0 and path.is_file():
-        try:
-            table = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            table = np.zeros(0)
-        is_whole = table.shape == shape and table.dtype == np.float32
-        if is_whole and np.isfinite(table).all():
-            found = [table]
+        found = [parse_table(path.read_bytes(), shape)]
+        if found[0] is not None:
             logger.info("the reference's log-probabilities are those of %s", path)
         else:
             logger.warning("%s: is damaged, and computed again", path)
@@ -55,13 +52,34 @@ def write_table(path: Path, table: Array) -> None:
     """Keep a table for later runs; the first rank writes."""
     if torch.distributed.get_rank() != 0:
         return
-    content = io.BytesIO()
-    np.save(content, table, allow_pickle=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, content.getvalue())
+        atomic_write(path, serialize_table(table))
         logger.info(
             "the reference's log-probabilities of %d pairs are kept in %s", len(table), path
         )
     except OSError as error:  # they are only computed again
         logger.warning("%s: cannot be written (%s)", path, error.strerror)
+
+
+def serialize_table(table: Array) -> bytes:
+    """Return a .npy file followed by its digest, which numpy does not look at."""
+    content = io.BytesIO()
+    np.save(content, table, allow_pickle=False)
+    return content.getvalue() + hashlib.sha256(content.getvalue()).digest()
+
+
+def parse_table(content: bytes, shape: tuple[int, int]) -> Array | None:
+    """Return the table of a file; None if anything of it is not as it was written.
+
+    The header can only be that of this shape, so that nothing in the file is interpreted.
+    """
+    empty = np.zeros(shape, np.float32)
+    whole = serialize_table(empty)
+    header = whole[: len(whole) - DIGEST - empty.nbytes]
+    body, digest = content[:-DIGEST], content[-DIGEST:]
+    if len(content) != len(whole) or not body.startswith(header):
+        return None
+    table: Array = np.frombuffer(body, np.float32, offset=len(header)).reshape(shape)
+    is_whole = hashlib.sha256(body).digest() == digest
+    return table if is_whole and np.isfinite(table).all() else None

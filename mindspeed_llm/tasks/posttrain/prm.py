@@ -13,7 +13,6 @@ from mindspeed_llm.data.stream import Sample
 from mindspeed_llm.losses.next_token import LM_LOSS
 from mindspeed_llm.losses.reward_tokens import select_tokens, verdict_losses
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
-from mindspeed_llm.tasks.posttrain.rows import Rows
 
 ACCURACY = "accuracy"
 
@@ -26,10 +25,11 @@ class PRMTrainer(BaseTrainer):
     """
 
     handler = "AlpacaStyleProcessRewardHandler"
+    splits_sequences = True
 
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
         """Derive the length of rows, and the tokens that are verdicts."""
-        self.rows = Rows.of(self.options, self.setup.shape, data)
+        self.rows = self.make_rows(data)
         self.verdicts = self._find_verdicts(data)
 
     @property
@@ -56,14 +56,20 @@ class PRMTrainer(BaseTrainer):
         logits = select_tokens(output_tensor.flatten(0, 1)[is_step], self._verdict_ids)
         labels = batch["labels"].flatten()[is_step]
         losses, is_right = verdict_losses(logits, labels, self._verdict_ids)
-        count = losses.new_tensor(len(losses))
+        total, count, ranks = losses.sum(), losses.new_tensor(len(losses)), self.setup.dims.cp
+        # Of a sequence that is split this rank has a part of the steps, as of tokens in SFT.
+        everywhere = losses.new_tensor(float(batch["trained_tokens"])) if ranks > 1 else count
         report = {
-            LM_LOSS: torch.stack([losses.detach().sum(), count]),
+            LM_LOSS: torch.stack([total.detach() * ranks, everywhere]),
             ACCURACY: torch.stack([is_right.float().sum(), count]),
             "tokens": batch["real_tokens"],
         }
         # A micro-batch without steps counts as one step of loss 0.
-        return losses.sum(), count.clamp(min=1).to(torch.int32), report
+        if ranks == 1:
+            return total, count.clamp(min=1).to(torch.int32), report
+        if self.options.calculate_per_token_loss:
+            return total, count.to(torch.int32), report
+        return total / everywhere.clamp(min=1), report
 
     @cached_property
     def _verdict_ids(self) -> torch.Tensor:

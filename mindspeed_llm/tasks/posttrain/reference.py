@@ -69,9 +69,10 @@ class ReferenceTrainer(BaseTrainer):
         context: AbstractContextManager[None] | None = None,
     ) -> list[torch.Tensor]:
         """Return a model's log-probabilities of all sequences, on the last stage."""
+        group = self.context_group
         with context or nullcontext():
             return self.collect(
-                model, batches, lambda batch, losses: sequence_log_probs(losses, batch)[0]
+                model, batches, lambda batch, losses: sequence_log_probs(losses, batch, group)[0]
             )
 
     def with_reference(self, batches: list[Batch]) -> list[Batch]:

@@ -27,8 +27,13 @@ class TextScores:
         self._tokenizer = Tokenizer.from_str(facts.backend)
         self._stop_ids = stop_ids
         self._function: RewardFunction | None = None
-        if is_scoring_rank():
-            self._function = RewardFunction(function, timeout)
+        error: ConfigError | None = None
+        try:
+            if is_scoring_rank():
+                self._function = RewardFunction(function, timeout)
+        except ConfigError as caught:
+            error = caught
+        raise_on_all(error)
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float] | None:
         """Return the rewards."""

@@ -19,6 +19,7 @@ class SFTTrainer(BaseTrainer):
     """Trains on samples whose labels mark the tokens that are trained."""
 
     splits_sequences = True
+    balances_rows = True
 
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
         """Derive the length of rows, and whether they hold several samples."""

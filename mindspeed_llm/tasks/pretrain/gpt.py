@@ -29,6 +29,7 @@ class PretrainTrainer(Trainer):
 
     handler = PRETRAIN
     splits_sequences = True
+    balances_rows = True
 
     def configure_from_data(self) -> None:
         """Check the token files against the model."""
