@@ -179,6 +179,14 @@ CALLS: dict[str, Callable[[], Call]] = {
         (_random(3, 8, grad=True), _random(3, 8, grad=True) + 1, _random(8, grad=True)),
         {},
     ),
+    "merge_attention:merge_attention": lambda: (
+        (_random(3, 1, 2, 4), _random(1, 2, 3), _random(2, 1, 2, 4), _random(1, 2, 2)),
+        {"rows": torch.tensor([2, 0])},
+    ),
+    "merge_attention:add_rows": lambda: (
+        (_random(3, 4), _random(2, 4)),
+        {"rows": torch.tensor([2, 0])},
+    ),
     "partial_attention:partial_attention": lambda: (
         tuple(_random(1, 3, 2, 4) for _ in range(3)),
         {"scale": 0.5},

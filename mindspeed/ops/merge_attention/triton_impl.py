@@ -1,0 +1,147 @@
+"""merge_attention and add_rows in Triton: every element is read once and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mindspeed.ops.launch import launch
+from mindspeed.ops.merge_attention import reference
+
+# A program updates one head of some rows, or a range of columns of some rows: 4096 elements.
+TILE, BLOCK_COLUMNS, NUM_WARPS = 4096, 512, 4
+
+
+@torch.no_grad()
+def merge_attention(
+    out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None = None
+) -> None:
+    """Merge the attention of some queries to more keys into `out` and `lse`."""
+    if torch.float64 in (out.dtype, part.dtype) or out.stride(-1) != 1 or part.stride(-1) != 1:
+        reference.merge_attention(out, lse, part, part_lse, rows)
+        return
+    num_rows, batch, heads, head_dim = part.shape
+    block_d = triton.next_power_of_2(head_dim)
+    block_rows = max(1, TILE // block_d)
+    if part.numel():
+        launch(
+            _merge_attention,
+            (triton.cdiv(num_rows, block_rows), batch * heads),
+            out,
+            lse,
+            part,
+            part_lse,
+            rows,
+            num_rows,
+            heads,
+            head_dim,
+            *out.stride()[:3],
+            *lse.stride(),
+            *part.stride()[:3],
+            *part_lse.stride(),
+            BLOCK_R=block_rows,
+            BLOCK_D=block_d,
+            num_warps=NUM_WARPS,
+        )
+
+
+@torch.no_grad()
+def add_rows(total: Tensor, x: Tensor, rows: Tensor | None = None) -> None:
+    """Add `x` to some rows of `total`."""
+    if rows is None or not total.is_contiguous() or total.dtype == torch.float64:
+        reference.add_rows(total, x, rows)
+        return
+    x = x.contiguous()
+    num_columns = total[:1].numel()
+    if x.numel():
+        block_rows = TILE // BLOCK_COLUMNS
+        grid = triton.cdiv(len(x), block_rows), triton.cdiv(num_columns, BLOCK_COLUMNS)
+        launch(
+            _add_rows,
+            grid,
+            total,
+            x,
+            rows,
+            len(x),
+            num_columns,
+            BLOCK_R=block_rows,
+            BLOCK_C=BLOCK_COLUMNS,
+            num_warps=NUM_WARPS,
+        )
+
+
+@triton.jit
+def _merge_attention(
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    rows_ptr,
+    num_rows,
+    num_heads,
+    head_dim,
+    out_stride_s,
+    out_stride_b,
+    out_stride_n,
+    lse_stride_b,
+    lse_stride_n,
+    lse_stride_s,
+    part_stride_s,
+    part_stride_b,
+    part_stride_n,
+    part_lse_stride_b,
+    part_lse_stride_n,
+    part_lse_stride_s,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row = at < num_rows
+    row = at
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + at, mask=is_row, other=0)
+    b = (tl.program_id(1) // num_heads).to(tl.int64)
+    n = (tl.program_id(1) % num_heads).to(tl.int64)
+    lse_ptrs = lse_ptr + b * lse_stride_b + n * lse_stride_n + row * lse_stride_s
+    part_lse_ptrs = part_lse_ptr + b * part_lse_stride_b + n * part_lse_stride_n
+    lse1 = tl.load(lse_ptrs, mask=is_row, other=0.0)
+    lse2 = tl.load(part_lse_ptrs + at * part_lse_stride_s, mask=is_row, other=0.0)
+    largest = tl.maximum(lse1, lse2)
+    # Without keys so far and now, both are -inf: subtract something finite.
+    finite = tl.where(largest == float("-inf"), 0.0, largest)
+    share, rest = tl.exp(lse1 - finite), tl.exp(lse2 - finite)
+    total = share + rest
+    inverse = 1.0 / tl.where(total > 0.0, total, 1.0)
+    tl.store(lse_ptrs, tl.log(total) + finite, mask=is_row)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = is_row[:, None] & (offs_d < head_dim)
+    out_ptrs = out_ptr + b * out_stride_b + n * out_stride_n
+    out_ptrs += row[:, None] * out_stride_s + offs_d
+    part_ptrs = part_ptr + b * part_stride_b + n * part_stride_n
+    part_ptrs += at[:, None] * part_stride_s + offs_d
+    before = tl.load(out_ptrs, mask=mask, other=0.0)
+    part = tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
+    merged = before * (share * inverse)[:, None] + part * (rest * inverse)[:, None]
+    tl.store(out_ptrs, merged, mask=mask)
+
+
+@triton.jit
+def _add_rows(
+    total_ptr,
+    x_ptr,
+    rows_ptr,
+    num_rows,
+    num_columns,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    mask = (at < num_rows)[:, None] & (columns < num_columns)
+    row = tl.load(rows_ptr + at, mask=at < num_rows, other=0)
+    total_ptrs = total_ptr + row[:, None] * num_columns + columns
+    x = tl.load(x_ptr + at[:, None] * num_columns + columns, mask=mask, other=0.0)
+    total = tl.load(total_ptrs, mask=mask, other=0.0)
+    tl.store(total_ptrs, total + x.to(total.dtype), mask=mask)
