@@ -3,10 +3,11 @@
     python benchmarks/bench_context_parallel.py [--quick] [--tokens 32768 131072] [--ranks 4 8]
 
 Efficiency is the time of one whole causal attention divided by the sum of what all ranks compute,
-forward and backward, without communication: 1 if splitting were free. The merge of partial results
-is part of that sum, and its share is printed on its own. Packed documents are compared with the
-same documents unsplit. Heads are those of an 8B model: 32 query heads, 8 key heads of 128,
-bfloat16. Before anything is timed, the ranks' outputs are compared with the whole ones.
+forward and backward, without communication: 1 if splitting were free. Packed documents are compared
+with the same documents unsplit. A profiled run shows where the time goes: attention (and that of
+the unsplit run), merge of partial results, sums of gradients, copies, an idle device (the host is
+too slow), and how many kernels were launched. Heads are those of an 8B model: 32 query heads, 8 key
+heads of 128, bfloat16. Before anything is timed, the outputs are compared with the whole ones.
 """
 
 import argparse
@@ -19,21 +20,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from played_ring import PlayedRing
 from record import record
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from mindspeed import device
 from mindspeed.ops.fusion_attention import sdpa
 from mindspeed.parallel.context.blocks import CAUSAL, Spans
 from mindspeed.parallel.context.layout import Layout
-from mindspeed.parallel.context.merge import (
-    Gradients,
-    Inputs,
-    MergedOutput,
-    Rule,
-    attend,
-    zeros_like,
-)
-from mindspeed.parallel.context.ring import Schedule
+from mindspeed.parallel.context.rule import Rule
 from mindspeed.te.pytorch.attention.core import Documents, Softmax, attend_documents
 from mindspeed.te.pytorch.attention.masks import MaskRule
 
@@ -41,6 +37,24 @@ HEADS, GROUPS, HEAD = 32, 8, 128
 SCALE = HEAD**-0.5
 BARS = {(131072, 4): 0.93, (131072, 8): 0.93, (32768, 4): 0.85}
 PACKED_BAR, MERGE_BAR = 0.80, 0.03
+# Words in the names of kernels: the attention of every backend, the merge of partial results, the
+# sums of gradients. The rest are copies: gathered rows, casts, zeros.
+PARTS = {
+    "merge": ("merge_attention", "logaddexp"),
+    "sums": ("add_rows", "index_add"),
+    "attention": (
+        "flash",
+        "fmha",
+        "cudnn",
+        "cutlass",
+        "attn",
+        "attention",
+        "sdpa",
+        "bmm",
+        "softmax",
+        "exp",
+    ),
+}
 TOLERANCE = 1e-2  # of bfloat16 outputs that were rounded once more
 
 
@@ -55,53 +69,21 @@ class Split:
         rows = bounds[-1]
         self.whole = [torch.randn(rows, 1, n, head, **make) for n in (num_heads, groups, groups)]
         self.grad = torch.randn(rows, 1, num_heads, head, **make)
-        self.shards = [self._shard(rank) for rank in range(ranks)]
+        q, *kv, grad = ([self.layout.shard(x, r) for r in range(ranks)] for x in self._tensors)
+        self.shards, self.blocks = list(zip(q, grad)), [list(block) for block in zip(*kv)]
 
-    def _shard(self, rank):
-        return [self.layout.shard(x, rank) for x in (*self.whole, self.grad)]
+    @property
+    def _tensors(self):
+        return *self.whole, self.grad
 
     def ranks(self):
         """Run forward and backward of all ranks, and return their outputs."""
-        return [self._rank(rank) for rank in range(len(self.shards))]
-
-    def _rank(self, rank):
-        q, _, v, grad = self.shards[rank]
-        inputs, merged = Inputs(q), MergedOutput(q, v.shape[-1])
-        for kv, calls in self._steps(rank, inputs):
-            for call in calls:
-                merged.add(call.q, *attend(self.rule, inputs, *kv, call))
-        out, lse = merged.result()
-        grads = Gradients(inputs, grad, out, lse)
-        for kv, calls in self._steps(rank, inputs):
-            dkv = [zeros_like(x) for x in kv]
-            for call in calls:
-                grads.add(self.rule, kv, dkv, call)
-        return out
-
-    def _steps(self, rank, inputs):
-        schedule = Schedule(len(self.shards))
-        for step in range(schedule.size):
-            source = schedule.source(rank, step)
-            ranges = self.layout.ranges[rank], self.layout.ranges[source]
-            yield self.shards[source][1:3], list(self.rule.calls(*ranges, inputs))
-
-    def merges(self):
-        """Return what merges the partial results of all ranks, which are computed here."""
-        parts = []
-        for rank, (q, *_) in enumerate(self.shards):
-            inputs = Inputs(q)
-            steps = self._steps(rank, inputs)
-            calls = [(kv, call) for kv, calls in steps for call in calls]
-            parts.append([(call.q, *attend(self.rule, inputs, *kv, call)) for kv, call in calls])
-
-        def run():
-            for (q, _, v, _), results in zip(self.shards, parts):
-                merged = MergedOutput(q, v.shape[-1])
-                for result in results:
-                    merged.add(*result)
-                merged.result()
-
-        return run
+        ring, outs = PlayedRing(self.layout, self.blocks), []
+        for rank, (q, grad) in enumerate(self.shards):
+            out = ring.attend(q.detach().requires_grad_(), rank, self.rule)
+            out.backward(grad)
+            outs.append(out.detach())
+        return outs
 
     def unsplit(self):
         """Run forward and backward of the whole sequence, and return the output."""
@@ -153,11 +135,33 @@ def seconds(functions, repeats):
     return [statistics.median(found) for found in times]
 
 
+def parts(function):
+    """Return the milliseconds of one run by part of the step, and the number of launches.
+
+    On an accelerator these are the times of its kernels; on a cpu those of torch's operators.
+    """
+    on_device = device.current().name != "cpu"
+    found = dict.fromkeys((*PARTS, "copies"), 0.0)
+    activities = [ProfilerActivity.CUDA] if on_device else [ProfilerActivity.CPU]
+    with profile(activities=activities) as run:
+        function()
+        device.current().synchronize()
+    launches = 0
+    for event in run.events():
+        if on_device and event.device_type == DeviceType.CPU:
+            continue
+        name, launches = event.name.lower(), launches + 1
+        part = next((p for p, words in PARTS.items() if any(w in name for w in words)), "copies")
+        found[part] += (event.device_time if on_device else event.self_cpu_time_total) / 1e3
+    return found, launches
+
+
 def measure(name, bounds, ranks, repeats, heads):
     """Return one row of the table."""
     split = Split(bounds, ranks, device.current().torch_device, heads)
     split.check()
-    whole, parts, merge = seconds([split.unsplit, split.ranks, split.merges()], repeats)
+    whole, split_time = (x * 1e3 for x in seconds([split.unsplit, split.ranks], repeats))
+    (alone, _), (found, launches) = parts(split.unsplit), parts(split.ranks)
     tokens = bounds[-1]
     bar = PACKED_BAR if name == "packed" else BARS.get((tokens, ranks), "")
     return {
@@ -165,11 +169,16 @@ def measure(name, bounds, ranks, repeats, heads):
         "tokens": tokens,
         "documents": len(bounds) - 1,
         "ranks": ranks,
-        "whole_ms": f"{whole * 1e3:.2f}",
-        "ranks_ms": f"{parts * 1e3:.2f}",
-        "efficiency": f"{whole / parts:.3f}",
+        "whole_ms": f"{whole:.2f}",
+        "ranks_ms": f"{split_time:.2f}",
+        "efficiency": f"{whole / split_time:.3f}",
         "bar": bar,
-        "merge_share": f"{merge / parts:.4f}",
+        "merge_share": f"{found['merge'] / split_time:.4f}",
+        "merge_bar": MERGE_BAR,
+        "whole_attention_ms": f"{alone['attention']:.2f}",
+        **{f"{part}_ms": f"{found[part]:.2f}" for part in found},
+        "idle_ms": f"{max(0.0, split_time - sum(found.values())):.2f}",
+        "launches": launches,
     }
 
 

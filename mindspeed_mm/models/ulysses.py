@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mindspeed.config import ConfigError
+from mindspeed.parallel.context.exchange import Members
 from mindspeed.parallel.context.layout import Layout
-from mindspeed.parallel.context.merge import Members
 from mindspeed.parallel.context.ulysses import HeadSplit, to_heads, to_rows
 from mindspeed_mm.models.fused_ops import register_attention
 

@@ -14,7 +14,7 @@ from mindspeed.parallel.context.attention import (
 )
 from mindspeed.parallel.context.blocks import CAUSAL, FULL, Spans
 from mindspeed.parallel.context.layout import Layout
-from mindspeed.parallel.context.merge import Rule
+from mindspeed.parallel.context.rule import Rule
 from tests.budget import examples
 from tests.ranks import run_ranks
 
@@ -121,11 +121,11 @@ def split(case, split_over, q, k, v, grad, bias, slopes):
     inputs = [x.requires_grad_() for x in (q, k, v)]
     if bias is not None:
         inputs.append(layout.shard(bias, rank, 2).requires_grad_())
-    rule = Rule(case.spans, case.window, SCALE)
-    options = {"bias": inputs[3] if bias is not None else None, "slopes": slopes}
-    out = context_attention(*inputs[:3], split_over, layout, rule, **options)
+    mine = inputs[3] if bias is not None else None
+    rule = Rule(case.spans, case.window, SCALE, bias=mine, slopes=slopes)
+    out = context_attention(*inputs[:3], split_over, layout, rule)
     out.backward(grad)
-    largest = largest_scores(q, k, split_over, layout, rule, **options)
+    largest = largest_scores(q, k, split_over, layout, rule)
     return [out.detach(), *(x.grad for x in inputs)], largest
 
 

@@ -12,7 +12,7 @@ Example, packed documents on every rank of `cp_group`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ from torch.nn.functional import pad
 
 from mindspeed.distributed.collectives import group_rank, group_size
 from mindspeed.distributed.context_rules import check_comm_type, check_window
-from mindspeed.parallel.context.all_gather import gather_rows, gathered_attention
+from mindspeed.parallel.context.all_gather import Gather, gather_rows
+from mindspeed.parallel.context.exchange import Exchange, Members, attention_over
 from mindspeed.parallel.context.layout import Layout
-from mindspeed.parallel.context.merge import Inputs, Members, Rule, largest_in_calls
-from mindspeed.parallel.context.ring import Ring, ring_attention
+from mindspeed.parallel.context.ring import Ring
+from mindspeed.parallel.context.rule import Rule
 from mindspeed.parallel.context.ulysses import HeadSplit, to_heads, to_rows
 
 
@@ -79,74 +80,41 @@ class ContextParallel:
         inner = group_size(self.a2a_group)
         return group_rank(self.ring_group) * inner + group_rank(self.a2a_group)
 
+    def exchange(self, layout: Layout) -> Exchange:
+        """Return how keys and values travel between ranks that hold these rows."""
+        if self.gather_group is not None:
+            return Gather(self.gather_group, layout)
+        return Ring(self.ring_group, layout, self.window)
+
 
 def context_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: ContextParallel,
-    layout: Layout,
-    rule: Rule,
-    *,
-    bias: Tensor | None = None,
-    slopes: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, layout: Layout, rule: Rule
 ) -> Tensor:
-    """Return (S, B, N, V): this rank's rows of softmax(scale * q k^T + bias) v over all ranks.
+    """Return (S, B, N, V): this rank's rows of the attention over all ranks.
 
     Args:
         q: (S, B, N, H); k: (S, B, K, H); v: (S, B, K, V); the rows are `layout.ranges` of the rank.
             More rows than that are padding at the end.
-        rule: the documents, which keys a query of a document sees, and the scale of the scores.
-        bias: added to the scaled scores, (1 or B, 1 or N, 1 or S, rows of the whole sequence): the
-            rows of this rank, all keys in the order of the sequence.
-        slopes: (N,) of ALiBi: -slope * |i - j| is added to the scaled scores.
+        rule: the documents, which keys a query of a document sees, and how they are scored.
     """
-    rows, padding = layout.num_rows(context.rank), q.shape[0]
-    padding -= rows
+    rows = layout.num_rows(context.rank)
+    padding = q.shape[0] - rows
     if padding < 0:
         raise ValueError(f"this rank holds {q.shape[0]} rows, its layout says {rows}")
+    rule = rule.of_rows(rows, q.shape[0])
     if padding:
         q, k, v = q[:rows], k[:rows], v[:rows]
-    if bias is not None:
-        bias = bias.expand(-1, -1, q.shape[0] + padding, -1)[:, :, :rows]
-    added = {"bias": bias, "slopes": slopes}
     if group_size(context.a2a_group) > 1:
-        out = _with_heads_exchanged(q, k, v, context, layout, rule, **added)
+        out = _with_heads_exchanged(q, k, v, context, layout, rule)
     else:
-        out = _attend(q, k, v, context, layout, rule, **added)
+        out = attention_over(q, k, v, context.exchange(layout), rule)
     return pad(out, (0, 0) * 3 + (0, padding)) if padding else out
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: ContextParallel,
-    layout: Layout,
-    rule: Rule,
-    *,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-) -> Tensor:
-    if context.gather_group is not None:
-        members = Members(context.gather_group, layout)
-        return gathered_attention(q, k, v, members, rule, bias=bias, slopes=slopes)
-    ring = Ring(context.ring_group, layout, context.window)
-    return ring_attention(q, k, v, ring, rule, bias=bias, slopes=slopes)
-
-
 def _with_heads_exchanged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: ContextParallel,
-    layout: Layout,
-    rule: Rule,
-    *,
-    bias: Tensor | None,
-    slopes: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, context: ContextParallel, layout: Layout, rule: Rule
 ) -> Tensor:
-    group = context.a2a_group
+    group, bias, slopes = context.a2a_group, rule.bias, rule.slopes
     assert group is not None
     size, rank = group.size(), group.rank()
     first = context.rank - rank
@@ -162,20 +130,13 @@ def _with_heads_exchanged(
     if slopes is not None:
         slopes = slopes[slice(*heads.q[rank])]
     k, v = (heads.per_query_group(x, rank) for x in (k, v))
-    out = _attend(q, k, v, context, layout.merge(size), rule, bias=bias, slopes=slopes)
-    return to_rows(out, heads.q, members)
+    exchange, rule = context.exchange(layout.merge(size)), replace(rule, bias=bias, slopes=slopes)
+    return to_rows(attention_over(q, k, v, exchange, rule), heads.q, members)
 
 
 @torch.no_grad()
 def largest_scores(
-    q: Tensor,
-    k: Tensor,
-    context: ContextParallel,
-    layout: Layout,
-    rule: Rule,
-    *,
-    bias: Tensor | None = None,
-    slopes: Tensor | None = None,
+    q: Tensor, k: Tensor, context: ContextParallel, layout: Layout, rule: Rule
 ) -> Tensor:
     """Return the largest score of each head (N,) over all ranks, for the inputs of the attention.
 
@@ -183,9 +144,8 @@ def largest_scores(
     """
     ranges, place = layout.ranges[context.rank], context.rank
     rows = layout.num_rows(context.rank)
-    if bias is not None:
-        bias = bias.expand(-1, -1, q.shape[0], -1)[:, :, :rows]
-    inputs, k = Inputs(q[:rows], bias, slopes), k[:rows]
+    rule = rule.of_rows(rows, q.shape[0])
+    q, k = q[:rows], k[:rows]
     groups = [
         group
         for group in (context.a2a_group, context.ring_group, context.gather_group)
@@ -197,7 +157,7 @@ def largest_scores(
         members = Members(group, Layout(layout.ranges[first : first + group.size()]))
         k = gather_rows([k], members)[0]
         layout = layout.merge(group.size())
-    largest = largest_in_calls(rule, inputs, k, rule.calls(ranges, layout.covered, inputs))
+    largest = rule.largest(q, k, rule.calls(ranges, layout.covered, q))
     for group in groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest

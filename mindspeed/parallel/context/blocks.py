@@ -62,7 +62,8 @@ class Block(NamedTuple):
     """Where the first key is in the sequence; the others follow it unless blocks were joined."""
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Call:
     """One kernel call: blocks of one window, of which each row of queries is in one at most."""
 
     blocks: tuple[Block, ...]
@@ -72,12 +73,12 @@ class Call(NamedTuple):
         """The window of all blocks."""
         return self.blocks[0].window
 
-    @property
+    @functools.cached_property
     def q(self) -> tuple[Range, ...]:
         """The rows of queries, one range a block."""
         return tuple(block.q for block in self.blocks)
 
-    @property
+    @functools.cached_property
     def k(self) -> tuple[Range, ...]:
         """The rows of keys, one range a block."""
         return tuple(block.k for block in self.blocks)

@@ -102,25 +102,25 @@ def partitioned_indices(
     return layout.index(rank, cu_seqlens.device).to(torch.int32)
 
 
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """Join ranges that touch, and leave out the empty ones."""
+    found: list[Range] = []
+    for start, end in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], end
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
 @functools.lru_cache(maxsize=64)
 def _zigzag_documents(bounds: tuple[int, ...], size: int) -> Layout:
     ranges: list[list[Range]] = [[] for _ in range(size)]
     for document in pairwise(bounds):
         pieces = split(document, 2 * size)
         for rank in range(size):
-            ranges[rank] += _joined([pieces[rank], pieces[2 * size - 1 - rank]])
+            ranges[rank] += joined([pieces[rank], pieces[2 * size - 1 - rank]])
     return Layout(tuple(map(tuple, ranges)))
-
-
-def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """Join ranges that touch, and leave out the empty ones."""
-    joined: list[Range] = []
-    for start, end in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], end
-        elif end > start:
-            joined.append((start, end))
-    return joined
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,7 +128,7 @@ def _merge(layout: Layout, group_size: int) -> Layout:
     groups = (
         layout.ranges[first : first + group_size] for first in range(0, layout.size, group_size)
     )
-    return Layout(tuple(tuple(_joined(sorted(sum(group, ())))) for group in groups))
+    return Layout(tuple(tuple(joined(sorted(sum(group, ())))) for group in groups))
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,27 +11,15 @@ block adds its share and passes the sum on to the next one that does, at last to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from mindspeed.distributed.collectives import Pending, exchange, group_size
-from mindspeed.parallel.context.merge import (
-    Gradients,
-    Inputs,
-    Members,
-    MergedOutput,
-    Rule,
-    attend,
-    pack,
-    packed_size,
-    unpack,
-    zeros_like,
-)
+from mindspeed.parallel.context.exchange import Exchange, ReturningGradients
+from mindspeed.parallel.context.layout import Range
+from mindspeed.parallel.context.merge import RowSums, pack, packed_size, unpack
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Ring(Members):
+class Ring(Exchange):
     """Ranks round which keys and values travel, in windows of some of them."""
 
     window: int = 1
@@ -73,102 +61,54 @@ class Ring(Members):
         """The order in which the ranks attend to each other's keys."""
         return Schedule(group_size(self.group), self.window)
 
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Range, ...], list[Tensor]]]:
+        """Yield the keys and values of each rank; the next ones travel until the next call."""
+        schedule, rank = self.schedule, self.rank
+        arriving: dict[int, tuple[Tensor, Pending]] = {}
+        buffer = pack(k, v) if schedule.size > 1 else k
+        for step in range(schedule.size):
+            if step:
+                buffer, pending = arriving.pop(step)
+                pending.wait()
+            source = schedule.source(rank, step)
+            if later := schedule.fed_from(step):
+                sends = [(buffer, schedule.holder(source, one)) for one in later]
+                receives = []
+                for one in later:
+                    comes = schedule.source(rank, one)
+                    empty = buffer.new_empty(packed_size((k, v), self.layout.num_rows(comes)))
+                    receives.append((empty, schedule.holder(comes, step)))
+                pending = exchange(sends, receives, self.group)  # type: ignore[arg-type]
+                arriving |= {one: (empty, pending) for one, (empty, _) in zip(later, receives)}
+            kv = unpack(buffer, (k, v), self.layout.num_rows(source)) if step else [k, v]
+            yield self.layout.ranges[source], kv
 
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring: Ring,
-    rule: Rule,
-    *,
-    bias: Tensor | None = None,
-    slopes: Tensor | None = None,
-) -> Tensor:
-    """Return the attention (S, B, N, V) of this rank's queries to the keys of all ranks."""
-    return _RingAttention.apply(q, k, v, bias, slopes, (ring, rule))
-
-
-class _RingAttention(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        slopes: Tensor | None,
-        job: tuple[Ring, Rule],
-    ) -> Tensor:
-        ring, rule = ctx.job = job
-        inputs, merged = Inputs(q, bias, slopes), MergedOutput(q, v.shape[-1])
-        ranges = ring.layout.ranges
-        for source, (key, value) in _travelling(k, v, ring):
-            for call in rule.calls(ranges[ring.rank], ranges[source], inputs):
-                merged.add(call.q, *attend(rule, inputs, key, value, call))
-        out, lse = merged.result()
-        ctx.save_for_backward(q, k, v, bias, slopes, out, lse)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, slopes, out, lse = ctx.saved_tensors
-        ring, rule = ctx.job
-        ranges, following = ring.layout.ranges, _FollowingGradients(ring, k, v)
-        grads = Gradients(Inputs(q, bias, slopes), grad, out, lse)
-        for step, (source, kv) in enumerate(_travelling(k, v, ring)):
-            dkv = [zeros_like(x) for x in kv]
-            for call in rule.calls(ranges[ring.rank], ranges[source], grads.inputs):
-                grads.add(rule, kv, dkv, call)
-            following.add(step, dkv)
-        dk, dv = following.result()
-        tensors = (grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), grads.dbias)
-        return *tensors, None, None
+    def returning(self, k: Tensor, v: Tensor) -> ReturningGradients:
+        """Return gradients that follow the keys and values, one step later."""
+        return _FollowingGradients(self, k, v)
 
 
-def _travelling(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield whose keys and values arrive, and them; the next ones travel until the next call."""
-    schedule, rank = ring.schedule, ring.rank
-    arriving: dict[int, tuple[Tensor, Pending]] = {}
-    buffer = pack(k, v) if schedule.size > 1 else k
-    for step in range(schedule.size):
-        if step:
-            buffer, pending = arriving.pop(step)
-            pending.wait()
-        source = schedule.source(rank, step)
-        if later := schedule.fed_from(step):
-            sends = [(buffer, schedule.holder(source, one)) for one in later]
-            receives = []
-            for one in later:
-                comes = schedule.source(rank, one)
-                empty = buffer.new_empty(packed_size((k, v), ring.layout.num_rows(comes)))
-                receives.append((empty, schedule.holder(comes, step)))
-            pending = exchange(sends, receives, ring.group)  # type: ignore[arg-type]
-            arriving |= {one: (empty, pending) for one, (empty, _) in zip(later, receives)}
-        kv = unpack(buffer, (k, v), ring.layout.num_rows(source)) if step else [k, v]
-        yield source, kv
-
-
-class _FollowingGradients:
-    """Sums of the gradients of keys and values that travel behind them, one step later."""
-
+class _FollowingGradients(ReturningGradients):
     def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
-        self._ring, self._kv = ring, (k, v)
+        self._ring, self._kv, self._schedule = ring, (k, v), ring.schedule
         self._pending: Pending | None = None
         self._received: Tensor | None = None
+        self._last: RowSums | None = None
 
-    def add(self, step: int, dkv: Sequence[Tensor]) -> None:
-        """Add this rank's share of a step to what came from before, and pass the sum on."""
-        total, ring = pack(*dkv), self._ring
-        schedule, rank = ring.schedule, ring.rank
-        if self._received is not None:
-            total = self._wait() + total
+    def sums(self, step: int) -> RowSums:
+        """Return sums that start from what the ranks before this one have added."""
+        rows = self._ring.layout.num_rows(self._schedule.source(self._ring.rank, step))
+        return RowSums(self._kv, rows, self._arrived)
+
+    def send(self, step: int, sums: RowSums) -> None:
+        """Pass the sums on to the next rank that attends to the same keys."""
+        ring, schedule = self._ring, self._schedule
         if schedule.size == 1:
-            self._received = total
+            self._last = sums
             return
-        source, comes = schedule.source(rank, step), schedule.source(rank, step + 1)
-        rows = ring.layout.num_rows(comes)
-        self._received = total.new_empty(packed_size(self._kv, rows))
+        source, comes = (schedule.source(ring.rank, one) for one in (step, step + 1))
+        total = sums.buffer  # waits for what it starts from: before the next is received
+        self._received = total.new_empty(packed_size(self._kv, ring.layout.num_rows(comes)))
         self._pending = exchange(
             [(total, schedule.holder(source, step + 1))],
             [(self._received, schedule.holder(comes, step))],
@@ -176,11 +116,11 @@ class _FollowingGradients:
         )
 
     def result(self) -> list[Tensor]:
-        """Return the sums for this rank's own keys and values."""
-        return unpack(self._wait(), self._kv, len(self._kv[0]))
+        """Return the sums that have come back to the owner of the keys."""
+        last = self._last or RowSums(self._kv, len(self._kv[0]), self._arrived)
+        return last.result()
 
-    def _wait(self) -> Tensor:
+    def _arrived(self) -> Tensor | None:
         if self._pending is not None:
             self._pending.wait()
-        assert self._received is not None
         return self._received

@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed.distributed.collectives import all_to_all_uneven, resolve_group
+from mindspeed.parallel.context.exchange import Members
 from mindspeed.parallel.context.layout import Range, sequence_order, split
-from mindspeed.parallel.context.merge import Members, zeros_like
+from mindspeed.parallel.context.merge import wide
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,11 @@ def _joined(pieces: Sequence[Tensor], heads: tuple[Range, ...], num_heads: int) 
     held = [one for one in heads if _length(one)]
     if all(one[1] == other[0] for one, other in zip(held, held[1:])):
         return torch.cat(list(pieces), 2)
-    total = zeros_like(
-        pieces[0].new_empty(1).expand(*pieces[0].shape[:2], num_heads, pieces[0].shape[3])
-    )
+    (rows, batch, _, size), dtype = pieces[0].shape, pieces[0].dtype
+    total = pieces[0].new_zeros(rows, batch, num_heads, size, dtype=wide(dtype))
     for piece, where in zip(pieces, heads):
         total[:, :, slice(*where)] += piece
-    return total.to(pieces[0].dtype)
+    return total.to(dtype)
 
 
 def _all_to_all(

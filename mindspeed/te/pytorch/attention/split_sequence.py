@@ -7,7 +7,6 @@ of which the cumulative lengths are those of the whole documents.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +18,18 @@ from mindspeed.parallel.context.attention import (
 )
 from mindspeed.parallel.context.blocks import Spans
 from mindspeed.parallel.context.layout import Layout
-from mindspeed.parallel.context.merge import Rule
+from mindspeed.parallel.context.rule import Rule
 from mindspeed.te.pytorch.attention.core import host_bounds
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
 
 @dataclass(frozen=True)
 class SplitSequence:
-    """The documents of a split sequence, its layout, and what is added to the scores."""
+    """The documents of a split sequence, its layout, and what is computed."""
 
     context: ContextParallel
     layout: Layout
     rule: Rule
-    bias: Tensor | None = None
-    slopes: Tensor | None = None
 
     @classmethod
     def of_batch(
@@ -60,8 +57,8 @@ class SplitSequence:
                 f"mask or bias of shape {tuple(bias.shape)}: a rank needs its rows and all "
                 f"{length} columns of the sequence"
             )
-        rule = Rule(Spans.whole(length), mask_rule.window, scale)
-        return cls(context, Layout.zigzag(length, context.size), rule, bias, slopes)
+        rule = Rule(Spans.whole(length), mask_rule.window, scale, bias, slopes)
+        return cls(context, Layout.zigzag(length, context.size), rule)
 
     @classmethod
     def of_documents(
@@ -83,27 +80,20 @@ class SplitSequence:
         real, padded = of_q
         assert real is not None
         layout = Layout.zigzag_documents(real if padded is None else padded, context.size)
-        return cls(
-            context, layout, Rule(Spans.packed(real, padded), mask_rule.window, scale), None, slopes
-        )
+        rule = Rule(Spans.packed(real, padded), mask_rule.window, scale, slopes=slopes)
+        return cls(context, layout, rule)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend (S, B, N, H) or packed (T, N, H) tensors; return the heads of a row in one dim."""
         if q.dim() == 3:
             return self.attend(*(x.unsqueeze(1) for x in (q, k, v))).squeeze(1)
-        return context_attention(
-            q, k, v, self.context, self.layout, self.rule, **self._added
-        ).flatten(2)
+        return context_attention(q, k, v, self.context, self.layout, self.rule).flatten(2)
 
     def largest(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the largest score of each head over all ranks, (N,)."""
         if q.dim() == 3:
             q, k = q.unsqueeze(1), k.unsqueeze(1)
-        return largest_scores(q, k, self.context, self.layout, self.rule, **self._added)
-
-    @property
-    def _added(self) -> dict[str, Any]:
-        return {"bias": self.bias, "slopes": self.slopes}
+        return largest_scores(q, k, self.context, self.layout, self.rule)
 
 
 def _two_sequences(given: str) -> ValueError:
