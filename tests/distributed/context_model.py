@@ -14,7 +14,7 @@ DOCUMENTS = (5, 8, 2, 13)
 PADDED = 8
 
 
-def train(spec, cp, tp=1, pp=1, comm_type="p2p", packed=False, steps=STEPS, **options):
+def train(cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS, **options):
     """Return the losses of some steps with Adam, the same on all ranks."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -43,6 +43,28 @@ def train(spec, cp, tp=1, pp=1, comm_type="p2p", packed=False, steps=STEPS, **op
         losses.append(_whole_loss(found))
     parallel_state.destroy_model_parallel()
     return losses
+
+
+def logits(cp, comm_type, changed=None):
+    """Return this rank's logits of each packed document; one of them may have other tokens."""
+    from megatron.core import parallel_state
+
+    hybrid = {"hierarchical_context_parallel_sizes": [2, cp // 2]} if "+" in comm_type else {}
+    parallel_state.initialize_model_parallel(context_parallel_size=cp, **hybrid)
+    model, _ = _build("te", cp, 1, 1, comm_type, True, {})
+    (batch,) = _batches(True, 1)
+    padded = batch["bounds"][1].tolist()
+    if changed is not None:
+        rows = slice(padded[changed], padded[changed] + DOCUMENTS[changed])
+        batch["tokens"][:, rows] = (batch["tokens"][:, rows] + 1) % VOCAB
+    batch["row"] = torch.arange(padded[-1]).unsqueeze(0)
+    batch, params = _on_this_rank(batch)
+    out = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params)[0]
+    parallel_state.destroy_model_parallel()
+    real = batch["loss_mask"][0] > 0
+    row, out = batch["row"][0][real], out[real].detach()
+    ends = torch.tensor(padded[1:])
+    return [out[torch.bucketize(row, ends, right=True) == n] for n in range(len(DOCUMENTS))]
 
 
 def _build(spec, cp, tp, pp, comm_type, packed, options):
