@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed.device.facade.uneven import padded_arguments
+
 if TYPE_CHECKING:
     from mindspeed.device.cpu import Cpu
 
@@ -57,6 +59,7 @@ def _writing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
         pairs: _Pairs = []
+        args = padded_arguments(original.__name__, args, pairs)
         args, kwargs = _contiguous_arguments(original.__name__, args, kwargs, pairs)
         return _landing(original(group, *args, **kwargs), pairs)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindspeed.ops.moe_token_permute.reference import rows_of_pairs
 from mindspeed.ops.routing_rows import routing_rows
+from mindspeed.ops.routing_rows.chunks import chunk_rows
 from mindspeed.ops.routing_rows.reference import RoutingRows
 from mindspeed.ops.token_rows import gather_rows, spread_rows
 
@@ -102,8 +103,4 @@ def _weights(probs: Tensor, pairs: Tensor) -> Tensor:
 def _chunk_rows(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     sizes = split_sizes.reshape(-1).to(inp.device, torch.int64)
     order = sorted_index.reshape(-1).to(inp.device, torch.int64)
-    starts = sizes.cumsum(0) - sizes
-    taken = sizes[order]
-    shift = starts[order] - (taken.cumsum(0) - taken)
-    shift = shift.repeat_interleave(taken, output_size=inp.shape[0])
-    return torch.arange(inp.shape[0], device=inp.device) + shift
+    return chunk_rows(sizes, order, inp.shape[0])
