@@ -12,6 +12,7 @@ BELOW = {
     "mindspeed/ops": ("device", "distributed"),
     "mindspeed/parallel": ("ops", "device", "distributed"),
     "mindspeed/optim": ("ops", "parallel", "device"),
+    "mindspeed/moe": ("ops", "parallel", "device", "distributed", "config"),
     "mindspeed/memory": ("ops", "parallel", "optim", "device"),
     "mindspeed/compat": ("ops", "device", "patching", "launch"),
     "mindspeed/te": ("ops", "parallel", "optim", "memory", "compat", "device", "distributed"),

@@ -1,0 +1,81 @@
+"""Experts' GEMMs as one operator with the collectives around them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed import config
+from mindspeed.config import ConfigError
+from mindspeed.features.base import Context, Feature, Level
+from mindspeed.patching import Patch
+
+NEEDED = {
+    "moe_grouped_gemm": "--moe-grouped-gemm",
+    "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
+}
+
+
+class MoeBmmMc2(Feature):
+    """Dispatch with the first GEMM and the second GEMM with combine, for drop-and-pad."""
+
+    name = "moe_bmm_mc2"
+    title = "MoE BMM fusion"
+    group = "MoE"
+    level = Level.ALGORITHM
+    enabled_by = "moe_bmm_mc2"
+    conflicts = {
+        "moe_permutation_async_comm": "the collectives that it starts early are in the operators"
+    }
+
+    class Options(config.Options):
+        """The switch."""
+
+        moe_bmm_mc2: bool = False
+        """Run the collectives around the experts' GEMMs and the GEMMs as one operator each. For
+        the alltoall dispatcher with experts padded to their capacity, TP and EP above 1."""
+
+    def check(self, options: Any, context: Context) -> None:
+        """Every expert gets as many rows from every rank."""
+        if context.megatron is None:
+            return
+        flag = context.name_of(options, "moe_bmm_mc2")
+        for argument, needed in NEEDED.items():
+            if not context.argument(argument, False):
+                raise ConfigError(f"{flag} needs {needed}: add that or drop {flag}")
+        dispatcher = context.argument("moe_token_dispatcher_type", "alltoall")
+        if dispatcher != "alltoall":
+            raise ConfigError(
+                f"{flag} needs --moe-token-dispatcher-type alltoall, not {dispatcher}"
+            )
+        if context.argument("moe_shared_expert_overlap", False):
+            raise ConfigError(
+                f"{flag} and --moe-shared-expert-overlap exclude each other: drop one"
+            )
+        tp = context.argument("tensor_model_parallel_size", 1)
+        etp = context.argument("expert_tensor_parallel_size", tp)
+        if min(etp, context.argument("expert_model_parallel_size", 1)) < 2:
+            raise ConfigError(
+                f"{flag} needs experts that are split over tensor- and over expert-parallel "
+                "ranks: choose sizes above 1 for both or drop it"
+            )
+
+    def patches(self, options: Any) -> Iterator[Patch]:
+        """Replace the dispatcher and both grouped linears."""
+        transformer_engine = "megatron.core.extensions.transformer_engine"
+        for target, ours, why in (
+            (
+                "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
+                "BmmDispatcher",
+                "MoELayer names the class itself; no spec or argument chooses another",
+            ),
+            (
+                f"{transformer_engine}:TEColumnParallelGroupedLinear",
+                "ColumnBmm",
+                "specs of all versions name it, each in its own place",
+            ),
+            (
+                f"{transformer_engine}:TERowParallelGroupedLinear",
+                "RowBmm",
+                "specs of all versions name it, each in its own place",
+            ),
+        ):
+            yield Patch.replace(target, f"mindspeed.moe.bmm_experts:{ours}", why=why)

@@ -1,0 +1,99 @@
+"""Switches of dispatchers, shared experts and load-aware recompute: what they set and refuse."""
+
+import pytest
+
+import mindspeed.megatron_adaptor  # noqa: F401  # before Megatron, as in a user's script
+from mindspeed.config import ConfigError, Spelling
+from mindspeed.features.activation import Activation
+from mindspeed.features.base import Context
+from mindspeed.features.moe.adaptive_recompute import MoeAdaptiveRecompute
+from mindspeed.features.moe.bmm_mc2 import MoeBmmMc2
+from mindspeed.features.moe.permutation_async_comm import MoePermutationAsyncComm
+from mindspeed.features.moe.shared_experts import SharedExperts
+from mindspeed.features.moe.tp_extend_ep import MoeTpExtendEp, extended
+from mindspeed.features.registry import Registry
+
+ASYNC = (MoePermutationAsyncComm, {"moe_permutation_async_comm": True})
+EXTEND = (MoeTpExtendEp, {"moe_tp_extend_ep": True})
+SHARED = (SharedExperts, {"n_shared_experts": 2})
+BMM = (MoeBmmMc2, {"moe_bmm_mc2": True})
+BMM_ARGUMENTS = {
+    "moe_grouped_gemm": True,
+    "moe_pad_expert_input_to_capacity": True,
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+}
+RECOMPUTE = (MoeAdaptiveRecompute, {"moe_adaptive_recompute_activation": True})
+TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+
+
+def check(feature, arguments):
+    kind, options = feature
+    context = Context(Spelling.FLAG, {"num_experts": 8, **arguments})
+    kind().check(kind.Options(**options), context)
+
+
+@pytest.mark.parametrize(
+    ("feature", "arguments", "said"),
+    [
+        (ASYNC, {"moe_token_dispatcher_type": "flex"}, "allgather and alltoall, not flex"),
+        (ASYNC, {"overlap_moe_expert_parallel_comm": True}, "cannot be used together"),
+        (EXTEND, TP2_EP2 | {"num_experts": 6}, "6 experts over 2 x 2 ranks"),
+        (EXTEND, TP2_EP2 | {"expert_tensor_parallel_size": 1}, "--expert-tensor-parallel-size 1"),
+        (EXTEND, {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        (SHARED, {"moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 8}, "give 16"),
+        (BMM, BMM_ARGUMENTS | {"moe_grouped_gemm": False}, "needs --moe-grouped-gemm"),
+        (BMM, BMM_ARGUMENTS | {"moe_pad_expert_input_to_capacity": False}, "pad-expert-input"),
+        (BMM, BMM_ARGUMENTS | {"moe_token_dispatcher_type": "allgather"}, "not allgather"),
+        (BMM, BMM_ARGUMENTS | {"expert_model_parallel_size": 1}, "sizes above 1"),
+        (BMM, BMM_ARGUMENTS | {"moe_shared_expert_overlap": True}, "exclude each other"),
+        (RECOMPUTE, {"recompute_granularity": "full"}, "no effect under"),
+        (
+            RECOMPUTE,
+            {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "exclude each other",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(feature, arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        check(feature, arguments)
+
+
+@pytest.mark.parametrize(
+    ("feature", "arguments"),
+    [
+        (ASYNC, {"moe_token_dispatcher_type": "allgather"}),
+        (EXTEND, TP2_EP2 | {"expert_tensor_parallel_size": 2}),
+        (SHARED, {"moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 16}),
+        (BMM, BMM_ARGUMENTS),
+        (RECOMPUTE, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
+    ],
+)
+def test_what_works_is_accepted(feature, arguments):
+    check(feature, arguments)
+
+
+def test_tp_extend_ep_sets_the_sizes_once():
+    assert extended(2, 3, None) == (6, 1)
+    assert extended(2, 3, 2) == (6, 1)
+    assert extended(2, *extended(2, 3, None)) == (6, 1)
+
+
+def test_n_shared_experts_sets_the_width():
+    from megatron.core.transformer import TransformerConfig
+
+    kind, options = SHARED
+    activation = Activation(Registry([kind()]))
+    activation.activate(activation.registry.options_class(**options))
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12}
+    moe = {"num_moe_experts": 4, "add_bias_linear": False}
+    try:
+        assert TransformerConfig(**sizes).moe_shared_expert_intermediate_size is None
+        assert TransformerConfig(**sizes, **moe).moe_shared_expert_intermediate_size == 24
+        config = TransformerConfig(**sizes, **moe, moe_ffn_hidden_size=5)
+        assert config.moe_shared_expert_intermediate_size == 10
+        with pytest.raises(ConfigError, match="a width of 24"):
+            TransformerConfig(**sizes, **moe, moe_shared_expert_intermediate_size=7)
+    finally:
+        activation.deactivate()
