@@ -49,7 +49,7 @@ class TrainingLog:
         world_size: int = 1,
     ) -> None:
         self._log_interval, self._total, self._global_batch = interval, total, global_batch
-        self._is_writer, self._world_size, self._flops = is_writer, world_size, flops_per_step
+        self.is_writer, self._world_size, self._flops = is_writer, world_size, flops_per_step
         self._meter = meter
         self._file = file if is_writer else None
         self.board = open_board(tensorboard_dir) if tensorboard_dir and is_writer else None
@@ -83,7 +83,7 @@ class TrainingLog:
             for name, value in result.metrics.items():
                 interval.metric_sums[name] = interval.metric_sums.get(name, 0.0) + value
         if iteration % self._log_interval == 0 or iteration == self._total:
-            if self._is_writer:
+            if self.is_writer:
                 self._write(self._numbers(iteration, consumed, rate, result))
             self._interval = Interval(time.perf_counter())
 
@@ -93,10 +93,29 @@ class TrainingLog:
 
     def add_evaluation(self, iteration: int, metrics: dict[str, float]) -> None:
         """Write the metrics of an evaluation, which belong to no interval."""
-        if self._is_writer:
+        if self.is_writer:
             fields = [f"{name}: {value:.6E}" for name, value in metrics.items()]
             logger.info(" | ".join([f"evaluation at iteration {iteration}", *fields]))
             self._record({"iteration": iteration, **metrics})
+
+    def add_report(
+        self,
+        iteration: int,
+        title: str,
+        numbers: dict[str, float],
+        curves: dict[str, float],
+        tables: dict[str, Any],
+    ) -> None:
+        """Write a line that is due by itself: numbers everywhere, tables to the JSON lines only.
+
+        `curves` go to boards, which draw one for each name.
+        """
+        if not self.is_writer:
+            return
+        fields = [f"{name}: {value:.4g}" for name, value in numbers.items()]
+        logger.info(" | ".join([f"{title} at iteration {iteration}", *fields]))
+        self._append({"iteration": iteration, **numbers, **tables})
+        self._send({"iteration": iteration, **numbers, **curves})
 
     def _numbers(
         self, iteration: int, consumed: int, rate: float, result: StepResult
@@ -130,12 +149,18 @@ class TrainingLog:
         self._record(numbers)
 
     def _record(self, numbers: dict[str, Any]) -> None:
+        self._append(numbers)
+        self._send(numbers)
+
+    def _append(self, numbers: dict[str, Any]) -> None:
         if self._file is not None:
             try:
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(numbers) + "\n")
             except OSError as error:  # a full disk does not stop a run until it has to save
                 logger.warning("%s: no line is written (%s)", self._file, error.strerror)
+
+    def _send(self, numbers: dict[str, Any]) -> None:
         if self.board is not None:
             for name, value in numbers.items():
                 if name != "iteration":

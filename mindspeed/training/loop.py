@@ -83,10 +83,12 @@ class TrainLoop:
         world_size: int,
         flops_per_step: float | None = None,
         meter: FlopMeter | None = None,
+        after_step: Callable[[int, TrainingLog], None] | None = None,
     ) -> None:
         self._options, self._checkpoints = options, checkpoints
         self._optimizers, self._initial_state = optimizers, state
         self._global_batch, self._meter = global_batch, meter
+        self._after_step = after_step
         self.steps, self.rank = steps, rank
         self._schedule = make_schedule(options, steps)
         file = options.log_file or (f"{options.save}/log.jsonl" if options.save else None)
@@ -168,6 +170,8 @@ class TrainLoop:
             result = trainer.train_step(state, stop)
         consumed = state.consumed_samples + self._global_batch
         self.log.add(iteration, consumed, rate, result)
+        if self._after_step is not None:
+            self._after_step(iteration, self.log)
         self._bar.add(iteration, result)
         return trainer.state(iteration, consumed), result
 

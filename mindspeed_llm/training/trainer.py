@@ -32,6 +32,7 @@ from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleSt
 from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.hf_config import set_num_labels
 from mindspeed_llm.training.data import check_tokenizer, check_tokens, token_prefixes
+from mindspeed_llm.training.expert_load import expert_load_report
 from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import build_models, check_data, check_reference, prepare
@@ -395,6 +396,7 @@ class Trainer(ABC):
             world_size=dims.world,
             flops_per_step=self._flops_per_step() if options.log_throughput else None,
             meter=FlopMeter() if options.op_cal_tflops else None,
+            after_step=expert_load_report(self.primary, options),
         )
 
     @property
