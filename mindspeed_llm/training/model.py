@@ -165,6 +165,16 @@ def freeze(chunks: list[Any], config: Any) -> list[Any]:
     return _in_precision(chunks, config)
 
 
+def freeze_routers(chunks: list[Any]) -> None:
+    """Keep the weights of all routers as they are."""
+    from megatron.core.transformer.moe.router import Router
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Router):
+                module.requires_grad_(False)
+
+
 def _in_precision(chunks: list[Any], config: Any) -> list[Any]:
     from megatron.core.transformer.module import Float16Module
 

@@ -2,9 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import create_model
 
 from mindspeed.config import ConfigError, Options, add_options, read_options, suggest_flags
 from mindspeed.features.registry import registry
@@ -18,6 +18,7 @@ from mindspeed.training.options import (
 )
 from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.data.options import PreprocessOptions
+from mindspeed_llm.training.expert_options import ExpertOptions
 from mindspeed_llm.training.preference_options import (
     PREFERENCE_SECTIONS,
     AcceptedStageOptions,
@@ -206,9 +207,6 @@ class ParallelOptions(Options):
     """Ranks that share each sequence; --context-parallel-algo says how."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer."""
-    moe_load_interval: Annotated[int, Field(ge=0)] | None = None
-    """Steps between reports of the experts' load, drop rate and entropy; 0 for none. Default:
-    --log-interval."""
     sequence_parallel: bool = False
     """Tensor-parallel ranks also share the activations between matrices."""
     use_distributed_optimizer: bool = False
@@ -298,6 +296,7 @@ SECTIONS = (
     RawOptions,
     LoraOptions,
     ParallelOptions,
+    ExpertOptions,
     OptimizerOptions,
     LossScaleOptions,
     ScheduleOptions,
@@ -319,6 +318,7 @@ class StageOptions(
     RunOptions,
     ThroughputOptions,
     LossScaleOptions,
+    ExpertOptions,
     ParallelOptions,
     LoraOptions,
     RawOptions,

@@ -168,6 +168,8 @@ def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelD
 def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
     """Raise ConfigError for a mixture of experts under parallel sizes that Megatron refuses."""
     tp, is_split = options.tensor_model_parallel_size, options.sequence_parallel
+    if shape.moe is None and options.freeze_router:
+        raise ConfigError("--freeze-router: the model has no experts and no routers: drop it")
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
@@ -233,6 +235,8 @@ def _make_trainable(
     """Wrap the chunks of a role as it is used, with an optimizer if it is trained."""
     if not role.trainable:
         return RoleModel(role, config, chunks, model.freeze(chunks, config))
+    if options.freeze_router:
+        model.freeze_routers(chunks)
     with model.accepted_by_megatron():
         wrapped = model.wrap(chunks, config, options)
         optimizer = model.make_optimizer(wrapped, options)

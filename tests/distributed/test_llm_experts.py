@@ -1,0 +1,111 @@
+"""Fine-tuning mixtures of experts: the steps and the reported load of one rank, in every layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.unit.mindspeed_llm.training.tiny_run import (
+    VOCABULARY,
+    make_samples,
+    settings,
+    write_samples,
+)
+
+STEPS = 3
+ASYNC = {"moe_permutation_async_comm": True}
+ALL_GATHER = ASYNC | {"moe_token_dispatcher_type": "allgather"}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
+# By number of ranks: what must not change the steps.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {}),
+    "recompute": (1, {"moe_adaptive_recompute_activation": True}),
+    "allgather, TP2 EP2": (4, ALL_GATHER | TP2 | EP2),
+    "alltoall, TP-extend-EP": (4, ASYNC | TP2 | EP2 | {"moe_tp_extend_ep": True}),
+    "alltoall, PP2 EP2": (4, ASYNC | EP2 | {"pipeline_model_parallel_size": 2}),
+}
+
+
+def train_all(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    from megatron.core import parallel_state
+
+    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    for values in runs.values():
+        SFTTrainer(TrainOptions(**values)).train()
+        parallel_state.destroy_model_parallel()
+    return {
+        name: [json.loads(line) for line in Path(values["log_file"]).read_text().splitlines()]
+        for name, values in runs.items()
+    }
+
+
+def routers_stay(values: dict[str, Any]) -> bool:
+    """Train with frozen routers; return whether nothing but the routers stayed."""
+    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer = SFTTrainer(TrainOptions(**values, freeze_router=True))
+    named = [pair for chunk in trainer.primary.chunks for pair in chunk.named_parameters()]
+    before = {name: parameter.detach().clone() for name, parameter in named}
+    trainer.train()
+    stayed = {name for name, parameter in named if torch.equal(parameter, before[name])}
+    return stayed == {name for name in before if ".router." in name} != set()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        router_aux_loss_coef=0.0,
+    )
+    MixtralForCausalLM(config).save_pretrained(folder / "hf")
+    return folder, str(folder / "hf"), write_samples(folder / "data", make_samples(24))
+
+
+def run_of(inputs: tuple[Path, str, str], name: str, **values: Any) -> dict[str, Any]:
+    folder, model, data = inputs
+    log = str(folder / f"{name}.jsonl")
+    given = {"train_iters": STEPS, "global_batch_size": 4, "log_file": log} | values
+    return settings(model, data, folder, **given)
+
+
+def test_steps_and_loads_are_those_of_one_rank(inputs: tuple[Path, str, str]) -> None:
+    logs = {}
+    for world in (1, 4):
+        chosen = {name: values for name, (ranks, values) in CASES.items() if ranks == world}
+        runs = {name: run_of(inputs, name, **values) for name, values in chosen.items()}
+        logs |= run_ranks(train_all, world, runs, timeout=300)[0]
+    for name, lines in logs.items():
+        steps, expected = ([x for x in y if "lm loss" in x] for y in (lines, logs["plain"]))
+        assert len(steps) == STEPS
+        for found, want in zip(steps, expected, strict=True):
+            for key in ("lm loss", "grad norm"):
+                assert found[key] == pytest.approx(want[key], rel=2e-5), (name, key)
+        loads, expected = ([x for x in y if "moe load" in x] for y in (lines, logs["plain"]))
+        assert len(loads) == STEPS and loads[0]["moe layers"] == [1, 2]
+        # Samples are padded to other lengths where ranks share a sequence.
+        if "TP" not in name:
+            assert [x["moe load"] for x in loads] == [x["moe load"] for x in expected], name
+        assert all(x["moe drop rate"] == 0 for x in loads)
+
+
+def test_frozen_routers_stay(inputs: tuple[Path, str, str]) -> None:
+    assert run_ranks(routers_stay, 1, run_of(inputs, "frozen")) == [True]
