@@ -29,7 +29,8 @@ class LoadTable:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> LoadTable | None:
         """Return the table of a line, None where it has none; ValueError where it is damaged."""
-        layers, shares = record.get(_LAYERS), record.get(_SHARES)
+        layers: Any = record.get(_LAYERS)
+        shares: Any = record.get(_SHARES)
         if layers is None and shares is None:
             return None
         if not _is_table(layers, shares):
