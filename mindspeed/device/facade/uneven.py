@@ -30,10 +30,10 @@ def padded_arguments(name: str, args: tuple[Any, ...], pairs: Pairs) -> tuple[An
         return args
     longest = max(sizes)
     if name == "allgather":
-        outputs = [[_output(shard, longest, pairs) for shard in each] for each in lists]
-        return ([*outputs], [_padded(shard, longest) for shard in args[1]], *args[2:])
-    outputs = [_output(shard, longest, pairs) for shard in args[0]]
-    return (outputs, [[_padded(shard, longest) for shard in each] for each in lists], *args[2:])
+        gathered = [[_output(shard, longest, pairs) for shard in each] for each in lists]
+        return (gathered, [_padded(shard, longest) for shard in args[1]], *args[2:])
+    scattered = [_output(shard, longest, pairs) for shard in args[0]]
+    return (scattered, [[_padded(shard, longest) for shard in each] for each in lists], *args[2:])
 
 
 def _output(shard: Tensor, longest: int, pairs: Pairs) -> Tensor:
