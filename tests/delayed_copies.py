@@ -49,6 +49,8 @@ class DelayedCopies:
             copy.is_done = True
         self.queue = [copy for copy in self.queue if not copy.is_done]
 
+    finish = wait
+
 
 def _spoil(target):
     rubbish = torch.full((target.element_size(),), RUBBISH, dtype=torch.uint8)

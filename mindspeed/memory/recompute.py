@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 # How torch shows the hooks that are active; 2.7 does not. Unseen, they are left out, not broken.
@@ -112,7 +112,7 @@ class Recompute:
         def pack(tensor: Tensor, outer: Pack) -> Any:
             nonlocal count
             count += 1
-            if _storage(tensor) in self._input_storages:
+            if _storage(tensor) in self._input_storages or is_weight(tensor):
                 return outer(tensor)
             return self._placeholder(tensor, count - 1)
 
@@ -146,6 +146,11 @@ class Recompute:
                     if wants_grad:
                         x.requires_grad_()
             return self._function(*inputs).detach(), saved
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor is there without being kept: a parameter or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def is_kept(tensor: Tensor) -> bool:

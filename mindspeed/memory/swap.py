@@ -19,34 +19,15 @@ from collections import defaultdict, deque
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from mindspeed import device
+from mindspeed.device.copies import CopyStream
+from mindspeed.memory.recompute import is_weight
 
 # Copying less than this costs more than it saves.
 MIN_BYTES = 1 << 20
-
-
-class CopyStream:
-    """Copies in order, beside the computation."""
-
-    def __init__(self) -> None:
-        self._device = device.current()
-        self._stream = self._device.stream()
-
-    def start(self, target: Tensor, source: Tensor, *after: Any) -> Any:
-        """Queue a copy behind all work queued so far and some events; return its own event."""
-        self._stream.wait_event(self._device.current_stream().record_event())
-        for event in after:
-            self._stream.wait_event(event)
-        with self._device.use_stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
-
-    def wait(self, event: Any) -> None:
-        """Let the computation wait for a copy; the host does not."""
-        self._device.current_stream().wait_event(event)
 
 
 class HostBuffers:
@@ -86,9 +67,8 @@ class Swapper:
 
     def keep(self, region: Region, x: Tensor) -> Tensor | SwappedTensor:
         """Return what autograd keeps of a tensor: itself, or what brings it back."""
-        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
         is_expanded = x.nbytes > x.untyped_storage().nbytes()
-        if is_weight or is_expanded or x.nbytes < self.min_bytes:
+        if is_weight(x) or is_expanded or x.nbytes < self.min_bytes:
             return x
         # Unique as long as the tensor is on the device, and no longer.
         view = (x.untyped_storage()._cdata, x.storage_offset(), x.size(), x.stride(), x.dtype)
@@ -114,11 +94,15 @@ class Region:
     Args:
         swapper: what copies.
         previous: the region before in the same forward pass, whose tensors backward needs next.
+        only: the one tensor to take, if the others are to stay.
     """
 
-    def __init__(self, swapper: Swapper, previous: Region | None) -> None:
+    def __init__(
+        self, swapper: Swapper, previous: Region | None, only: Tensor | None = None
+    ) -> None:
         self._swapper = swapper
         self._previous = previous
+        self._only = None if only is None else only.untyped_storage()._cdata
         # Weak: a tensor knows its region.
         self._tensors: list[weakref.ref[SwappedTensor]] = []
         self._hooks = saved_tensors_hooks(self.pack, _unpack)
@@ -133,6 +117,8 @@ class Region:
 
     def pack(self, x: Tensor) -> Tensor | SwappedTensor:
         """Keep a tensor for backward."""
+        if self._only not in (None, x.untyped_storage()._cdata):
+            return x
         kept = self._swapper.keep(self, x)
         if isinstance(kept, SwappedTensor):
             self._tensors.append(weakref.ref(kept))
