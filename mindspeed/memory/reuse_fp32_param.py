@@ -38,6 +38,9 @@ def wrap_config_post_init(original: Callable[..., None]) -> Callable[..., None]:
 def wrap_float16_optimizer(original: type) -> type:
     """Return Megatron's optimizer of 16-bit parameters without float32 copies of them."""
 
+    if issubclass(original, _WithRemainders):  # another feature has asked for it
+        return original
+
     class Float16OptimizerWithRemainders(_WithRemainders, original):  # type: ignore[misc, valid-type]
         pass
 

@@ -33,13 +33,7 @@ class ReuseFp32Param(Feature):
         flag = context.spelling.name_of("reuse_fp32_param")
         if not context.argument("bf16", False):
             raise ConfigError(f"{flag} needs --bf16: add it or drop {flag}")
-        given = context.argument("optimizer", "adam")
-        if given != "adam":
-            raise ConfigError(f"{flag} needs --optimizer adam, not {given}: change one of them")
-        for other in ("optimizer_cpu_offload", "use_megatron_fsdp", "use_custom_fsdp"):
-            if context.argument(other, False):
-                name = "--" + other.replace("_", "-")
-                raise ConfigError(f"{flag} and {name} exclude each other: drop one")
+        check_adam(flag, context)
         for moment in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
             dtype = str(context.argument(moment, "fp32"))
             if dtype not in ("fp32", "torch.float32"):
@@ -48,14 +42,30 @@ class ReuseFp32Param(Feature):
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Set Megatron's own fields, and give its other optimizer the same mode."""
-        package = "mindspeed.memory.reuse_fp32_param"
-        yield Patch.wrap(
-            "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
-            f"{package}:wrap_config_post_init",
-            why="another name of Megatron's mode, which it has for its distributed optimizer only",
-        )
-        yield Patch.wrap(
-            "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
-            f"{package}:wrap_float16_optimizer",
-            why="its constructor makes float32 copies of all parameters",
-        )
+        yield from master_patches()
+
+
+def check_adam(flag: str, context: Context) -> None:
+    """Raise ConfigError unless FusedAdam itself updates the weights on the device."""
+    given = context.argument("optimizer", "adam")
+    if given != "adam":
+        raise ConfigError(f"{flag} needs --optimizer adam, not {given}: change one of them")
+    for other in ("optimizer_cpu_offload", "use_megatron_fsdp", "use_custom_fsdp"):
+        if context.argument(other, False):
+            name = "--" + other.replace("_", "-")
+            raise ConfigError(f"{flag} and {name} exclude each other: drop one")
+
+
+def master_patches() -> Iterator[Patch]:
+    """Yield the patches that put master weights into Adam's state."""
+    package = "mindspeed.memory.reuse_fp32_param"
+    yield Patch.wrap(
+        "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
+        f"{package}:wrap_config_post_init",
+        why="another name of Megatron's mode, which it has for its distributed optimizer only",
+    )
+    yield Patch.wrap(
+        "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
+        f"{package}:wrap_float16_optimizer",
+        why="its constructor makes float32 copies of all parameters",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from mindspeed.ops.adamw import adamw, halves
 from mindspeed.ops.adamw.reference import AdamHyper
+from mindspeed.optim.host_state import HostState, Piece
 from mindspeed.optim.low_precision import FLOAT8_STORAGE, STATE_DTYPES, decode, encode
 
 MASTER = "master_param"
@@ -63,6 +65,8 @@ class FusedAdam(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.grad_scale: Tensor | None = None
         """A scalar on the device that the next steps multiply the gradients by; NaN: no update."""
+        self.host: HostState | None = None
+        """What keeps the state on the host between steps, if it is to be there."""
         self.store_param_remainders = (
             store_param_remainders and master_weights and master_weight_dtype == torch.float32
         )
@@ -91,7 +95,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self._has_remainder(param):
             if state_name == MASTER:
                 marks = halves.marks_of(self.state[param][MARKED])
-                return halves.join_weight(param.detach(), stored, marks)
+                return halves.join_weight(param.detach().to(stored.device), stored, marks)
             if state_name == MARKED:
                 stored = halves.without_marks(stored)
         return decode(stored, self._scales.get(param, {}).get(state_name))
@@ -184,6 +188,9 @@ class FusedAdam(torch.optim.Optimizer):
         """Update parameters whose state is float32, in place, in one pass over all of them."""
         if not params:
             return
+        if self.host is not None:
+            self._update_in_pieces(params, hyper)
+            return
         states = [self.state[param] for param in params]
         weights = [state[MASTER] for state in states] if self.master_weights else params
         moments = [[state[name] for state in states] for name in MOMENTS]
@@ -193,12 +200,41 @@ class FusedAdam(torch.optim.Optimizer):
         """Update parameters and the remainders of their masters in one pass over all of them."""
         if not params:
             return
+        if self.host is not None:
+            self._update_in_pieces(params, hyper)
+            return
         states = [self.state[param] for param in params]
         moments = [[state[name] for state in states] for name in MOMENTS]
         remainders = [state[MASTER] for state in states]
         weights = [param.detach() for param in params]
         grads, scale = self._grads(params), self.grad_scale
         adamw(weights, grads, *moments, hyper, remainders=remainders, grad_scale=scale)
+
+    def _update_in_pieces(self, params: list[Tensor], hyper: AdamHyper) -> None:
+        """Update parameters whose state is on the host, where it returns to, piece by piece."""
+        assert self.host is not None
+        names = (*MOMENTS, MASTER) if self.master_weights else MOMENTS
+        grads = dict(zip(params, self._grads(params)))
+
+        def update(pieces: list[Piece], states: list[dict[str, Tensor]]) -> None:
+            weights = [piece.of(piece.param.detach()) for piece in pieces]
+            moments = [[state[name] for state in states] for name in MOMENTS]
+            arguments: dict[str, Any] = {"grad_scale": self.grad_scale}
+            if self.master_weights:
+                masters = [state[MASTER] for state in states]
+                if self._is_in_halves(pieces[0].param):
+                    arguments["remainders"] = masters
+                else:
+                    weights, arguments["copies"] = masters, weights
+            cut = [piece.of(grads[piece.param]) for piece in pieces]
+            adamw(weights, cut, *moments, hyper, **arguments)
+
+        for param in params:
+            for name in names:
+                self.state[param][name] = self.host.place(self.state[param][name])
+        self.host.update(
+            [(param, {n: self.state[param][n] for n in names}) for param in params], update
+        )
 
     def _update_encoded(self, param: Tensor, hyper: AdamHyper) -> None:
         """Update one parameter in float32, and store its state as it was."""
@@ -227,24 +263,28 @@ class FusedAdam(torch.optim.Optimizer):
         # float32 tensors come back themselves, so that the update happens in place.
         if name == MASTER and not self.master_weights:
             return param.detach().float()
-        return self.get_unscaled_state(param, name)
+        return self.get_unscaled_state(param, name).to(param.device)
 
     def _store(self, param: Tensor, name: str, value: Tensor) -> None:
         state = self.state[param]
         has_remainder = self._has_remainder(param)
         if name == MASTER and has_remainder:
             if value.dtype == torch.int16:  # as it is stored; so are the marks
-                state[MASTER] = value
+                state[MASTER] = self._place(value)
                 return
-            _, state[MASTER], marks = halves.split_weight(value.float())
-            halves.set_marks(state[MARKED], marks)
+            _, remainder, marks = halves.split_weight(value.float())
+            state[MASTER] = self._place(remainder)
+            halves.set_marks(state[MARKED], marks.to(state[MARKED].device))
             return
         stored, scale = encode(value.float(), self._dtypes[name])
         if has_remainder and name == MARKED and name in state:
             stored = stored.clone() if stored is value else stored
-            halves.set_marks(stored, halves.marks_of(state[name]))
-        state[name] = stored
+            halves.set_marks(stored, halves.marks_of(state[name]).to(stored.device))
+        state[name] = self._place(stored)
         self._scales.setdefault(param, {})[name] = scale
+
+    def _place(self, stored: Tensor) -> Tensor:
+        return stored if self.host is None else self.host.place(stored)
 
     def _write_param(self, param: Tensor, weight: Tensor) -> None:
         param.detach().copy_(weight)
@@ -274,6 +314,18 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
+
+
+def wrap_optimizer_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Let the FusedAdam inside a new optimizer of Megatron's keep its state on the host."""
+
+    @functools.wraps(original)
+    def init(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, FusedAdam):
+            optimizer.host = HostState()
+
+    return init
 
 
 def _check_dtypes(dtypes: dict[str, torch.dtype]) -> None:
