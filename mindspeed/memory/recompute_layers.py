@@ -121,7 +121,7 @@ def wrap_mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not _recomputes(self):
             return original(self, hidden_states, per_token_scale, *args, **kwargs)
-        with _MarkedMlp(self, original, per_token_scale) as marked:
+        with MarkedMlp(self, original, per_token_scale) as marked:
             return original(marked, hidden_states, per_token_scale, *args, **kwargs)
 
     return forward
@@ -140,7 +140,7 @@ def wrap_grouped_mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]
         arguments = (tokens_per_expert, permuted_probs)
         if not _recomputes(self) or self.config.moe_apply_probs_on_input or self.config.fp8:
             return original(self, permuted_local_hidden_states, *arguments)
-        with _MarkedMlp(self, original, *arguments) as marked:
+        with MarkedMlp(self, original, *arguments) as marked:
             return original(marked, permuted_local_hidden_states, *arguments)
 
     return forward
@@ -151,32 +151,41 @@ def _recomputes(mlp: Any) -> bool:
     return wanted and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-class _MarkedMlp:
+class MarkedMlp:
     """An MLP whose two linears tell where its activation function begins and ends.
 
     Args:
         mlp: the module.
         forward: Megatron's.
         arguments: those of `forward` behind the hidden states.
+        from_input: recompute the first linear as well, so that only its input is kept.
     """
 
-    def __init__(self, mlp: Any, forward: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, mlp: Any, forward: Callable[..., Any], *arguments: Any, from_input: bool = False
+    ) -> None:
         self._mlp = mlp
         self._activate = functools.partial(_activate, mlp, forward)
         self._arguments = arguments
+        self._from_input = from_input
         self._stack = ExitStack()
         self._recompute: Recompute
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mlp, name)
 
-    def __enter__(self) -> _MarkedMlp:
+    def __enter__(self) -> MarkedMlp:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
     def linear_fc1(self, hidden_states: Tensor, *args: Any) -> tuple[Tensor, Any]:
+        if self._from_input:
+            self._recompute = Recompute(self._activate_input, hidden_states, *self._arguments)
+            self._stack.enter_context(self._recompute.of_function())
+            result: tuple[Tensor, Any] = self._mlp.linear_fc1(hidden_states, *args)
+            return result
         preact, bias = self._mlp.linear_fc1(hidden_states, *args)
         self._recompute = Recompute(self._activate, preact, bias, *self._arguments)
         if is_kept(preact):
@@ -189,6 +198,9 @@ class _MarkedMlp:
             return self._mlp.linear_fc2(activated, *args)
         with self._recompute.of_output(activated):
             return self._mlp.linear_fc2(activated, *args)
+
+    def _activate_input(self, hidden_states: Tensor, *arguments: Any) -> Tensor:
+        return self._activate(*self._mlp.linear_fc1(hidden_states), *arguments)
 
 
 class _ActivationOnly:

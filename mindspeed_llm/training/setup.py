@@ -158,6 +158,7 @@ def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelD
         "group_query_attention": True,
         "swiglu": True,  # as in every family here, asked for by a flag or not
         "normalization": "RMSNorm",
+        "num_experts": shape.moe.num_experts if shape.moe else None,
     }
     activation = current()
     options_class = activation.registry.options_class
