@@ -81,6 +81,16 @@ class Device(abc.ABC):
     def memory_total(self) -> int:
         """Return the bytes that the current device has."""
 
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether an error means that this device, or the host, has no memory left."""
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        # The allocators of hosts and of torch_npu raise plain RuntimeErrors.
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and (
+            "out of memory" in text or "can't allocate memory" in text
+        )
+
     @abc.abstractmethod
     def memory_allocated(self) -> int:
         """Return the bytes in use now."""

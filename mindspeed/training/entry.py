@@ -33,6 +33,10 @@ class RunFailed(RuntimeError):
     """A run cannot continue, for a reason that every rank knows and one line explains."""
 
 
+class OutOfMemory(RuntimeError):
+    """The device of one rank has no memory left; the message says what would save some."""
+
+
 class Stopped(SystemExit):
     """A run that was asked to stop before its last step; its exit code is 128 + the signal."""
 
@@ -90,6 +94,10 @@ def run_rank(train: Callable[[], None]) -> int:
     except RunFailed as error:
         code = FAILED
         _report(error)
+    except OutOfMemory as error:
+        code = FAILED
+        # Other ranks may have memory: every rank that has none reports it.
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(str(error))}\n")
     except OSError as error:
         if error.errno not in disk.FULL:
             raise

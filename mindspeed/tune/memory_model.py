@@ -1,0 +1,225 @@
+"""The memory of one rank while it trains a GPT, part by part, in closed form.
+
+Kept for backward of one token in one layer, in elements (the test compares with what autograd
+saves; H hidden size, Q and A width of all query heads and of attention's output, K width of all key
+heads, F width of the MLP):
+
+    layer input, residual sum   2 H         what norms and residual sums read
+    norm outputs                2 H         what the linears behind them read
+    queries, keys               Q + K       rotated
+    fused query, key, value     Q + 2 K     values are a view of it
+    attention output            A           and one float32 a head, the log of the softmax's sum
+    MLP                         2 F + F     output of the first linear, activation (not if fused)
+    norm factors                2           float32
+
+TP divides what heads and MLP keep, and with sequence parallelism the rest. Beside that: weights,
+gradients and optimizer state, hidden states and logits of the output layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+FLOAT = 4
+GIB = 2**30
+TILE = 2048
+"""Positions of a tile in advice."""
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """Sizes of a model, its batch and its ranks, and the options that change its memory."""
+
+    num_layers: int
+    hidden_size: int
+    mlp_size: int
+    """Width of the MLPs that a token goes through in one layer."""
+    query_size: int
+    kv_size: int
+    attention_size: int
+    num_heads: int
+    vocab_size: int
+    num_parameters: int
+    """Parameters on this rank."""
+    trained_fraction: float = 1.0
+    """Share of the parameters that is trained, less than one with adapters."""
+    seq_length: int
+    micro_batch_size: int = 1
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    width: int = 2
+    """Bytes of a weight and an activation."""
+
+    distributed_optimizer: bool = False
+    reuse_fp32_param: bool = False
+    swap_optimizer: bool = False
+    recomputed_layers: int = 0
+    """Layers of a pipeline stage that are recomputed as a whole."""
+    swap_layer_input: bool = False
+    swap_attention: bool = False
+    recompute_norm: bool = False
+    recompute_activation: bool = False
+    fused_mlp: bool = False
+    has_rotary_tables: bool = False
+    """Rotary tables are kept for every layer, four of them in float32: where they are not fused."""
+    tiled_mlp_size: int | None = None
+    tiled_loss_size: int | None = None
+
+    @property
+    def positions(self) -> int:
+        """Positions of the sequence whose activations this rank has in heads and MLPs."""
+        return self.seq_length // self.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch of this rank."""
+        return self.positions * self.micro_batch_size
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers of a pipeline stage."""
+        return -(-self.num_layers // self.pp)
+
+    @property
+    def _shared(self) -> int:
+        return self.tp if self.sequence_parallel else 1
+
+    def layer_parts(self) -> dict[str, int]:
+        """Return the bytes that backward of one layer needs of one micro-batch, by part."""
+        token, tp = self.width * self.tokens, self.tp
+        hidden = token * self.hidden_size // self._shared
+        projection = token * (self.query_size + 2 * self.kv_size) // tp
+        rotary = 4 * FLOAT * self.positions * self.query_size // self.num_heads
+        activation = 0 if self.fused_mlp else token * self.mlp_size // tp
+        return {
+            "layer input": hidden,
+            "residual sum": hidden,
+            "norm outputs": 2 * hidden,
+            "norm factors": 2 * FLOAT * self.tokens // self._shared,
+            "queries and keys": token * (self.query_size + self.kv_size) // tp,
+            "query, key, value projection": projection,
+            "attention output": token * self.attention_size // tp
+            + FLOAT * self.tokens * self.num_heads // tp,
+            "rotary tables": rotary if self.has_rotary_tables else 0,
+            "first linear of the MLP": token * 2 * self.mlp_size // tp,
+            "activation of the MLP": activation,
+        }
+
+    def kept_parts(self, *, is_recomputed: bool = False) -> dict[str, int]:
+        """Return the bytes that one layer keeps of one micro-batch on the device, by part."""
+        parts = self.layer_parts()
+        if is_recomputed:
+            return {"layer input": 0 if self.swap_layer_input else parts["layer input"]}
+        factors = parts["norm factors"]
+        if self.recompute_norm:
+            parts["norm outputs"] = 0
+        if self.recompute_activation or self.tiled_mlp_size:
+            parts["activation of the MLP"] = 0
+        if self.tiled_mlp_size:
+            parts["norm outputs"] //= 2
+            parts["norm factors"] = factors // 2
+            parts["first linear of the MLP"] = 0
+        if self.swap_attention:
+            for name in ("queries and keys", "query, key, value projection", "attention output"):
+                parts[name] = 0
+        return parts
+
+    def output_parts(self) -> dict[str, int]:
+        """Return what output layer and loss keep of one micro-batch: logits in float32."""
+        hidden = self.width * self.tokens * self.hidden_size // self._shared
+        tile = self.tiled_loss_size
+        logits = FLOAT * self.tokens * self.vocab_size // self.tp
+        return {
+            "final norm": 2 * hidden + FLOAT * self.tokens // self._shared,
+            "logits": 0 if tile else logits,
+        }
+
+    def state_parts(self) -> dict[str, int]:
+        """Return the bytes of weights, gradients and optimizer state."""
+        trained = int(self.num_parameters * self.trained_fraction)
+        share = self.dp if self.distributed_optimizer else 1
+        masters = 0 if self.width == FLOAT else 2 if self.reuse_fp32_param else FLOAT
+        optimizer = 0 if self.swap_optimizer else (masters + 2 * FLOAT) * trained // share
+        return {
+            "weights": self.width * self.num_parameters,
+            "gradients": FLOAT * trained,
+            "optimizer state": optimizer,
+        }
+
+    def workspace(self) -> int:
+        """Return what one layer, or the loss, needs while it runs and does not keep."""
+        parts = self.layer_parts()
+        mlp = parts["first linear of the MLP"] + parts["activation of the MLP"]
+        mlp = self._of_tile(mlp, self.tiled_mlp_size)
+        attention = parts["queries and keys"] + parts["query, key, value projection"]
+        logits = FLOAT * self.tokens * self.vocab_size // self.tp
+        # A gradient beside each value.
+        return 2 * max(mlp, attention, self._of_tile(logits, self.tiled_loss_size))
+
+    def kept_by_stage(self) -> int:
+        """Return the bytes that the layers of a pipeline stage keep of one micro-batch."""
+        recomputed, whole = self.recomputed_layers, self.stage_layers - self.recomputed_layers
+        kept = whole * sum(self.kept_parts().values())
+        return kept + recomputed * sum(self.kept_parts(is_recomputed=True).values())
+
+    def parts(self) -> dict[str, int]:
+        """Return all bytes of the first pipeline stage with the output layer, by part."""
+        # The first stage has as many micro-batches in flight as there are stages.
+        return self.state_parts() | {
+            "activations": self.pp * self.kept_by_stage() + sum(self.output_parts().values()),
+            "one layer at work": self.workspace(),
+        }
+
+    def total(self) -> int:
+        """Return the peak of this rank."""
+        return sum(self.parts().values())
+
+    def savings(self) -> list[tuple[str, int]]:
+        """Return flags that would save memory and the bytes, the largest first."""
+        found = [(flag, self.total() - other.total()) for flag, other in self._changes()]
+        return sorted((pair for pair in found if pair[1] > 0), key=lambda pair: -pair[1])
+
+    def _changes(self) -> Iterator[tuple[str, MemoryModel]]:
+        if not self.swap_optimizer:
+            yield "--swap-optimizer", replace(self, swap_optimizer=True)
+            if self.width < FLOAT and not self.reuse_fp32_param:
+                yield "--reuse-fp32-param", replace(self, reuse_fp32_param=True)
+        if self.dp > 1 and not self.distributed_optimizer:
+            yield "--use-distributed-optimizer", replace(self, distributed_optimizer=True)
+        if self.tp > 1 and not self.sequence_parallel:
+            yield "--sequence-parallel", replace(self, sequence_parallel=True)
+        if self.recomputed_layers:
+            if not self.swap_layer_input:
+                yield "--swap-layer-input", replace(self, swap_layer_input=True)
+        if self.recomputed_layers < self.stage_layers:
+            yield FULL_RECOMPUTE, replace(self, recomputed_layers=self.stage_layers)
+            if not self.swap_attention:
+                yield "--swap-attention", replace(self, swap_attention=True)
+        size = max(min(TILE, self.positions // 4), 1)
+        if self.tiled_mlp_size is None:
+            yield f"--tiled-mlp-size {size}", replace(self, tiled_mlp_size=size)
+        if self.tiled_loss_size is None:
+            yield f"--tiled-loss-size {size}", replace(self, tiled_loss_size=size)
+
+    def _of_tile(self, whole: int, size: int | None) -> int:
+        return whole if size is None else whole * min(size, self.positions) // self.positions
+
+
+def advice(model: MemoryModel, available: int) -> str:
+    """Return one line: what a run needs, and the three features that would save most."""
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in model.parts().items())
+    best = ", ".join(f"{flag} ({_gib(size)})" for flag, size in model.savings()[:3])
+    return (
+        f"a rank of this run needs about {_gib(model.total())} ({parts}), the device has "
+        f"{_gib(available)}; what would save most: {best}"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

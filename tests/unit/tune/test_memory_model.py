@@ -1,0 +1,135 @@
+"""What the memory model advises: flags that are not in force, the largest first, by its numbers.
+
+`python -m tests.unit.tune.test_memory_model` rewrites the tables of docs/llm/long_context.md.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mindspeed.training import entry
+from mindspeed.tune.memory_model import FULL_RECOMPUTE, GIB, MemoryModel, advice
+
+# Llama-3-8B.
+MODEL = MemoryModel(
+    num_layers=32,
+    hidden_size=4096,
+    mlp_size=14336,
+    query_size=4096,
+    kv_size=1024,
+    attention_size=4096,
+    num_heads=32,
+    vocab_size=128256,
+    num_parameters=8_030_261_248,
+    seq_length=8192,
+    fused_mlp=True,
+)
+
+LONG = replace(MODEL, seq_length=262144)
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "llm" / "long_context.md"
+MARKS = ("<!-- parts -->\n", "<!-- end of parts -->\n")
+
+
+def tables() -> str:
+    """Write the memory of the 8B shape at 262,144 tokens, part by part and feature by feature."""
+    lines = ["| kept by one layer | GiB |", "|---|---|"]
+    lines += [f"| {name} | {size / GIB:.3f} |" for name, size in LONG.kept_parts().items() if size]
+    steps = [("nothing", LONG)]
+    for flag, fields in (
+        ("full recompute", {"recomputed_layers": 32}),
+        ("`--swap-layer-input`", {"swap_layer_input": True}),
+        ("`--tiled-loss-size 4096`", {"tiled_loss_size": 4096}),
+        ("`--tiled-mlp-size 4096`", {"tiled_mlp_size": 4096}),
+        ("`--swap-optimizer`", {"swap_optimizer": True}),
+    ):
+        steps.append((flag, replace(steps[-1][1], **fields)))
+    names = list(LONG.parts())
+    lines += ["", f"| added | {' | '.join(names)} | sum |", "|---" * (len(names) + 2) + "|"]
+    for flag, model in steps:
+        sizes = [*model.parts().values(), model.total()]
+        lines.append(f"| {flag} | {' | '.join(f'{size / GIB:.1f}' for size in sizes)} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_has_these_tables():
+    assert tables() in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_layer_by_hand():
+    """1.14 GB a layer of 8192 tokens: (4 H + 3 Q + 3 K + 2 F) x 2 bytes and 34 float32 a token."""
+    elements = 4 * 4096 + 3 * 4096 + 3 * 1024 + 2 * 14336
+    assert sum(MODEL.kept_parts().values()) == 8192 * (2 * elements + 4 * 34)
+
+
+def test_state_by_hand():
+    parameters = MODEL.num_parameters
+    assert sum(MODEL.state_parts().values()) == 18 * parameters
+    assert sum(replace(MODEL, reuse_fp32_param=True).state_parts().values()) == 16 * parameters
+    assert sum(replace(MODEL, swap_optimizer=True).state_parts().values()) == 6 * parameters
+    sharded = replace(MODEL, distributed_optimizer=True, dp=4)
+    assert sum(sharded.state_parts().values()) == 9 * parameters
+    adapters = replace(MODEL, trained_fraction=0.5)
+    assert sum(adapters.state_parts().values()) == 10 * parameters
+
+
+def test_savings_are_differences_and_sorted():
+    flags = dict(MODEL.savings())
+    assert flags["--swap-optimizer"] == 12 * MODEL.num_parameters
+    assert flags["--reuse-fp32-param"] == 2 * MODEL.num_parameters
+    layer, kept = sum(MODEL.kept_parts().values()), 8192 * 4096 * 2
+    assert flags[FULL_RECOMPUTE] == 32 * (layer - kept)
+    assert list(flags.values()) == sorted(flags.values(), reverse=True)
+    assert next(iter(flags)) == "--swap-optimizer"
+
+
+def test_what_is_in_force_is_not_advised():
+    on = replace(
+        MODEL,
+        swap_optimizer=True,
+        recomputed_layers=32,
+        swap_layer_input=True,
+        tiled_mlp_size=2048,
+        tiled_loss_size=2048,
+    )
+    assert on.savings() == []
+    assert dict(replace(on, swap_layer_input=False).savings()) == {
+        "--swap-layer-input": 32 * 8192 * 4096 * 2
+    }
+
+
+def test_a_layer_at_work_does_not_grow_with_the_sequence():
+    tiled = replace(MODEL, tiled_mlp_size=2048, tiled_loss_size=2048, seq_length=16384)
+    longer = replace(tiled, seq_length=4 * 16384)
+    mlp = 2 * 2048 * 2 * 2 * 14336
+    logits = 2 * 2048 * 128256 * 4
+    assert tiled.workspace() == max(mlp, logits)
+    # Attention has all positions.
+    assert longer.workspace() == max(logits, 2 * 65536 * 2 * (2 * 4096 + 3 * 1024))
+
+
+def test_the_line():
+    line = advice(MODEL, 139 * GIB)
+    assert line.startswith("a rank of this run needs about ") and "the device has 139.0 GiB" in line
+    assert line.endswith(
+        f"what would save most: --swap-optimizer (89.7 GiB), {FULL_RECOMPUTE} (27.5 GiB), "
+        "--tiled-mlp-size 2048 (16.0 GiB)"
+    )
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_every_rank_without_memory_says_so_and_fails(rank, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+
+    def train():
+        raise entry.OutOfMemory("no memory; what would save most: --swap-optimizer")
+
+    assert entry.run_rank(train) == entry.FAILED
+    assert "error: no memory; what would save most: --swap-optimizer\n" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    PAGE.write_text(before + MARKS[0] + tables() + MARKS[1] + after, encoding="utf-8")
