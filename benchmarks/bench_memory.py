@@ -1,13 +1,14 @@
 """Benchmark what the memory features save and cost, each against the plain run.
 
-    python benchmarks/bench_memory.py
-    python benchmarks/bench_memory.py --only swap-attention,recompute-norm --layers 16
+    python benchmarks/bench_memory.py                             # every bar, in one call
+    python benchmarks/bench_memory.py --only long-1.5B,long-8B --limit 500   # those that take long
     python benchmarks/bench_memory.py --shape tiny --steps 4      # on a cpu: that all rows run
 
 Every row is `pretrain_gpt.py` on the same generated data with some flags more, by default on 12
 layers of the 8B shape at sequence 8192. The base runs before and after its rows. Printed for each
-row: step time over the base's, GiB saved at the peak, GiB that theory says, and whether the loss of
-every step is the base's.
+row: step time over the base's, GiB saved at the peak, GiB that theory says, whether the loss of
+every step is the base's, and whether the bar is met. Rows of long sequences are one whole step of a
+whole model; they print bytes a token on device and host, and the lengths at which both are full.
 """
 
 import argparse
@@ -22,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench_commands import LAYERS, SHAPE_NAMES, Failed, run  # noqa: E402
 from commands import data, logs  # noqa: E402
-from commands.job import Command, Job  # noqa: E402
+from commands.job import GLOBAL_BATCH, Command, Job  # noqa: E402
 from commands.ours import RATE  # noqa: E402
 from record import record  # noqa: E402
 from train_step.shapes import SHAPES  # noqa: E402
@@ -38,15 +39,41 @@ class Row:
     flags: tuple[str, ...]
     base: str = "plain"
     saves: tuple[str, ...] = ()
+    bar: tuple[float, float] | None = None
+    """The least share of the theory that it saves, and the most time, relative to the base."""
+
+    def verdict(self, saved, theory, time_ratio):
+        """Say whether the bar is met."""
+        if self.bar is None:
+            return "-"
+        share, slowest = self.bar
+        return "met" if saved >= share * theory and time_ratio <= slowest else "missed"
 
 
+@dataclass(frozen=True)
+class Long:
+    """One step on one very long sequence."""
+
+    shape: str
+    length: int
+    flags: tuple[str, ...]
+
+
+FULL = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
+)
 UNFUSED = ("--no-use-fused-swiglu",)
 ROWS = {
     "plain": Row(()),
     "recompute-norm": Row(("--recompute-norm",), saves=("norm",)),
-    "swap-attention": Row(("--swap-attention",), saves=("attention",)),
+    "swap-attention": Row(("--swap-attention",), saves=("attention",), bar=(0.95, 1.01)),
     "swap-and-norm": Row(("--swap-attention", "--recompute-norm"), saves=("attention", "norm")),
-    "reuse-fp32-param": Row(("--reuse-fp32-param",), saves=("master",)),
+    "reuse-fp32-param": Row(("--reuse-fp32-param",), saves=("master",), bar=(0.95, 1.01)),
+    "swap-optimizer": Row(("--swap-optimizer",), saves=("master", "master", "moments")),
+    "tiled-mlp": Row(("--tiled-mlp-size", "2048"), saves=("mlp",)),
+    "full-recompute": Row(FULL),
+    "swap-layer-input": Row((*FULL, "--swap-layer-input"), "full-recompute", ("input",)),
     "all": Row(
         ("--swap-attention", "--recompute-norm", "--reuse-fp32-param"),
         saves=("attention", "norm", "master"),
@@ -60,8 +87,17 @@ ROWS = {
         (*UNFUSED, "--recompute-activation-function", "--recompute-norm"),
         "unfused-mlp",
         ("activation", "norm"),
+        bar=(0.95, 1.02),
     ),
 }
+TILES = ("--tiled-mlp-size", "4096", "--tiled-loss-size", "4096", "--swap-optimizer")
+LONG = {
+    "long-1.5B": Long("1.5B", 524_288, (*FULL, *TILES, "--swap-layer-input")),
+    # Adam's state fills most of the host: layer inputs, 64 GiB, stay on the device.
+    "long-8B": Long("8B", 262_144, (*FULL, *TILES)),
+}
+ALL = (*ROWS, *LONG)
+DEVICE_GIB, HOST_GIB = 139, 128  # of the machine that the bars are about
 
 
 def bytes_of(shape, kind):
@@ -72,10 +108,12 @@ def bytes_of(shape, kind):
         "attention": heads * shape.head_size,
         # An unfused SwiGLU keeps silu of the gate too; Megatron's own function is one operator.
         "activation": shape.ffn,
+        "mlp": 2 * shape.ffn + shape.hidden,
+        "input": shape.hidden,
     }
-    if kind == "master":
+    if kind in ("master", "moments"):
         embedding = 0 if shape.is_tied else shape.hidden * shape.vocabulary
-        return WIDTH * (shape.matrix_parameters + embedding)
+        return (8 if kind == "moments" else WIDTH) * (shape.matrix_parameters + embedding)
     return WIDTH * shape.layers * shape.sequence * elements[kind]
 
 
@@ -121,6 +159,7 @@ def table(results, job, options):
         bases = results[row.base]
         base_seconds = sum(seconds for seconds, *_ in bases) / len(bases)
         seconds, peak, losses = runs[0]
+        saved = bases[0][1] - peak
         expected = sum(bytes_of(job.shape, kind) for kind in row.saves) / GIB
         lines.append(
             {
@@ -131,23 +170,75 @@ def table(results, job, options):
                 "step_ms": f"{1e3 * seconds:.1f}",
                 "time_ratio": f"{seconds / base_seconds:.4f}",
                 "peak_gib": f"{peak:.2f}",
-                "saved_gib": f"{bases[0][1] - peak:.2f}",
+                "saved_gib": f"{saved:.2f}",
                 "theory_gib": f"{expected:.2f}",
                 "same_loss": str(losses == bases[0][2]),
+                "bar": row.verdict(saved, expected, seconds / base_seconds),
                 "flags": " ".join(row.flags),
             }
         )
     return lines
 
 
+def measure_long(name, options):
+    """Run one step on a long sequence; return the line to record."""
+    row = LONG[name]
+    shape, length = SHAPES[SHAPE_NAMES[row.shape]], row.length
+    if options.shape == "tiny":
+        shape, length = SHAPES["tiny"], 16 * SHAPES["tiny"].sequence
+    # A step of the generated data has GLOBAL_BATCH rows: one long one here.
+    shape = replace(shape, sequence=length // GLOBAL_BATCH)
+    folder = options.folder.resolve() / name
+    job = Job(shape, row.shape, steps=2, folder=folder)
+    data.prepare(job)
+    argv = [
+        *(sys.executable, str(ROOT / "pretrain_gpt.py"), "--hf-cfg-dir", str(folder / "model")),
+        *("--from-scratch", "--bf16", "--seq-length", str(length), "--linear-cross-entropy"),
+        *("--max-position-embeddings", str(length), "--micro-batch-size", "1"),
+        *("--global-batch-size", "1", "--train-iters", "1", *RATE),
+        *("--data-path", str(folder / "pretrain"), *row.flags),
+    ]
+    log = logs.read_megatron(run(Command(argv, "megatron"), job, name, options.limit), None)
+    if not log.steps or log.peak_gib is None or log.host_gib is None:
+        raise Failed(f"its log has {len(log.steps)} steps and the peak {log.peak_gib}")
+    return {
+        "row": name,
+        "tokens": str(length),
+        "step_s": f"{log.steps[0].seconds:.1f}",
+        "peak_gib": f"{log.peak_gib:.2f}",
+        "host_gib": f"{log.host_gib:.2f}",
+        "device_bytes_per_token": f"{log.peak_gib * GIB / length:.0f}",
+        "host_bytes_per_token": f"{log.host_gib * GIB / length:.0f}",
+        "tokens_at_full_device": f"{DEVICE_GIB / log.peak_gib * length:.0f}",
+        "tokens_at_full_host": f"{HOST_GIB / log.host_gib * length:.0f}",
+        "loss": f"{log.steps[0].loss:.6f}",
+        "flags": " ".join(row.flags),
+    }
+
+
+def measure_all_long(names, options):
+    """Run the rows of long sequences, print and record them; return how many ran."""
+    lines = []
+    for name in names:
+        try:
+            lines.append(measure_long(name, options))
+        except Failed as error:
+            print(f"{name} failed: {error}", flush=True)
+            continue
+        print("  ".join(f"{key}={value}" for key, value in lines[-1].items()), flush=True)
+    if lines:
+        record("memory_long", lines, options.results)
+    return len(lines)
+
+
 def _options():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", metavar="ROW,...", help=", ".join(ROWS))
+    parser.add_argument("--only", default="", metavar="ROW,...", help=", ".join(ALL))
     parser.add_argument("--shape", choices=SHAPE_NAMES, default="8B")
     parser.add_argument("--layers", type=int, help="12 of the 8B shape by default")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3, help="steps that are not measured")
-    parser.add_argument("--limit", type=float, default=120, help="seconds that one row may take")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that one row may take")
     default = Path(tempfile.gettempdir()) / "bench_memory"
     parser.add_argument("--folder", type=Path, default=default, help="for inputs and logs")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
@@ -155,11 +246,18 @@ def _options():
 
 
 def main():
-    """Prepare the inputs, run the rows, print and record the table."""
+    """Run the rows that were asked for."""
     options = _options()
-    chosen = options.only.split(",") if options.only else list(ROWS)
-    if unknown := [name for name in chosen if name not in ROWS]:
-        sys.exit(f"--only {','.join(unknown)}: use rows of {', '.join(ROWS)}")
+    asked = options.only.split(",") if options.only else list(ALL)
+    if unknown := [name for name in asked if name not in ALL]:
+        sys.exit(f"--only {','.join(unknown)}: use rows of {', '.join(ALL)}")
+    chosen, long = ([n for n in asked if n in rows] for rows in (ROWS, LONG))
+    is_complete = _race(chosen, options) if chosen else True
+    return None if measure_all_long(long, options) == len(long) and is_complete else 1
+
+
+def _race(chosen, options):
+    """Run rows against their bases; return whether all ran."""
     names = list(dict.fromkeys([*(ROWS[name].base for name in chosen), *chosen]))
     shape = SHAPES[SHAPE_NAMES[options.shape]]
     layers = options.layers or (12 if options.shape in LAYERS else shape.layers)
@@ -168,10 +266,10 @@ def main():
     data.prepare(job)
     lines = table(measure_all(names, job, options), job, options)
     for line in lines:
-        print("  ".join(f"{line[name]:>12}" for name in list(line)[2:10]))
+        print("  ".join(f"{line[name]:>12}" for name in list(line)[2:11]))
     if lines:
         record("memory", lines, options.results)
-    return None if len(lines) == len(names) else 1
+    return len(lines) == len(names)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ Stamped = tuple[float, str]
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|")
 _FIELD = re.compile(r"\| *([^|:]+): *([^| ]+) *(?=\|)")
 _MEGATRON_PEAK = re.compile(r"memory \(MB\).*?\| max allocated: ([0-9.]+)")
-_OUR_PEAK = re.compile(r"peak memory of rank 0: ([0-9.]+) GiB")
+_OUR_PEAK = re.compile(r"peak memory of rank 0: ([0-9.]+) GiB(?:, on the host ([0-9.]+) GiB)?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TITAN = re.compile(r"step: *(\d+) +loss: *([0-9.naif]+).*?memory: *([0-9.]+)GiB.*?tps: *([0-9,]+)")
 _DICTIONARY = re.compile(r"\{'loss': .*?\}")
@@ -35,6 +35,7 @@ class Log:
 
     steps: list[Step] = field(default_factory=list)
     peak_gib: float | None = None
+    host_gib: float | None = None
     until_first_step: float | None = None
     """Seconds from the start of the process to the line of its first step."""
 
@@ -55,6 +56,7 @@ def read_megatron(lines: Iterable[Stamped], tokens_per_step: int | None) -> Log:
             log._update_peak(float(found[1]) / 1024)
         if found := _OUR_PEAK.search(line):
             log._update_peak(float(found[1]))
+            log.host_gib = float(found[2]) if found[2] else None
         if not (found := _ITERATION.search(line)):
             continue
         fields = {name.strip(): value for name, value in _FIELD.findall(line)}
