@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Piece:
     def of(self, tensor: Tensor) -> Tensor:
         """Return these elements of a tensor of the parameter's shape."""
         is_whole = self.stop - self.start == tensor.numel()
-        return tensor if is_whole else tensor.view(-1)[self.start : self.stop]
+        return tensor if is_whole else tensor.reshape(-1)[self.start : self.stop]
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +71,8 @@ class HostState:
         self._chunk_bytes = chunk_bytes
         self._to_host = to_host or CopyStream()
         self._to_device = to_device or CopyStream()
-        self._owned: set[int] = set()
+        # Weak: state that is replaced gives its memory up, and another tensor may get its address.
+        self._owned: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def place(self, tensor: Tensor) -> Tensor:
         """Return a tensor of state on the host: itself, if it is there already."""
@@ -79,14 +81,13 @@ class HostState:
         buffer = device.current().host_buffer(tensor.nbytes)
         placed = buffer.view(tensor.dtype).view(tensor.shape)
         placed.copy_(tensor)
-        # Never given up: state lives as long as its optimizer.
-        self._owned.add(placed.untyped_storage()._cdata)
+        self._owned[placed.untyped_storage()._cdata] = placed
         return placed
 
     def update(self, states: Sequence[tuple[Tensor, State]], update: Update) -> None:
         """Call `update` for all of some parameters, chunk by chunk."""
         chunks = deque(self._chunks(states))
-        arriving = self._fetch(chunks.popleft())
+        arriving = self._fetch(chunks.popleft()) if chunks else None
         leaving: deque[_Staged] = deque()
         while arriving is not None:
             staged, arriving = arriving, self._fetch(chunks.popleft()) if chunks else None
