@@ -27,14 +27,12 @@ def _layout(names):
 
 def _train(layout, switch):
     """Return losses, gradient norms and fingerprints of two steps, with late copies."""
-    from megatron.core import parallel_state
-
     from mindspeed.memory.swap_layer_inputs import SwappedInputs
     from mindspeed.memory.swap_layers import swap_block
     from mindspeed.optim.host_state import HostState
     from tests.delayed_copies import DelayedCopies, delayed_swapper
     from tests.gpt.runs import _fingerprint
-    from tests.gpt.training import Training
+    from tests.gpt.training import Training, destroy_groups
 
     mindspeed.enable(**switch.options)
     recompute = ("granularity", "method", "num_layers")
@@ -49,7 +47,7 @@ def _train(layout, switch):
         for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
             part.optimizer.host = HostState(3000, DelayedCopies(False), DelayedCopies(True))
     found = [(*training.step(), _fingerprint(training)) for _ in range(2)]
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return found
 
 

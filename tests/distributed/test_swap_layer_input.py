@@ -15,7 +15,7 @@ HIDDEN_STATES = 4 * SEQUENCE * LLAMA.micro_batch * HIDDEN
 
 def _all(cases):
     """Train each case plain, then swapped with late copies, in the same ranks."""
-    from megatron.core import parallel_state
+    from tests.gpt.training import destroy_groups
 
     results = []
     for layout, attention in cases:
@@ -23,7 +23,7 @@ def _all(cases):
         results.append([])
         for swaps in (False, True):
             results[-1].append(_train(layout, swaps, attention))
-            parallel_state.destroy_model_parallel()
+            destroy_groups()
     return results
 
 

@@ -93,6 +93,14 @@ class Training:
             self.config.no_sync_func = functions if len(functions) > 1 else functions[0]
 
 
+def destroy_groups() -> None:
+    """Destroy Megatron's groups, so that the same ranks can train another layout."""
+    parallel_state.destroy_model_parallel()
+    # Megatron 0.12 keeps these, and takes a rank for one of a group that is there no more.
+    for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
+        setattr(parallel_state, name, None)
+
+
 def _forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
     tokens = next(data).cuda()
     positions = torch.arange(SEQUENCE, device=tokens.device).expand(len(tokens), -1)
