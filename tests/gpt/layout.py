@@ -15,7 +15,8 @@ class Layout:
     """One run; the defaults are plain Megatron on one rank."""
 
     family: str = "gpt"
-    """gpt: learned positions, biases, GELU, tied; llama: rotary, RMSNorm, SwiGLU, GQA, untied."""
+    """gpt: learned positions, biases, GELU, tied; llama: rotary, RMSNorm, SwiGLU, GQA, untied;
+    experts: rotary, GELU, four experts, two a token, untied."""
     num_layers: int = 4
     bf16: bool = False
     dropout: float = 0.0

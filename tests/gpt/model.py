@@ -27,6 +27,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "add_bias_linear": False,
         "num_query_groups": 2,
     },
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+    },
 }
 
 
@@ -55,6 +61,7 @@ def transformer_config(layout: Layout) -> TransformerConfig:
         recompute_method=method,
         recompute_num_layers=num_layers,
         **_FAMILIES[layout.family],
+        moe_grouped_gemm=layout.family == "experts" and layout.spec == "te",
     )
 
 
@@ -123,7 +130,9 @@ def optimizer_config(layout: Layout) -> OptimizerConfig:
 
 
 def _layer_spec(layout: Layout) -> Any:
+    experts = {"num_experts": _FAMILIES[layout.family].get("num_moe_experts")}
     if layout.spec == "te":
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        experts["moe_grouped_gemm"] = experts["num_experts"] is not None
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**experts)
     normalization = _FAMILIES[layout.family].get("normalization")
-    return gpt_layer_specs.get_gpt_layer_local_spec(normalization=normalization)
+    return gpt_layer_specs.get_gpt_layer_local_spec(**experts, normalization=normalization)

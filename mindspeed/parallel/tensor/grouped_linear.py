@@ -14,7 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed.ops.gmm import gmm
 from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32
-from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, main_grad_of
+from mindspeed.parallel.tensor.linear import (
+    DeferredGradients,
+    dummy_gradient,
+    main_grad_of,
+    scheduled_gradients,
+)
 
 _ONES = 8  # rows of ones that sum a group; fewer would not be aligned for every implementation
 
@@ -29,6 +34,10 @@ class _WeightGradients:
 
     def take(self, x: Tensor, grad: Tensor, ends: Tensor) -> Sequence[Tensor | None]:
         """Return what autograd gets for each weight: dW, a placeholder, or nothing yet."""
+        scheduled = scheduled_gradients(self.weights[0])
+        if scheduled is not None:
+            scheduled.put(functools.partial(self._add, x, grad, ends))
+            return self._placeholders()
         if self.deferred is not None:
             self.deferred.put(functools.partial(self._run_later, x, grad, ends))
         elif not self.fused:
@@ -43,6 +52,13 @@ class _WeightGradients:
             return
         for weight, update in zip(self.weights, self._compute(x, grad, ends), strict=True):
             weight.grad = update if weight.grad is None else weight.grad + update
+
+    def _add(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
+        if self.fused:
+            self._accumulate(x, grad, ends)
+            return
+        for weight, update in zip(self.weights, self._compute(x, grad, ends), strict=True):
+            main_grad_of(weight).add_(update)
 
     def _accumulate(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
         totals = [main_grad_of(weight) for weight in self.weights]

@@ -59,6 +59,10 @@ class WeightGradient:
 
     def take(self, x: Tensor, grad: Tensor) -> Tensor | None:
         """Return what autograd gets: dW, a placeholder for it, or nothing yet."""
+        scheduled = scheduled_gradients(self.weight)
+        if scheduled is not None:
+            scheduled.put(functools.partial(self._add, x, grad))
+            return placeholder(self.weight)
         if self.deferred is not None:
             self.deferred.put(functools.partial(self._run_later, x, grad))
         elif not self.fused:
@@ -74,6 +78,12 @@ class WeightGradient:
         grad_weight = self._compute(x, grad).to(self.weight.dtype)
         weight = self.weight
         weight.grad = grad_weight if weight.grad is None else weight.grad + grad_weight
+
+    def _add(self, x: Tensor, grad: Tensor) -> None:
+        if self.fused:
+            self._accumulate(x, grad)
+        else:
+            main_grad_of(self.weight).add_(self._compute(x, grad).to(self.weight.dtype))
 
     def _accumulate(self, x: Tensor, grad: Tensor) -> None:
         rows = all_gather(x, self.gather_group).flatten(0, -2)
@@ -135,6 +145,13 @@ def linear(
     """
     plan = WeightGradient(weight, gather_group, fused, deferred)
     return _Linear.apply(x, weight, bias, plan)
+
+
+def scheduled_gradients(weight: Tensor) -> DeferredGradients | None:
+    """Return the queue of the pipeline schedule that decides when dW is added to main_grad."""
+    # Of the parameter and not of the module: recompute and local layers know no more than that.
+    queue: DeferredGradients | None = getattr(weight, "scheduled_gradients", None)
+    return queue
 
 
 def dummy_gradient(like: Tensor, zero: bool) -> Tensor:
