@@ -30,7 +30,10 @@ class ZeroBubble(Feature):
     group = "Parallel"
     level = Level.COMPAT
     enabled_by = "schedules_method"
-    conflicts = {"virtual_pipeline": "ZB-H1 has one stage a rank"}
+    conflicts = {
+        "virtual_pipeline": "ZB-H1 has one stage a rank",
+        "stage_tensors": "weight gradients would run between a header and its tensors",
+    }
 
     class Options(config.Options):
         """The schedule."""

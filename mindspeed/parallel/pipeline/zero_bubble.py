@@ -85,7 +85,9 @@ def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[...
 
         chosen = original(*args, **kwargs)
         one_f_one_b = schedules.forward_backward_pipelining_without_interleaving
-        return _zero_bubble(chosen) if chosen is one_f_one_b else chosen
+        # Other features may have wrapped what was chosen.
+        is_chosen = inspect.unwrap(chosen) is inspect.unwrap(one_f_one_b)
+        return _zero_bubble(chosen) if is_chosen else chosen
 
     return get_forward_backward_func
 
