@@ -210,6 +210,7 @@ def wrap_linear(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scheduled_linear(
+    *,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
