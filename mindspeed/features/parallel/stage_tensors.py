@@ -30,7 +30,7 @@ class DynamicShapes(Feature):
         comes."""
 
     def is_on(self, options: Any, context: Context) -> bool:
-        """One stage has nobody to tell."""
+        """Shapes are exchanged between stages; a single stage sends nothing."""
         is_pipeline = context.argument("pipeline_model_parallel_size", 1) > 1
         return options.variable_seq_lengths and (context.megatron is None or is_pipeline)
 
