@@ -64,30 +64,37 @@ def suggest_flags(parser: argparse.ArgumentParser) -> None:
     """
 
     def error(message: str) -> NoReturn:
-        known = {*parser._option_string_actions, *_choices(parser)}
-        hints = [
-            f"{word}: {hint}" for word in _unknown_names(message) if (hint := _hint(word, known))
-        ]
+        flags, choices = set(parser._option_string_actions), _choices(parser, message)
+        hints = [f"{word}: {hint}" for word in _flags(message) if (hint := _hint(word, flags))]
+        for word in re.findall(r"invalid choice: '([^']+)'", message):
+            hints += [f"{word}: {did_you_mean(word, choices)}"] if nearest(word, choices) else []
         text = "; ".join([message, *dict.fromkeys(hints or ["--help lists what there is"])])
         parser.exit(2, f"{parser.prog}: error: {printable(text)}\n")
 
     parser.error = error  # type: ignore[method-assign]
 
 
-def _hint(word: str, known: Collection[str]) -> str | None:
-    """Suggest a flag or choice: by its meaning in other libraries, else by its letters."""
-    fields = {flag.lstrip("-").replace("-", "_"): flag for flag in known if flag.startswith("--")}
-    if word.startswith("-") and (hint := by_meaning(word, fields, fields.__getitem__)):
+def _hint(word: str, flags: Collection[str]) -> str | None:
+    """Suggest a flag: by its meaning in other libraries, else by its letters."""
+    fields = {flag.lstrip("-").replace("-", "_"): flag for flag in flags if flag.startswith("--")}
+    if hint := by_meaning(word, fields, fields.__getitem__):
         return hint
-    same_kind = [one for one in known if one.startswith("--") == word.startswith("-")]
-    return did_you_mean(word, same_kind) if nearest(word, same_kind) else None
+    return did_you_mean(word, fields.values()) if nearest(word, fields.values()) else None
 
 
-def _unknown_names(message: str) -> list[str]:
+def _flags(message: str) -> list[str]:
+    """Return the flags that a message says are not known."""
     _, _, rest = message.partition("unrecognized arguments: ")
-    flags = [word.partition("=")[0] for word in rest.split() if word.startswith("-")]
-    return flags + re.findall(r"invalid choice: '([^']+)'", message)
+    return [word.partition("=")[0] for word in rest.split() if word.startswith("-")]
 
 
-def _choices(parser: argparse.ArgumentParser) -> list[str]:
-    return [str(choice) for action in parser._actions for choice in action.choices or ()]
+def _choices(parser: argparse.ArgumentParser, message: str) -> list[str]:
+    """Return the choices of the argument that a message is about."""
+    named = re.match(r"argument ([^:]+):", message)
+    names = set(re.split(r"[/, ]+", named[1])) if named else set()
+    return [
+        str(choice)
+        for action in parser._actions
+        if names & {*action.option_strings, action.dest, str(action.metavar)}
+        for choice in action.choices or ()
+    ]

@@ -1,8 +1,11 @@
 """Nearest names."""
 
+import argparse
+
 import pytest
 
 from mindspeed.config import did_you_mean, nearest, one_of
+from mindspeed.config.suggest import suggest_flags
 
 KNOWN = ["use_fused_swiglu", "use_fused_rmsnorm", "optimization_level"]
 
@@ -53,3 +56,22 @@ def test_only_close_names_are_suggested(typed, found):
 )
 def test_one_of(values, text):
     assert one_of(values) == text
+
+
+@pytest.mark.parametrize(
+    "words, hint",
+    [
+        (["--loss-type", "rop"], "--help lists what there is"),  # rope is of the other flag
+        (["--loss-type", "hing"], "hing: did you mean hinge?"),
+        (["--position", "rop"], "rop: did you mean rope?"),
+        (["--positon", "rope"], "--positon: did you mean --position?"),
+    ],
+)
+def test_a_choice_is_suggested_for_its_own_flag(capsys, words, hint):
+    parser = argparse.ArgumentParser(prog="train", allow_abbrev=False)
+    parser.add_argument("--loss-type", choices=["sigmoid", "hinge"])
+    parser.add_argument("--position", choices=["rope", "none"])
+    suggest_flags(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(words)
+    assert capsys.readouterr().err.endswith(f"; {hint}\n")
