@@ -67,6 +67,18 @@ def explain(error: BaseException, path: str) -> str:
     )
 
 
+def as_numbers(found: Any) -> list[float]:
+    """Return rewards as numbers; they may be tensors or arrays."""
+    try:
+        return [float(value) for value in found]
+    except (TypeError, ValueError):
+        shown = repr(found)
+        shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+        raise TypeError(
+            f"returned {shown}: return a list with a number for each completion"
+        ) from None
+
+
 def serve(channel: socket.socket, path: str, name: str) -> None:
     """Answer calls until the other end is closed."""
     try:
@@ -81,7 +93,7 @@ def serve(channel: socket.socket, path: str, name: str) -> None:
         except EOFError:
             return
         try:
-            answer = {"rewards": [float(value) for value in function(**arguments)]}
+            answer = {"rewards": as_numbers(function(**arguments))}
         except BaseException as error:  # noqa: BLE001
             answer = {"error": explain(error, path)}  # type: ignore[dict-item]
         send(channel, answer)

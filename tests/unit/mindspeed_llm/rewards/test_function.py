@@ -39,10 +39,11 @@ def test_it_gets_texts_and_fields(tmp_path: Path) -> None:
     ("body", "expected"),
     [
         ("def f(**x): return [1.0, 2.0]", "returned 2 rewards for 1 completions"),
+        ("def f(**x): pass", "TypeError: returned None: return a list with a number for each"),
         ("def f(**x): return [float('nan')]", "the reward of 'answer' is nan: rewards must be"),
         ("def f(**x):\n    raise ValueError('no\\nway')", "ValueError (line 2): no way"),
         ("def f(**x): return 3", "TypeError"),
-        ("def f(**x): return ['one']", "ValueError"),
+        ("def f(**x): return ['one']", "returned ['one']: return a list with a number for each"),
         ("def f(): return [1]", "TypeError"),
         ("import sys\ndef f(**x): sys.exit(3)", "SystemExit"),
         ("import os\ndef f(**x): os._exit(3)", "its process ended with exit code 3"),
