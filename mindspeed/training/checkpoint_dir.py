@@ -56,6 +56,8 @@ class TrainState:
     """Consecutive steps, up to this one, whose loss was not finite."""
     tied: dict[str, Any] = field(default_factory=dict)
     """Other names of weights that the checkpoint holds once, each with its name there."""
+    stage_name: str = ""
+    """The stage of post-training that wrote it."""
     stage: dict[str, Any] = field(default_factory=dict)
     """What a stage keeps from one step to the next beside weights."""
 

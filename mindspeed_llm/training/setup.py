@@ -264,6 +264,16 @@ def check_data(state: TrainState, fingerprint: str, options: TrainOptions) -> No
         )
 
 
+def check_stage_name(state: TrainState, stage: str, options: TrainOptions) -> None:
+    """Raise ConfigError if a run would resume as another stage than it was."""
+    if state.stage_name and stage != state.stage_name:
+        raise ConfigError(
+            f"--save {options.save} holds a run of --stage {state.stage_name}, not "
+            f"{stage or 'pretraining'}: choose another --save, or load that checkpoint with "
+            "--finetune"
+        )
+
+
 def check_reference(state: TrainState, fingerprint: str, options: TrainOptions) -> None:
     """Raise ConfigError if a run would resume with another reference than it had."""
     if state.reference and state.reference != fingerprint:

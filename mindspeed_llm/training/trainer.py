@@ -37,7 +37,13 @@ from mindspeed_llm.training.expert_load import expert_load_report
 from mindspeed_llm.training.memory import memory_model
 from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.setup import build_models, check_data, check_reference, prepare
+from mindspeed_llm.training.setup import (
+    build_models,
+    check_data,
+    check_reference,
+    check_stage_name,
+    prepare,
+)
 from mindspeed_llm.training.step import (
     BatchShape,
     collect_outputs,
@@ -81,9 +87,12 @@ class Trainer(ABC):
                 self.options, self.handler, self.setup.config_folder, self.longest_sample
             )
             self.train_data, self.valid_data = self.open_data()
+            for role in self.models:  # what is wrong with one is found before any is loaded
+                self.model_shape(role)
             self.training = build_models(
                 self.setup, self.models, self.model_provider, self.model_shape
             )
+            check_stage_name(self.training.state, self.stage_name, self.options)
             check_data(self.training.state, self.train_data.fingerprint, self.options)
             check_reference(self.training.state, self.reference_fingerprint, self.options)
             self.loop = self._make_loop()
@@ -122,6 +131,11 @@ class Trainer(ABC):
     def model_shape(self, role: ModelRole) -> ModelConfig:
         """Return the sizes of the model of a role: those of the primary model."""
         return language_model(self.setup.shape, self.options.load)
+
+    @property
+    def stage_name(self) -> str:
+        """The value of --stage, "" for pretraining."""
+        return ""
 
     @property
     def reference_fingerprint(self) -> str:
@@ -374,6 +388,7 @@ class Trainer(ABC):
             shape=self.setup.shape.model_dump(mode="json"),
             lora=lora.as_peft() if lora is not None else {},
             reference=self.reference_fingerprint,
+            stage_name=self.stage_name,
         )
 
     def config(self) -> dict[str, Any]:

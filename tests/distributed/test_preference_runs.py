@@ -165,6 +165,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"stage": "dpo", "ref_model": "other", "save": "saved", "train_iters": 2},
         "saved holds a run with another reference than --ref-model .*other: give the one",
     ),
+    "the reference with merged adapters": (
+        {"stage": "dpo", "ref_model": "merged", "save": "saved", "train_iters": 2},
+        "saved holds a run with another reference than --ref-model .*merged: give the one",
+    ),
+    "another stage than the run had": (
+        {"stage": "simpo", "save": "saved", "train_iters": 2},
+        "saved holds a run of --stage dpo, not simpo: choose another --save",
+    ),
+    "no reference": (
+        {"stage": "dpo", "ref_model": "nowhere"},
+        "--ref-model .*nowhere: does not exist",
+    ),
     "the trained policy as its own reference": (
         {"stage": "dpo", "load": "saved"},
         "--ref-model is missing: --load .*saved is a run to resume",
@@ -179,6 +191,9 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(small).save_pretrained(folder / "small")
     save_llama(folder / "score", "LlamaForSequenceClassification")
     save_llama(folder / "other", seed=1)
+    merged = transformers.LlamaForCausalLM.from_pretrained(folder / "hf")
+    merged.model.layers[1].self_attn.q_proj.weight.data += 0.01
+    merged.save_pretrained(folder / "merged")
     model, data = str(folder / "hf"), str(folder / "pairs")
     saved = {"stage": "dpo", "train_iters": 1, "save": str(folder / "saved")}
     run_ranks(train, 1, settings(model, data, tmp_path, **saved))

@@ -117,7 +117,7 @@ class AlpacaStyleProcessRewardHandler(Handler):
         steps = self._text(record, "prompt").split(self._placeholder)
         verdicts = self._verdicts(record)
         if len(verdicts) != len(steps) - 1:
-            raise UnusableRecord("there are not as many verdicts as placeholders")
+            raise UnusableRecord("another number of verdicts than placeholders")
         return [self._render_steps(steps, verdicts)]
 
     def _render_steps(self, steps: Sequence[str], verdicts: Sequence[int]) -> list[Segment]:

@@ -20,6 +20,11 @@ class BaseTrainer(Trainer):
     data_kind: ClassVar[str] = "instruction"
     """What preprocess has to have made of the records."""
 
+    @property
+    def stage_name(self) -> str:
+        """The value of --stage."""
+        return self.options.stage
+
     def configure_from_data(self) -> None:
         """Check the data sets, and derive from them what batches are like."""
         data = [InstructionData(prefix) for prefix in split_weights(self.data_path)[1]]

@@ -7,10 +7,10 @@ from functools import cached_property
 
 import torch
 
-from mindspeed.checkpoint.detection import detect
+from mindspeed.checkpoint.detection import CheckpointDir, detect
 from mindspeed.config import ConfigError
 from mindspeed.training.checkpoint_dir import find_resume
-from mindspeed_llm.checkpoint.loading import config_folder, open_source
+from mindspeed_llm.checkpoint.loading import config_folder
 from mindspeed_llm.losses.log_probs import sequence_log_probs
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.registry import read_model_config
@@ -20,6 +20,30 @@ from mindspeed_llm.training.model import ModelRole, RoleModel
 
 REFERENCE = "reference_log_probs"
 """Where a micro-batch has the reference's log-probability of every sequence."""
+
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+def digest_of_samples(weights: CheckpointDir) -> str:
+    """Digest names, sizes and samples of the files with weights.
+
+    Other weights of the same shapes, say with merged adapters, differ in nearly every sample;
+    reading all of a large model would take minutes.
+    """
+    digest = hashlib.sha256()
+    pattern = "*" if weights.kind == "hf" else "**/*"
+    for path in sorted(weights.folder.glob(pattern)):
+        if path.suffix not in WEIGHT_FILES:
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(weights.folder)} {size}\n".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(size * number // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 class ReferenceTrainer(BaseTrainer):
@@ -40,17 +64,11 @@ class ReferenceTrainer(BaseTrainer):
 
     @cached_property
     def reference_fingerprint(self) -> str:
-        """A digest of the reference's norms, which training changes from the first step on."""
+        """A digest of the files that the reference is loaded from."""
         source = self.options.ref_model or self.options.load
         if self.is_own_reference or self.options.from_scratch or source is None:
             return ""
-        opened = open_source(detect(source), config=self.setup.shape)
-        digest = hashlib.sha256()
-        for name, tensor in sorted(opened.tensors.items()):
-            if "layernorm" in name:
-                for shard in tensor.shards:
-                    digest.update(shard.values.float().contiguous().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return digest_of_samples(detect(source))
 
     def model_shape(self, role: ModelRole) -> ModelConfig:
         """Return the sizes of a model; the reference has those of the policy."""
@@ -101,7 +119,10 @@ class ReferenceTrainer(BaseTrainer):
             )
 
     def _check_shape(self, ref_model: str) -> None:
-        folder = config_folder(detect(ref_model))
+        try:
+            folder = config_folder(detect(ref_model))
+        except ConfigError as error:
+            raise ConfigError(f"--ref-model {error}") from None
         theirs = read_model_config(folder, named=self.options.model_type_hf)
         ours = self.setup.shape
         for name in ("family", "num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
