@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +131,7 @@ class TrainLoop:
             self.log.finish()
         if self.rank == 0:
             peak = device.current().max_memory_allocated() / 2**30
-            host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # it counts KiB
+            host = device.known()["cpu"].max_memory_allocated() / 2**30
             logger.info("peak memory of rank 0: %.2f GiB, on the host %.2f GiB", peak, host)
         return state
 
