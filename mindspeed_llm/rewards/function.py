@@ -4,8 +4,10 @@ The file is code, and running it is what the flag asks for; no other option of a
 file.
 """
 
+import contextlib
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -44,6 +46,7 @@ class RewardFunction:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 preexec_fn=die_with_parent(os.getpid()),
+                start_new_session=True,  # what the function starts is ended with it
             )
         self._receive("was not loaded")
 
@@ -76,7 +79,8 @@ class RewardFunction:
     def close(self) -> None:
         """End the process."""
         self._channel.close()
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _receive(self, what: str) -> Any:

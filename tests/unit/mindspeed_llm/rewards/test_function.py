@@ -96,6 +96,26 @@ def test_signals_that_stop_the_run_do_not_end_it(tmp_path: Path) -> None:
     function.close()
 
 
+def test_what_a_function_starts_is_ended_with_it(tmp_path: Path) -> None:
+    body = (
+        "import subprocess\n"
+        "def f(**x):\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        f"    open('{tmp_path}/pid', 'w').write(str(child.pid))\n"
+        "    child.wait()\n"
+    )
+    function = make(tmp_path, body, timeout=1.0)
+    with pytest.raises(ConfigError, match="did not answer within 1 s"):
+        function(*CALL)
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} is left")
+
+
 def test_closing_ends_the_process(tmp_path: Path) -> None:
     function = make(tmp_path, "def f(**x): return [1]")
     pid = function._process.pid
