@@ -82,6 +82,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             bias_activation_fusion=not options.no_bias_swiglu_fusion,
             bias_dropout_fusion=not options.no_bias_dropout_fusion,
             **_auxiliary_loss(options, shape, dims),
+            **_frozen_bias(options, shape),
         )
 
 
@@ -259,6 +260,12 @@ def _auxiliary_loss(
     if shape.moe is None or not is_weakened:
         return {}
     return {"moe_aux_loss_coeff": shape.moe.aux_loss_coeff * dims.cp}
+
+
+def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:
+    """Keep the bias of routers where they are not trained: it is a buffer that steps change."""
+    is_frozen = options.freeze_router or options.lora_r is not None
+    return {"moe_router_bias_update_rate": 0.0} if shape.moe is not None and is_frozen else {}
 
 
 def _is_first_and_last(dims: ParallelDims, stage: int | None) -> tuple[bool, bool]:

@@ -31,11 +31,13 @@ from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import MegatronCheckpoints
+from mindspeed_llm.training.expert_options import ExpertOptions
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model import ModelRole, RoleModel
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.rollout_options import ONLINE
 
 logger = logging.getLogger(__name__)
 
@@ -169,12 +171,43 @@ def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelD
 def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
     """Raise ConfigError for a mixture of experts under parallel sizes that Megatron refuses."""
     tp, is_split = options.tensor_model_parallel_size, options.sequence_parallel
-    if shape.moe is None and options.freeze_router:
-        raise ConfigError("--freeze-router: the model has no experts and no routers: drop it")
+    if shape.moe is None:
+        _check_has_no_experts(options)
+    else:
+        _check_dispatch(options)
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
             "parallelism only if ranks also share the sequence: add --sequence-parallel, or use 1"
+        )
+
+
+def _check_has_no_experts(options: TrainOptions) -> None:
+    for name, info in ExpertOptions.model_fields.items():
+        if getattr(options, name) != info.default:
+            flag = Spelling.FLAG.name_of(name)
+            raise ConfigError(f"{flag}: the model has no experts: drop it")
+
+
+def _check_dispatch(options: TrainOptions) -> None:
+    """Refuse collectives of equal sizes where ranks have different numbers of tokens."""
+    samples = options.stage in ONLINE
+    if options.expert_model_parallel_size > 1 and (samples or options.variable_seq_lengths):
+        why = f"--stage {options.stage}" if samples else "--variable-seq-lengths"
+        if options.moe_token_dispatcher_type != "alltoall":
+            raise ConfigError(
+                f"--moe-token-dispatcher-type {options.moe_token_dispatcher_type}: with {why} "
+                "ranks have different numbers of tokens: use alltoall"
+            )
+        if options.moe_pad_expert_input_to_capacity:
+            raise ConfigError(
+                f"--moe-pad-expert-input-to-capacity: with {why} ranks have different numbers of "
+                "tokens: drop it"
+            )
+    if samples and options.moe_expert_capacity_factor is not None:
+        raise ConfigError(
+            f"--moe-expert-capacity-factor {options.moe_expert_capacity_factor:g}: a completion "
+            f"would depend on those sampled beside it: drop it for --stage {options.stage}"
         )
 
 
@@ -264,19 +297,23 @@ def check_data(state: TrainState, fingerprint: str, options: TrainOptions) -> No
         )
 
 
-def check_stage_name(state: TrainState, stage: str, options: TrainOptions) -> None:
+def check_stage_name(options: TrainOptions, stage: str) -> None:
     """Raise ConfigError if a run would resume as another stage than it was."""
-    if state.stage_name and stage != state.stage_name:
+    resumed = find_resume(options)
+    if resumed is None:
+        return
+    before = read_state(resumed).stage_name
+    if before and stage != before:
         raise ConfigError(
-            f"--save {options.save} holds a run of --stage {state.stage_name}, not "
-            f"{stage or 'pretraining'}: choose another --save, or load that checkpoint with "
-            "--finetune"
+            f"{resumed.parent}: holds a run of --stage {before}, not {stage or 'pretraining'}: to "
+            "start from its weights give it as --load with --finetune, and another --save"
         )
 
 
 def check_reference(state: TrainState, fingerprint: str, options: TrainOptions) -> None:
     """Raise ConfigError if a run would resume with another reference than it had."""
-    if state.reference and state.reference != fingerprint:
+    # Before stages were stored "" did not say that there is no reference but the policy itself.
+    if state.reference != fingerprint and (state.reference or state.stage_name):
         flag = "--load" if options.ref_model is None else "--ref-model"
         raise ConfigError(
             f"--save {options.save} holds a run with another reference than {flag} "

@@ -87,12 +87,12 @@ class Trainer(ABC):
                 self.options, self.handler, self.setup.config_folder, self.longest_sample
             )
             self.train_data, self.valid_data = self.open_data()
+            check_stage_name(self.options, self.stage_name)
             for role in self.models:  # what is wrong with one is found before any is loaded
                 self.model_shape(role)
             self.training = build_models(
                 self.setup, self.models, self.model_provider, self.model_shape
             )
-            check_stage_name(self.training.state, self.stage_name, self.options)
             check_data(self.training.state, self.train_data.fingerprint, self.options)
             check_reference(self.training.state, self.reference_fingerprint, self.options)
             self.loop = self._make_loop()

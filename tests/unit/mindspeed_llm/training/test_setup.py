@@ -7,7 +7,7 @@ import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.config import MLAConfig, ModelConfig, RotaryConfig
+from mindspeed_llm.models.config import MLAConfig, ModelConfig, MoEConfig, RotaryConfig
 from mindspeed_llm.training import setup
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
@@ -27,6 +27,15 @@ SHAPE = ModelConfig(
     norm_epsilon=1e-6,
     tied=False,
 )
+ROUTED = MoEConfig(
+    num_experts=4,
+    topk=2,
+    ffn_hidden_size=16,
+    is_moe_layer=(True,) * 4,
+    score_function="sigmoid",
+    expert_bias=True,
+)
+EXPERTS = SHAPE.model_copy(update={"moe": ROUTED})
 
 
 @pytest.mark.parametrize(
@@ -92,12 +101,16 @@ def cp(size: int, algo: str, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_sequences_that_cannot_be_split(
-    monkeypatch: pytest.MonkeyPatch, world: int, changes: dict[str, Any], words: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    world: int,
+    changes: dict[str, Any],
+    words: str,
 ) -> None:
     """One line, before a process group or a model exists."""
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setattr(setup, "find_shape", lambda options: (SHAPE, None))
-    options = TrainOptions(load="model", **changes)
+    options = TrainOptions(load=str(tmp_path), **changes)
     with pytest.raises(ConfigError, match=words) as caught:
         setup.prepare(options, splits_sequences=options.stage == "sft")
     assert "\n" not in str(caught.value)
@@ -160,3 +173,32 @@ def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
         find_shape(TrainOptions(load=str(tmp_path)))
     with pytest.raises(ConfigError, match="there is no config.json"):
         find_shape(TrainOptions(load=str(tmp_path), from_scratch=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": True}, "use alltoall"),
+        ({"moe_token_dispatcher_type": "allgather", "stage": "grpo"}, "--stage grpo ranks have"),
+        ({"moe_pad_expert_input_to_capacity": True, "stage": "trl_ppo"}, "different numbers of"),
+        ({"moe_expert_capacity_factor": 1.5, "stage": "grpo"}, "depend on those sampled beside"),
+    ],
+)
+def test_ranks_with_different_numbers_of_tokens(changes: dict[str, Any], words: str) -> None:
+    options = TrainOptions(load="m", expert_model_parallel_size=2, **changes)
+    with pytest.raises(ConfigError, match=words):
+        setup.check_experts(options, EXPERTS)
+
+
+def test_a_dense_model_has_no_options_of_experts() -> None:
+    options = TrainOptions(load="m", moe_load_interval=5)
+    with pytest.raises(ConfigError, match="--moe-load-interval: the model has no experts: drop it"):
+        setup.check_experts(options, SHAPE)
+    setup.check_experts(TrainOptions(load="m"), SHAPE)
+
+
+@pytest.mark.parametrize("changes", [{"freeze_router": True}, {"lora_r": 4}, {}])
+def test_the_bias_of_routers_that_are_not_trained_stays(changes: dict[str, Any]) -> None:
+    options = TrainOptions(load="m", **changes)
+    config = make_config(options, EXPERTS, parallel_dims(options, EXPERTS))
+    assert (config.moe_router_bias_update_rate == 0) == bool(changes)
