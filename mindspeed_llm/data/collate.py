@@ -83,16 +83,6 @@ def split_pairs(samples: Samples) -> list[dict[str, Array]]:
     ]
 
 
-def collate_prompts(samples: Samples, *, pad_id: int) -> Batch:
-    """Pad prompts on the left, so that all completions start at the same position."""
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    ids = np.full((len(samples), longest), pad_id, np.int64)
-    for row, sample in zip(ids, samples):
-        row[longest - len(sample["input_ids"]) :] = sample["input_ids"]
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    return {"tokens": torch.from_numpy(ids), "lengths": torch.tensor(lengths)}
-
-
 def _padded(samples: Samples, length: int, pad_id: int, shift: bool) -> Batch:
     ids = np.full((len(samples), length), pad_id, np.int64)
     targets = np.full((len(samples), length), IGNORE_INDEX, np.int64)

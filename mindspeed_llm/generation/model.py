@@ -31,11 +31,6 @@ class LoadedModel:
     """The folder with config.json and, usually, the tokenizer."""
 
     @property
-    def is_first(self) -> bool:
-        """Return whether this rank has the first pipeline stage."""
-        return bool(self.chunks[0].pre_process)
-
-    @property
     def is_last(self) -> bool:
         """Return whether this rank has the last pipeline stage."""
         return bool(self.chunks[-1].post_process)

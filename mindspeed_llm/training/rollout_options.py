@@ -119,6 +119,7 @@ RANGES: dict[str, Check] = {
     **dict.fromkeys(("temperature", "reward_timeout", "kl_target", "kl_horizon"), POSITIVE),
     **dict.fromkeys(("top_k", "clip_ratio", "clip_ratio_high", "kl_coef"), NOT_NEGATIVE),
     **dict.fromkeys(("grpo_beta", "cliprange_value", "entropy_coeff"), NOT_NEGATIVE),
+    "missing_eos_penalty": NOT_NEGATIVE,
     **dict.fromkeys(("gamma", "lam"), SHARE),
     "top_p": (lambda value: 0 < value <= 1, "a probability above 0, up to 1"),
     "num_generations": (lambda value: value >= 2, "2 or more"),
@@ -141,6 +142,14 @@ def check_rollouts(options: OnlineOptions, stage: str, timeout_minutes: float) -
             f"--reward-fn is missing: --stage {stage} needs rewards: give --reward-fn "
             "path.py:function or --reward-model"
         )
+    weight = "kl_coef" if stage == "trl_ppo" else "grpo_beta"
+    for name in ("ref_model", "kl_target"):
+        if getattr(options, name) is not None and not getattr(options, weight):
+            unused = Spelling.FLAG.with_value(name, getattr(options, name))
+            raise ConfigError(
+                f"{unused}: has no effect with {Spelling.FLAG.with_value(weight, 0)}: drop it, or "
+                "give a weight above 0"
+            )
     if len(sources) > 1:
         raise ConfigError("--reward-fn and --reward-model exclude each other: drop one")
     if options.reward_timeout >= 60 * timeout_minutes:

@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another stage than the run had": (
         {"stage": "simpo", "save": "saved", "train_iters": 2},
-        "saved holds a run of --stage dpo, not simpo: choose another --save",
+        "saved: holds a run of --stage dpo, not simpo: to start from its weights give it as",
     ),
     "no reference": (
         {"stage": "dpo", "ref_model": "nowhere"},

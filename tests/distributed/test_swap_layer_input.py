@@ -96,7 +96,6 @@ def test_training_is_the_same_in_every_bit_and_hidden_states_leave_the_device():
     (_, _, before, _, _), (_, _, after, (host,), _) = found[0]
     rotary = 4 * SEQUENCE * (HIDDEN // HEADS)
     assert before - after == LLAMA.num_layers * HIDDEN_STATES + rotary
-    # The schedule holds the last output, and with it a graph, until it has the next one.
     assert LLAMA.num_layers * HIDDEN_STATES <= host <= 2 * LLAMA.num_layers * HIDDEN_STATES
 
 
@@ -116,7 +115,7 @@ def _split_sequences():
     mindspeed.enable(swap_layer_input=True)
     full = {"recompute_granularity": "full", "recompute_method": "uniform"}
     full |= {"recompute_num_layers": 1}
-    plain = [context_model.train("te", 2, packed=p, steps=2, **full) for p in (False, True)]
+    plain = [context_model.train(2, packed=p, steps=2, **full) for p in (False, True)]
     original, swappers = TransformerBlock.__init__, []
 
     def init(self, *args, **kwargs):
@@ -125,7 +124,7 @@ def _split_sequences():
         self.swapped_inputs = SwappedInputs(swappers[-1])
 
     TransformerBlock.__init__ = init
-    ours = [context_model.train("te", 2, packed=p, steps=2, **full) for p in (False, True)]
+    ours = [context_model.train(2, packed=p, steps=2, **full) for p in (False, True)]
     return plain, ours, [swapper.to_device.count for swapper in swappers]
 
 

@@ -104,4 +104,5 @@ def train(values: dict[str, Any]) -> None:
 
 def read_log(values: dict[str, Any]) -> list[dict[str, float]]:
     """Return the lines of a run's log."""
-    return list(map(json.loads, Path(values["log_file"]).read_text().splitlines()))
+    lines = map(json.loads, Path(values["log_file"]).read_text().splitlines())
+    return [line for line in lines if "reward" in line]  # not those of the load of experts

@@ -70,7 +70,7 @@ class PPOTrainer(OnlineTrainer):
         """Train on the next prompts, and adapt the weight of the divergence."""
         result = super().train_step(state, stop)
         used, target = self.kl_coef, self.options.kl_target
-        if target is not None and self.needs_reference:
+        if target is not None and self.needs_reference and result.is_finite:
             kl, horizon = result.metrics["kl"], self.options.kl_horizon
             self.kl_coef = adapted_kl_coef(used, kl, target=target, horizon=horizon)
         return replace(result, metrics=result.metrics | {"kl coef": used})

@@ -44,7 +44,8 @@ class PRMTrainer(BaseTrainer):
     @property
     def metrics(self) -> Sequence[Metric]:
         """The loss, and how often the right verdict is the likeliest."""
-        return Metric(LM_LOSS, "micro_batch_mean"), Metric(ACCURACY)
+        per_token = self.options.calculate_per_token_loss
+        return Metric(LM_LOSS, "mean" if per_token else "micro_batch_mean"), Metric(ACCURACY)
 
     def run_model(self, model: Any, batch: Batch, *, has_labels: bool = True) -> torch.Tensor:
         """Return the logits of all tokens, of which a rank has those of its part."""
@@ -64,11 +65,11 @@ class PRMTrainer(BaseTrainer):
             ACCURACY: torch.stack([is_right.float().sum(), count]),
             "tokens": batch["real_tokens"],
         }
-        # A micro-batch without steps counts as one step of loss 0.
-        if ranks == 1:
-            return total, count.clamp(min=1).to(torch.int32), report
         if self.options.calculate_per_token_loss:
             return total, count.to(torch.int32), report
+        # A micro-batch without steps has a loss of 0.
+        if ranks == 1:
+            return total, count.clamp(min=1).to(torch.int32), report
         return total / everywhere.clamp(min=1), report
 
     @cached_property

@@ -4,6 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ from mindspeed_llm.training.model import ModelRole
 
 SAMPLED = "sampled_log_probs"
 """Where a micro-batch has the log-probabilities of sampling."""
-EVALUATION = 1 << 48
+EVALUATION = 1 << 31  # torch draws from the low 32 bits of a seed
 """Added to the numbers of completions that are sampled for an evaluation."""
 
 
@@ -64,6 +65,11 @@ class SamplingTrainer(ReferenceTrainer):
         if self.options.reward_model is None:
             return roles
         return *roles, ModelRole("reward", trainable=False, saved=False, source="reward_model")
+
+    @cached_property
+    def reference_fingerprint(self) -> str:
+        """A digest of the reference's files, "" where the stage has no reference."""
+        return super().reference_fingerprint if self.needs_reference else ""
 
     def model_shape(self, role: ModelRole) -> ModelConfig:
         """Return the sizes of a model; a reward model has those of its own config."""

@@ -1,5 +1,6 @@
 """Rewards of completions, by a function of the user or by a reward model."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.data.tokenizer import TokenizerFacts
 from mindspeed_llm.rewards.function import RewardFunction
 from mindspeed_llm.tasks.posttrain.rollouts import Rollout
+
+logger = logging.getLogger(__name__)
 
 Scores = Callable[[Sequence[Rollout]], Sequence[float] | None]
 """Returns the rewards on one rank of those that share a model, and nothing on the others."""
@@ -77,6 +80,9 @@ def assign_rewards(
         _check_finite(found)
     except ConfigError as caught:
         error = caught
+    except Exception as caught:  # noqa: BLE001  # the other ranks wait for the rewards
+        logger.debug("rewards", exc_info=True)
+        error = ConfigError(f"rewards were not computed: {type(caught).__name__}: {caught}")
     raise_on_all(error)
     for rollout, reward in zip(rollouts, _share(found, len(rollouts))):
         rollout.reward = reward - (0.0 if rollout.is_ended else missing_eos_penalty)

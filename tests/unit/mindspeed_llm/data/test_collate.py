@@ -10,7 +10,6 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.data.collate import (
     collate_fixed,
     collate_packed,
-    collate_prompts,
     collate_variable,
     split_pairs,
 )
@@ -113,7 +112,7 @@ def test_a_plain_row_that_ends_with_the_end_of_text_has_no_empty_sample():
     assert trained_pairs(batch) == [(5, 2), (6, 2), (7, 8), (8, 2)]
 
 
-def test_pairs_and_prompts():
+def test_pairs():
     pairs = [
         {
             f"{side}_{key}": values[key]
@@ -124,9 +123,6 @@ def test_pairs_and_prompts():
     ]
     batch = collate_variable(split_pairs(pairs), multiple=4, pad_id=0)
     assert batch["tokens"].tolist() == [[7, 1, 0, 0], [8, 1, 0, 0], [7, 2, 3, 0], [8, 2, 3, 0]]
-    prompts = collate_prompts([sample([1]), sample([1, 2])], pad_id=9)
-    assert prompts["tokens"].tolist() == [[9, 1], [1, 2]]
-    assert prompts["lengths"].tolist() == [1, 2]
 
 
 def test_types():

@@ -27,6 +27,15 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
             {"reward_fn": "a.py:f", "kl_coef": 0.1},
             "--kl-coef 0.1: is for --stage trl_ppo, not",
         ),
+        (
+            {"reward_fn": "a.py:f", "ref_model": "m"},
+            "--ref-model m: has no effect with --grpo-beta 0",
+        ),
+        (
+            {"reward_fn": "a.py:f", "stage": "trl_ppo", "kl_coef": 0.0, "kl_target": 0.1},
+            "--kl-target 0.1: has no effect with --kl-coef 0: drop it, or give a weight above 0",
+        ),
+        ({"reward_fn": "a.py:f", "missing_eos_penalty": float("nan")}, "--missing-eos-penalty"),
         ({"stage": "dpo", "simpo_beta": 2.0}, "--simpo-beta 2.0: is for --stage simpo, not dpo"),
         (
             {"stage": "kto", "pref_ftx": 0.1},
