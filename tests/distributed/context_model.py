@@ -19,6 +19,8 @@ def train(cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS,
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from tests.gpt.training import destroy_groups
+
     if spec == "local":
         mindspeed.enable(context_parallel_algo="megatron_cp_algo", use_flash_attn=True)
     hybrid = {"hierarchical_context_parallel_sizes": [2, cp // 2]} if "+" in comm_type else {}
@@ -41,13 +43,15 @@ def train(cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS,
         )
         optimizer.step()
         losses.append(_whole_loss(found))
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return losses
 
 
 def logits(cp, comm_type, changed=None):
     """Return this rank's logits of each packed document; one of them may have other tokens."""
     from megatron.core import parallel_state
+
+    from tests.gpt.training import destroy_groups
 
     hybrid = {"hierarchical_context_parallel_sizes": [2, cp // 2]} if "+" in comm_type else {}
     parallel_state.initialize_model_parallel(context_parallel_size=cp, **hybrid)
@@ -60,7 +64,7 @@ def logits(cp, comm_type, changed=None):
     batch["row"] = torch.arange(padded[-1]).unsqueeze(0)
     batch, params = _on_this_rank(batch)
     out = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params)[0]
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     real = batch["loss_mask"][0] > 0
     row, out = batch["row"][0][real], out[real].detach()
     ends = torch.tensor(padded[1:])

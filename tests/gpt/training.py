@@ -99,6 +99,8 @@ def destroy_groups() -> None:
     # Megatron 0.12 keeps these, and takes a rank for one of a group that is there no more.
     for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
         setattr(parallel_state, name, None)
+    # It appends those of the next layout to these.
+    (parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS or []).clear()
 
 
 def _forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
