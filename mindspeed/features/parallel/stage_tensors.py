@@ -96,6 +96,11 @@ class StageTensors(Feature):
             why="it goes backward from the first output only",
         )
         yield Patch.wrap(
+            f"{SCHEDULES}:forward_step",
+            f"{PACKAGE}:wrap_forward_step",
+            why="it returns what is freed, which the graph of the stage may have saved",
+        )
+        yield Patch.wrap(
             f"{SCHEDULES}:deallocate_output_tensor",
             f"{PACKAGE}:wrap_deallocate_output_tensor",
             why="it frees one tensor",

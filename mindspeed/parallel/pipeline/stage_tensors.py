@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
+from torch.autograd import Function, Variable
 
 _DTYPES = (
     torch.float32,
@@ -330,8 +330,42 @@ def _specs_in(header: Tensor) -> Specs:
     return tuple(TensorSpec(tuple(sizes[:dims]), _DTYPES[code]) for code, dims, *sizes in rows)
 
 
+class _Alias(Function):
+    """The values of a tensor as one that is no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def wrap_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return each tensor of a tuple as an alias, whose values may be freed.
+
+    The graph of a stage may have saved an output itself: freeing that would change gradients.
+    """
+
+    @functools.wraps(original)
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        outputs, num_tokens = original(*args, **kwargs)
+        return outputs if _hops.get() is None else _aliased(outputs), num_tokens
+
+    return forward_step
+
+
+def _aliased(output: Any) -> Any:
+    """Return a tensor, a tuple or a list of them as aliases."""
+    if isinstance(output, (tuple, list)):
+        aliases = map(_aliased, output)
+        return list(aliases) if isinstance(output, list) else tuple(aliases)
+    return _Alias.apply(output) if isinstance(output, Tensor) else output
+
+
 def wrap_deallocate_output_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Free each tensor of a tuple that nothing but the next stage needs."""
+    """Free each tensor of a tuple that has a gradient: backward needs its graph alone."""
 
     @functools.wraps(original)
     def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
@@ -339,8 +373,7 @@ def wrap_deallocate_output_tensor(original: Callable[..., Any]) -> Callable[...,
             original(out, deallocate_pipeline_outputs)
             return
         for tensor in out:
-            # An input that is passed on, or a view, is not only an output.
-            if tensor.grad_fn is not None and tensor._base is None:
+            if tensor.grad_fn is not None:
                 original(tensor, deallocate_pipeline_outputs)
 
     return deallocate_output_tensor
