@@ -10,7 +10,7 @@ BELOW = {
     "mindspeed/checkpoint": ("config",),
     "mindspeed/features": ("config", "distributed", "patching", "device", "compat"),
     "mindspeed/ops": ("device", "distributed"),
-    "mindspeed/parallel": ("ops", "device", "distributed"),
+    "mindspeed/parallel": ("ops", "device", "distributed", "config"),
     "mindspeed/optim": ("ops", "parallel", "device"),
     "mindspeed/moe": ("ops", "parallel", "device", "distributed", "config"),
     "mindspeed/memory": ("ops", "parallel", "optim", "device"),

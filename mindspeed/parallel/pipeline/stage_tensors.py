@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 
+from mindspeed.config import ConfigError
+
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -38,6 +40,8 @@ _DTYPES = (
 )
 _MOST_TENSORS, _MOST_DIMS = 8, 6
 _WIDTH = 2 + _MOST_DIMS  # of a header's row: dtype, number of dimensions, sizes
+_UNDECLARED = "has_no_stage_tensors"
+"""The attribute of a model's first chunk where no stage declares anything."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class TensorSpec:
         """Whether the next stage sends a gradient of it back."""
         return self.dtype.is_floating_point
 
-    def is_met_by(self, tensor: Tensor) -> bool:
-        """Whether a tensor is what was declared."""
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the declared shape and dtype."""
         sizes = zip(self.shape, tensor.shape, strict=False)
         is_same = all(size in (None, actual) for size, actual in sizes)
         return is_same and len(self.shape) == tensor.dim() and self.dtype == tensor.dtype
@@ -74,8 +78,8 @@ class Hops:
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError unless a chunk on this rank has declared these tensors."""
         for specs in self.mine:
-            matches = zip(specs, tensors, strict=False)
-            if len(specs) == len(tensors) and all(s.is_met_by(t) for s, t in matches):
+            pairs = zip(specs, tensors, strict=False)
+            if len(specs) == len(tensors) and all(s.matches(t) for s, t in pairs):
                 return
         given = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
         declared = " or ".join(
@@ -92,7 +96,7 @@ _hops: ContextVar[Hops | None] = ContextVar("stage_tensors", default=None)
 
 
 def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Learn what the stages of a model exchange before its schedule runs."""
+    """Exchange the declarations of a model's stages before its schedule runs."""
 
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +117,12 @@ def wrap_get_forward_backward_func(original: Callable[..., Any]) -> Callable[...
 
 
 def _hops_of(chunks: Sequence[Any], communicator: Any) -> Hops | None:
-    """Exchange declarations; the last stage of all may have none."""
+    """Exchange declarations; the last stage of all may have none.
+
+    Whether a model has any is exchanged once; the sizes that it declares may change between steps.
+    """
+    if getattr(chunks[0], _UNDECLARED, False):
+        return None
     from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
@@ -129,15 +138,19 @@ def _hops_of(chunks: Sequence[Any], communicator: Any) -> Hops | None:
     del sent[-1]  # the last chunk of the last rank sends nothing
     declared = [specs for specs in sent if specs is not None]
     if not declared:
+        setattr(chunks[0], _UNDECLARED, True)
         return None
+    # What all ranks know is checked here, so that all stop with one line.
+    for specs in declared:
+        _check(specs)
     if len(declared) < len(sent):
-        raise ValueError(
+        raise ConfigError(
             f"{len(sent) - len(declared)} of {len(sent)} pipeline stages have no output_specs(): "
             "declare it in the module of every stage but the last, or of none"
         )
     varies = get_model_config(chunks[0]).variable_seq_lengths
     if not varies and any(None in spec.shape for specs in declared for spec in specs):
-        raise ValueError(
+        raise ConfigError(
             "output_specs() has a size of None, which needs --variable-seq-lengths: add it or "
             "declare the size"
         )
@@ -150,20 +163,22 @@ def _declared(chunk: Any) -> Specs | None:
     while True:
         declare = getattr(chunk, "output_specs", None)
         if declare is not None:
-            specs = tuple(declare())
-            break
+            return tuple(declare())
         if not hasattr(chunk, "module"):
             return None
         chunk = chunk.module
+
+
+def _check(specs: Specs) -> None:
+    """Raise ConfigError for what a header cannot describe."""
     if not 0 < len(specs) <= _MOST_TENSORS:
-        raise ValueError(f"output_specs() declares {len(specs)} tensors: use 1 to {_MOST_TENSORS}")
+        raise ConfigError(f"output_specs() declares {len(specs)} tensors: use 1 to {_MOST_TENSORS}")
     for spec in specs:
         if len(spec.shape) > _MOST_DIMS or spec.dtype not in _DTYPES:
-            raise ValueError(
+            raise ConfigError(
                 f"output_specs() declares {spec}: use at most {_MOST_DIMS} dimensions and one of "
                 + ", ".join(map(str, _DTYPES))
             )
-    return specs
 
 
 def wrap_communicate(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,7 +319,7 @@ def _exchange_headers(
     recv_prev: bool,
     recv_next: bool,
 ) -> dict[str, Specs]:
-    """Tell both neighbours what comes, and return what will come from them."""
+    """Exchange headers with both neighbours; return the specs of what will be received."""
     messages = {name: _header(tensors) for name, tensors in sent.items() if tensors is not None}
     for name, is_wanted in (("recv_prev", recv_prev), ("recv_next", recv_next)):
         if is_wanted:
