@@ -76,13 +76,23 @@ class HostState:
 
     def place(self, tensor: Tensor) -> Tensor:
         """Return a tensor of state on the host: itself, if it is there already."""
-        if tensor.untyped_storage()._cdata in self._owned:
+        if self._owns(tensor):
             return tensor
         buffer = device.current().host_buffer(tensor.nbytes)
         placed = buffer.view(tensor.dtype).view(tensor.shape)
         placed.copy_(tensor)
         self._owned[placed.untyped_storage()._cdata] = placed
         return placed
+
+    def snapshot(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that updates do not change: a copy of state that is on the host.
+
+        A writer in the background copies what is on a device, and reads host memory where it is.
+        """
+        return tensor.clone() if self._owns(tensor) else tensor
+
+    def _owns(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._owned
 
     def update(self, states: Sequence[tuple[Tensor, State]], update: Update) -> None:
         """Call `update` for all of some parameters, chunk by chunk."""

@@ -44,3 +44,9 @@ class SwapOptimizer(Feature):
             "mindspeed.te.pytorch.optimizers.fused_adam:wrap_optimizer_init",
             why="Megatron builds the class it imported; no argument says where its state is kept",
         )
+        yield Patch.wrap(
+            "megatron.core.optimizer.distrib_optimizer:"
+            "DistributedOptimizer._get_main_param_and_optimizer_states",
+            "mindspeed.te.pytorch.optimizers.fused_adam:wrap_get_optimizer_states",
+            why="in float32 it returns the state itself, which a save in the background reads late",
+        )

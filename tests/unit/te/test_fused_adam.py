@@ -3,7 +3,9 @@ import copy
 import pytest
 import torch
 
+from mindspeed.optim.host_state import HostState
 from mindspeed.te.pytorch.optimizers import FusedAdam, FusedSGD
+from mindspeed.te.pytorch.optimizers.fused_adam import wrap_get_optimizer_states
 
 SHAPES = [(4, 6), (6,), (3, 2, 2)]
 HYPER = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -168,6 +170,48 @@ def test_low_precision_moments_stay_close(dtype, rtol):
         # Small elements of a float8 tensor are far from its largest and lose accuracy.
         atol = (largest * 2**-17).item() if dtype == torch.uint8 else 0.0
         torch.testing.assert_close(kept, param.grad.square() * 0.05, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"master_weights": True}, torch.bfloat16),
+        ({"master_weights": True, "store_param_remainders": True}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_state_of_the_host_that_is_being_saved_does_not_change(options, dtype):
+    """A save in the background reads it while the next steps run."""
+    params = make_params(dtype)
+    optimizer = FusedAdam(params, **options, **HYPER)
+    optimizer.host = HostState(64)
+    give_grads(0, params)
+    optimizer.step()
+
+    def states_of(self, model_param):
+        return self.state[model_param]
+
+    taken = [
+        tensor
+        for param in params
+        for tensor in (
+            *(optimizer.get_unscaled_state(param, name) for name in optimizer.state[param]),
+            *optimizer.state_dict()["state"][0].values(),
+            *wrap_get_optimizer_states(states_of)(_Distributed(optimizer), param).values(),
+        )
+    ]
+    before = copy.deepcopy(taken)
+    give_grads(1, params)
+    optimizer.step()
+    assert all(map(torch.equal, taken, before))
+
+
+class _Distributed:
+    """As much of Megatron's distributed optimizer as returns the state itself."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.state = optimizer, optimizer.state
 
 
 def test_zero_grad_clears_what_step_reads():

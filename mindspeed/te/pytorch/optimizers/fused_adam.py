@@ -90,7 +90,10 @@ class FusedAdam(torch.optim.Optimizer):
             self._store(param, MASTER, param.detach().float().clone())
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """Return a state tensor in float32, whatever it is stored in."""
+        """Return a state tensor in float32, whatever it is stored in.
+
+        Of state on the host it is a copy: Megatron may save it in the background of the next steps.
+        """
         stored = self.state[param][state_name]
         if self._has_remainder(param):
             if state_name == MASTER:
@@ -98,7 +101,8 @@ class FusedAdam(torch.optim.Optimizer):
                 return halves.join_weight(param.detach().to(stored.device), stored, marks)
             if state_name == MARKED:
                 stored = halves.without_marks(stored)
-        return decode(stored, self._scales.get(param, {}).get(state_name))
+        state = decode(stored, self._scales.get(param, {}).get(state_name))
+        return state if self.host is None else self.host.snapshot(state)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Store a float32 state tensor; master weights also set the parameter they belong to."""
@@ -326,6 +330,20 @@ def wrap_optimizer_init(original: Callable[..., None]) -> Callable[..., None]:
             optimizer.host = HostState()
 
     return init
+
+
+def wrap_get_optimizer_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy what Megatron's distributed optimizer would save out of host memory itself."""
+
+    @functools.wraps(original)
+    def get_optimizer_states(self: Any, model_param: Tensor) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = original(self, model_param)
+        host = getattr(self.optimizer, "host", None)
+        if host is None:
+            return tensors
+        return {name: host.snapshot(tensor) for name, tensor in tensors.items()}
+
+    return get_optimizer_states
 
 
 def _check_dtypes(dtypes: dict[str, torch.dtype]) -> None:
