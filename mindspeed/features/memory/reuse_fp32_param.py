@@ -34,11 +34,6 @@ class ReuseFp32Param(Feature):
         if not context.argument("bf16", False):
             raise ConfigError(f"{flag} needs --bf16: add it or drop {flag}")
         check_adam(flag, context)
-        for moment in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
-            dtype = str(context.argument(moment, "fp32"))
-            if dtype not in ("fp32", "torch.float32"):
-                name = "--" + moment.replace("_", "-")
-                raise ConfigError(f"{flag} needs {name} fp32, not {dtype}: change one of them")
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Set Megatron's own fields, and give its other optimizer the same mode."""
@@ -46,7 +41,7 @@ class ReuseFp32Param(Feature):
 
 
 def check_adam(flag: str, context: Context) -> None:
-    """Raise ConfigError unless FusedAdam itself updates the weights on the device."""
+    """Raise ConfigError unless FusedAdam itself updates the weights, by state in float32."""
     given = context.argument("optimizer", "adam")
     if given != "adam":
         raise ConfigError(f"{flag} needs --optimizer adam, not {given}: change one of them")
@@ -54,6 +49,11 @@ def check_adam(flag: str, context: Context) -> None:
         if context.argument(other, False):
             name = "--" + other.replace("_", "-")
             raise ConfigError(f"{flag} and {name} exclude each other: drop one")
+    for moment in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
+        dtype = str(context.argument(moment, "fp32"))
+        if dtype not in ("fp32", "torch.float32"):
+            name = "--" + moment.replace("_", "-")
+            raise ConfigError(f"{flag} needs {name} fp32, not {dtype}: change one of them")
 
 
 def master_patches() -> Iterator[Patch]:

@@ -65,6 +65,13 @@ def test_what_parameter_reuse_needs(options, megatron, reason):
     assert "--reuse-fp32-param" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("dtype", ["exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"])
+def test_optimizer_swap_needs_state_in_float32(dtype):
+    name = "--" + dtype.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--swap-optimizer needs {name} fp32, not bf16"):
+        chosen({"swap_optimizer": True}, {"bf16": True, dtype: "bf16"})
+
+
 @pytest.mark.parametrize("names", ["attention", "self_attention,mlp", ",", ""])
 def test_unknown_modules_to_swap(names):
     with pytest.raises(ConfigError, match="--swap-modules .*: use a comma-separated list of input"):
