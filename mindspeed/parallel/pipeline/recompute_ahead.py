@@ -229,7 +229,9 @@ def wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
         step = _step.get()
         forward = None if step is None else step.current
-        if forward is None or distribute_saved_activations:
+        # Without gradients it is part of a layer that is checkpointed itself.
+        is_nested = not torch.is_grad_enabled()
+        if forward is None or is_nested or distribute_saved_activations:
             return original(function, distribute_saved_activations, *args)
         kept = Checkpoint(function, args)
         forward.checkpoints.append(kept)
