@@ -28,12 +28,14 @@ def _recompute(**values: Any) -> Switch:
     return Switch(megatron={f"recompute_{name}": value for name, value in values.items()})
 
 
+PIPELINE = {"pipeline_model_parallel_size": 2}
+VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1, "num_layers": 4}
 SWITCHES = {
     "full recompute, block": _recompute(granularity="full", method="block", num_layers=1),
     "full recompute, uniform": _recompute(granularity="full", method="uniform", num_layers=1),
     "selective recompute": _recompute(granularity="selective"),
     "distributed optimizer": Switch(megatron={"use_distributed_optimizer": True}),
-    "pipeline": Switch(megatron={"pipeline_model_parallel_size": 2}),
+    "pipeline": Switch(megatron=PIPELINE),
     "activation recompute": Switch({"recompute_activation_function": True}),
     "norm recompute": Switch({"recompute_norm": True}),
     "swap_attention": Switch({"swap_attention": True}),
@@ -43,8 +45,16 @@ SWITCHES = {
     "tiled MLP": Switch({"tiled_mlp_size": 5}),
     "tiled loss": Switch({"tiled_loss_size": 7, "linear_cross_entropy": True}),
     "EMA AdamW": Switch({"optimizer_selection": "fused_ema_adamw"}),
+    "recompute in advance": Switch({"recompute_in_advance": True}, PIPELINE),
+    "recompute in the bubble": Switch({"recompute_in_bubble": True}, PIPELINE | VIRTUAL),
+    "zero bubble": Switch({"schedules_method": "zb-h1"}, PIPELINE),
 }
-NEEDS = {"layer input swap": "full recompute, block"}
+ONLY_ASKED = ("recompute in advance", "recompute in the bubble", "zero bubble")
+"""What the features say is in the table; their own tests train them."""
+NEEDS = {
+    "layer input swap": "full recompute, block",
+    "recompute in advance": "full recompute, block",
+}
 """What a feature is never used without: added where the other of a pair is no recompute."""
 
 
@@ -86,8 +96,9 @@ def page() -> str:
     lines = [
         "# Which memory features go together\n",
         "Asked of the features themselves, two at a time (`python -m tests.memory_pairs`); every",
-        "pair that goes together trains in `tests/distributed/test_memory_pairs.py`. Layer input",
-        "swap is asked with full recompute.\n",
+        "pair that goes together trains in `tests/distributed/test_memory_pairs.py`, but those",
+        f"with {', '.join(ONLY_ASKED[:-1])} and {ONLY_ASKED[-1]}, which are asked only.",
+        "Layer input swap and recompute in advance are asked with full recompute.\n",
         f"| | {' | '.join(names[1:])} |",
         "|---" * len(names) + "|",
     ]

@@ -69,7 +69,10 @@ class RecomputeInAdvance(_RecomputeAhead):
     title = "Recompute in advance of backward"
     enabled_by = "recompute_in_advance"
     only_excess = False
-    conflicts = {"zero_bubble": "both use the time before a message is waited for"}
+    conflicts = {
+        "zero_bubble": "both use the time before a message is waited for",
+        "swap_layer_input": "a layer that is recomputed ahead keeps its input on the device",
+    }
 
     class Options(config.Options):
         """The switch."""
@@ -98,7 +101,6 @@ class RecomputeInBubble(_RecomputeAhead):
     name = "recompute_in_bubble"
     title = "Recompute in the bubble"
     enabled_by = "recompute_in_bubble"
-    requires = ()
     only_excess = True
     conflicts = {
         "recompute_in_advance": "that one recomputes everything",
@@ -111,8 +113,9 @@ class RecomputeInBubble(_RecomputeAhead):
         """The switch."""
 
         recompute_in_bubble: bool = False
-        """In a virtual pipeline without recompute, let at most PP x VPP forward passes of a chunk
-        keep their activations and recompute the others before their gradient is waited for."""
+        """In a virtual pipeline without recompute, let at most PP x VPP forward passes, over all
+        chunks of a rank, keep their activations and recompute the others before their gradient is
+        waited for."""
 
     def check(self, options: Any, context: Context) -> None:
         """Only virtual stages run further ahead than fills the pipeline."""

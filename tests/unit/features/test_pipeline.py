@@ -70,6 +70,7 @@ PAIRS = [
     (SEVERAL, BUBBLE, VPP, True),
     (ADVANCE, NORM, VPP | BLOCK, True),
     (ADVANCE, BUBBLE, VPP | BLOCK, False),
+    (ADVANCE, {"swap_layer_input": True}, PP | BLOCK, False),
     (BUBBLE, {}, VPP | BLOCK, False),
     (BUBBLE, SWAP, VPP, False),
     (BUBBLE, LENGTHS, VPP, True),
