@@ -18,14 +18,22 @@ gradients and optimizer state, hidden states and logits of the output layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 FLOAT = 4
 GIB = 2**30
 TILE = 2048
 """Positions of a tile in advice."""
-FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+Changes = Mapping[str, Any]
+"""Options that would be added to those of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,45 +188,58 @@ class MemoryModel:
         """Return the peak of this rank."""
         return sum(self.parts().values())
 
-    def savings(self) -> list[tuple[str, int]]:
-        """Return flags that would save memory and the bytes, the largest first."""
-        found = [(flag, self.total() - other.total()) for flag, other in self._changes()]
+    def savings(self) -> list[tuple[Changes, int]]:
+        """Return options that would save memory and the bytes, the largest first."""
+        found = [(changes, self.total() - other.total()) for changes, other in self._changes()]
         return sorted((pair for pair in found if pair[1] > 0), key=lambda pair: -pair[1])
 
-    def _changes(self) -> Iterator[tuple[str, MemoryModel]]:
+    def _changes(self) -> Iterator[tuple[Changes, MemoryModel]]:
         if not self.swap_optimizer:
-            yield "--swap-optimizer", replace(self, swap_optimizer=True)
+            yield {"swap_optimizer": True}, replace(self, swap_optimizer=True)
             if self.width < FLOAT and not self.reuse_fp32_param:
-                yield "--reuse-fp32-param", replace(self, reuse_fp32_param=True)
+                yield {"reuse_fp32_param": True}, replace(self, reuse_fp32_param=True)
         if self.dp > 1 and not self.distributed_optimizer:
-            yield "--use-distributed-optimizer", replace(self, distributed_optimizer=True)
+            changed = replace(self, distributed_optimizer=True)
+            yield {"use_distributed_optimizer": True}, changed
         if self.tp > 1 and not self.sequence_parallel:
-            yield "--sequence-parallel", replace(self, sequence_parallel=True)
+            yield {"sequence_parallel": True}, replace(self, sequence_parallel=True)
         if self.recomputed_layers:
             if not self.swap_layer_input:
-                yield "--swap-layer-input", replace(self, swap_layer_input=True)
+                yield {"swap_layer_input": True}, replace(self, swap_layer_input=True)
         if self.recomputed_layers < self.stage_layers:
             yield FULL_RECOMPUTE, replace(self, recomputed_layers=self.stage_layers)
             if not self.swap_attention:
-                yield "--swap-attention", replace(self, swap_attention=True)
+                yield {"swap_attention": True}, replace(self, swap_attention=True)
         size = max(min(TILE, self.positions // 4), 1)
         if self.tiled_mlp_size is None:
-            yield f"--tiled-mlp-size {size}", replace(self, tiled_mlp_size=size)
+            yield {"tiled_mlp_size": size}, replace(self, tiled_mlp_size=size)
         if self.tiled_loss_size is None:
-            yield f"--tiled-loss-size {size}", replace(self, tiled_loss_size=size)
+            yield {"tiled_loss_size": size}, replace(self, tiled_loss_size=size)
 
     def _of_tile(self, whole: int, size: int | None) -> int:
         return whole if size is None else whole * min(size, self.positions) // self.positions
 
 
-def advice(model: MemoryModel, available: int) -> str:
-    """Return one line: what a run needs, and the three features that would save most."""
+def advice(model: MemoryModel, available: int, accepts: Callable[[Changes], bool]) -> str:
+    """Return one line: what a run needs, and the three features that would save most.
+
+    Args:
+        model: the memory of the run.
+        available: bytes of the device.
+        accepts: whether the run would accept further options.
+    """
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in model.parts().items())
-    best = ", ".join(f"{flag} ({_gib(size)})" for flag, size in model.savings()[:3])
+    possible = [(_flags(changes), size) for changes, size in model.savings() if accepts(changes)]
+    best = ", ".join(f"{flags} ({_gib(size)})" for flags, size in possible[:3])
     return (
         f"a rank of this run needs about {_gib(model.total())} ({parts}), the device has "
-        f"{_gib(available)}; what would save most: {best}"
+        f"{_gib(available)}" + (f"; what would save most: {best}" if best else "")
     )
+
+
+def _flags(changes: Changes) -> str:
+    flags = {"--" + name.replace("_", "-"): value for name, value in changes.items()}
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
 
 
 def _gib(size: int) -> str:

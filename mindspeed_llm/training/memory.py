@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed import device
-from mindspeed.tune.memory_model import MemoryModel
-from mindspeed_llm.training.setup import Setup
+from mindspeed.config import ConfigError
+from mindspeed.features.activation import current
+from mindspeed.features.selection import select
+from mindspeed.tune.memory_model import Changes, MemoryModel
+from mindspeed_llm.training.setup import Setup, requested_features
 
 _SAME_NAME = (
     *("sequence_parallel", "reuse_fp32_param", "swap_optimizer", "swap_layer_input"),
@@ -46,6 +49,16 @@ def memory_model(setup: Setup, chunks: Sequence[Any], sizes: tuple[int, int]) ->
         has_rotary_tables=device.current().name == "cpu",
         **{name: getattr(options, name) for name in _SAME_NAME},
     )
+
+
+def accepts(setup: Setup, changes: Changes) -> bool:
+    """Whether the features of a run would accept further options."""
+    options = setup.options.model_copy(update=dict(changes))
+    try:
+        select(current().registry, *requested_features(options, setup.shape, setup.dims))
+    except ConfigError:
+        return False
+    return True
 
 
 def _recomputed(setup: Setup) -> int:

@@ -152,6 +152,13 @@ def check_context(options: TrainOptions, shape: ModelConfig, splits_sequences: b
 
 def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> None:
     """Put the features in force that the options ask for."""
+    current().activate(*requested_features(options, shape, dims))
+
+
+def requested_features(
+    options: TrainOptions, shape: ModelConfig, dims: ParallelDims
+) -> tuple[Any, Context]:
+    """Return the options of features, and what their checks know of the run."""
     known = options.model_dump() | {
         "world_size": dims.world,
         "num_layers": _num_layers(options, shape),
@@ -162,10 +169,9 @@ def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelD
         "normalization": "RMSNorm",
         "num_experts": shape.moe.num_experts if shape.moe else None,
     }
-    activation = current()
-    options_class = activation.registry.options_class
+    options_class = current().registry.options_class
     given = {options.name_given(n): getattr(options, n) for n in options_class.model_fields}
-    activation.activate(build(options_class, given), Context(Spelling.FLAG, megatron=known))
+    return build(options_class, given), Context(Spelling.FLAG, megatron=known)
 
 
 def check_experts(options: TrainOptions, shape: ModelConfig) -> None:

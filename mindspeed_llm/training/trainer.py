@@ -23,7 +23,7 @@ from mindspeed.distributed.seeds import seed_everything
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.loop import TrainLoop, num_steps, run_config
 from mindspeed.training.metrics import Metric, StepResult
-from mindspeed.training.out_of_memory import advise
+from mindspeed.training.out_of_memory import with_advice
 from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
@@ -34,7 +34,7 @@ from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.hf_config import set_num_labels
 from mindspeed_llm.training.data import check_tokenizer, check_tokens, token_prefixes
 from mindspeed_llm.training.expert_load import expert_load_report
-from mindspeed_llm.training.memory import memory_model
+from mindspeed_llm.training.memory import accepts, memory_model
 from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import (
@@ -333,8 +333,11 @@ class Trainer(ABC):
         self._write_model_config()
         self.start_prefetch()
         try:
-            with advise(lambda: memory_model(self.setup, self.primary.chunks, self.sizes)):
-                return self.loop.run(self)
+            return with_advice(
+                lambda: self.loop.run(self),
+                lambda: memory_model(self.setup, self.primary.chunks, self.sizes),
+                partial(accepts, self.setup),
+            )
         finally:
             self._batches.close()
             if self.setup.save_dir_lock is not None:

@@ -3,13 +3,16 @@
 `python -m tests.unit.tune.test_memory_model` rewrites the tables of docs/llm/long_context.md.
 """
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mindspeed.training import entry
-from mindspeed.tune.memory_model import FULL_RECOMPUTE, GIB, MemoryModel, advice
+from mindspeed.training.out_of_memory import with_advice
+from mindspeed.tune.memory_model import GIB, MemoryModel, advice
 
 # Llama-3-8B.
 MODEL = MemoryModel(
@@ -26,6 +29,7 @@ MODEL = MemoryModel(
     fused_mlp=True,
 )
 
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LONG = replace(MODEL, seq_length=262144)
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "llm" / "long_context.md"
 MARKS = ("<!-- parts -->\n", "<!-- end of parts -->\n")
@@ -74,13 +78,13 @@ def test_state_by_hand():
 
 
 def test_savings_are_differences_and_sorted():
-    flags = dict(MODEL.savings())
-    assert flags["--swap-optimizer"] == 12 * MODEL.num_parameters
-    assert flags["--reuse-fp32-param"] == 2 * MODEL.num_parameters
+    options = {next(iter(changes)): size for changes, size in MODEL.savings()}
+    assert options["swap_optimizer"] == 12 * MODEL.num_parameters
+    assert options["reuse_fp32_param"] == 2 * MODEL.num_parameters
     layer, kept = sum(MODEL.kept_parts().values()), 8192 * 4096 * 2
-    assert flags[FULL_RECOMPUTE] == 32 * (layer - kept)
-    assert list(flags.values()) == sorted(flags.values(), reverse=True)
-    assert next(iter(flags)) == "--swap-optimizer"
+    assert options["recompute_granularity"] == 32 * (layer - kept)
+    assert list(options.values()) == sorted(options.values(), reverse=True)
+    assert next(iter(options)) == "swap_optimizer"
 
 
 def test_what_is_in_force_is_not_advised():
@@ -93,9 +97,9 @@ def test_what_is_in_force_is_not_advised():
         tiled_loss_size=2048,
     )
     assert on.savings() == []
-    assert dict(replace(on, swap_layer_input=False).savings()) == {
-        "--swap-layer-input": 32 * 8192 * 4096 * 2
-    }
+    assert replace(on, swap_layer_input=False).savings() == [
+        ({"swap_layer_input": True}, 32 * 8192 * 4096 * 2)
+    ]
 
 
 def test_a_layer_at_work_does_not_grow_with_the_sequence():
@@ -109,12 +113,32 @@ def test_a_layer_at_work_does_not_grow_with_the_sequence():
 
 
 def test_the_line():
-    line = advice(MODEL, 139 * GIB)
+    line = advice(MODEL, 139 * GIB, lambda changes: True)
     assert line.startswith("a rank of this run needs about ") and "the device has 139.0 GiB" in line
     assert line.endswith(
         f"what would save most: --swap-optimizer (89.7 GiB), {FULL_RECOMPUTE} (27.5 GiB), "
         "--tiled-mlp-size 2048 (16.0 GiB)"
     )
+
+
+def test_what_the_run_refuses_is_not_advised():
+    line = advice(MODEL, 139 * GIB, lambda changes: "reuse_fp32_param" in changes)
+    assert line.endswith("what would save most: --reuse-fp32-param (15.0 GiB)")
+    assert advice(MODEL, 139 * GIB, lambda changes: False).endswith("the device has 139.0 GiB")
+
+
+def test_the_error_holds_no_tensor_of_the_step():
+    tensors = []
+
+    def run():
+        activation = torch.ones(3)
+        tensors.append(weakref.ref(activation))
+        raise torch.OutOfMemoryError("out of memory: 20.00 MiB\nsecond line")
+
+    with pytest.raises(entry.OutOfMemory, match="20.00 MiB; a rank of this run needs") as error:
+        with_advice(run, lambda: MODEL, lambda changes: True)
+    assert error.value.__context__ is None
+    assert tensors[0]() is None
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])

@@ -1,0 +1,37 @@
+"""The advice for a run without memory: nothing that the same run would refuse."""
+
+import pytest
+
+import mindspeed.megatron_adaptor  # noqa: F401
+from mindspeed_llm.models.config import MoEConfig
+from mindspeed_llm.training.memory import accepts
+from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.setup import Setup, parallel_dims
+from tests.unit.mindspeed_llm.training.test_setup import SHAPE
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BF16 = {"bf16": True, "fp16": False}
+MOE = MoEConfig(num_experts=4, topk=2, ffn_hidden_size=8, is_moe_layer=(True,) * 4)
+EXPERTS = SHAPE.model_copy(update={"moe": MOE})
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "shape"),
+    [
+        ({}, {"tiled_mlp_size": 4}, EXPERTS),
+        ({"recompute_norm": True}, FULL, SHAPE),
+        ({"recompute_granularity": "selective"}, {"swap_attention": True}, SHAPE),
+        ({"recompute_activation_function": True}, {"tiled_mlp_size": 4}, SHAPE),
+        ({"bf16": False, "fp16": True}, {"swap_optimizer": True}, SHAPE),
+        ({"bf16": False, "fp16": True}, {"reuse_fp32_param": True}, SHAPE),
+    ],
+    ids=str,
+)
+def test_what_the_run_would_refuse_is_not_accepted(given, changes, shape):
+    assert not accepts(_setup(given, shape), changes)
+    assert accepts(_setup({}, SHAPE), changes)
+
+
+def _setup(given, shape):
+    options = TrainOptions(seq_length=16, **BF16 | given)
+    return Setup(options, shape, None, parallel_dims(options, shape), 99, None, None, None)
