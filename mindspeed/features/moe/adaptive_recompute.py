@@ -8,6 +8,7 @@ from pydantic import Field
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level, bind
+from mindspeed.features.moe.experts import check_experts
 from mindspeed.patching import Patch
 
 
@@ -32,6 +33,7 @@ class MoeAdaptiveRecompute(Feature):
     def check(self, options: Any, context: Context) -> None:
         """Nothing else recomputes the layer."""
         flag = context.name_of(options, "moe_adaptive_recompute_activation")
+        check_experts(flag, context)
         granularity = context.argument("recompute_granularity")
         if granularity == "full":
             raise ConfigError(

@@ -6,12 +6,20 @@ from typing import Any
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.moe.experts import check_experts
 from mindspeed.patching import Patch
 
 NEEDED = {
     "moe_grouped_gemm": "--moe-grouped-gemm",
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
 }
+EXCLUDED = {
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
+    "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+}
+"""Megatron's arguments that change what the experts' linears get or compute with."""
 
 
 class MoeBmmMc2(Feature):
@@ -38,6 +46,7 @@ class MoeBmmMc2(Feature):
         if context.megatron is None:
             return
         flag = context.name_of(options, "moe_bmm_mc2")
+        check_experts(flag, context)
         for argument, needed in NEEDED.items():
             if not context.argument(argument, False):
                 raise ConfigError(f"{flag} needs {needed}: add that or drop {flag}")
@@ -46,10 +55,9 @@ class MoeBmmMc2(Feature):
             raise ConfigError(
                 f"{flag} needs --moe-token-dispatcher-type alltoall, not {dispatcher}"
             )
-        if context.argument("moe_shared_expert_overlap", False):
-            raise ConfigError(
-                f"{flag} and --moe-shared-expert-overlap exclude each other: drop one"
-            )
+        for argument, other in EXCLUDED.items():
+            if context.argument(argument, False):
+                raise ConfigError(f"{flag} and {other} exclude each other: drop one")
         tp = context.argument("tensor_model_parallel_size", 1)
         etp = context.argument("expert_tensor_parallel_size", tp)
         if min(etp, context.argument("expert_model_parallel_size", 1)) < 2:

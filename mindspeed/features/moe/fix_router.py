@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed import config
-from mindspeed.features.base import Feature, Level
+from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.moe.experts import check_experts
 from mindspeed.patching import Patch
 
 
@@ -23,6 +24,10 @@ class FixRouter(Feature):
         fix_router: bool = False
         """Send tokens to experts in turn instead of by the router's scores, so that every run of a
         benchmark has the same even load. Not for training."""
+
+    def check(self, options: Any, context: Context) -> None:
+        """There are routers."""
+        check_experts(context.name_of(options, "fix_router"), context)
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Replace the scores."""

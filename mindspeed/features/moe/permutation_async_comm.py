@@ -6,6 +6,7 @@ from typing import Any
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.moe.experts import check_experts
 from mindspeed.patching import Patch
 
 SERVED = ("allgather", "alltoall")
@@ -38,8 +39,9 @@ class MoePermutationAsyncComm(Feature):
         if context.megatron is None:
             return
         flag = context.name_of(options, "moe_permutation_async_comm")
+        check_experts(flag, context)
         dispatcher = context.argument("moe_token_dispatcher_type", "alltoall")
-        if dispatcher not in (*SERVED, "alltoall_seq"):
+        if dispatcher not in SERVED:
             raise ConfigError(
                 f"{flag} serves --moe-token-dispatcher-type {' and '.join(SERVED)}, not "
                 f"{dispatcher}: choose one of them or drop {flag}"

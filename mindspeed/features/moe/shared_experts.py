@@ -1,5 +1,6 @@
 """Shared experts by their number instead of their width."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ from pydantic import Field
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level, bind
+from mindspeed.features.moe.experts import check_experts
 from mindspeed.patching import Patch
 
 
@@ -32,6 +34,7 @@ class SharedExperts(Feature):
         """Both ways to say it agree."""
         if options.n_shared_experts is None or context.megatron is None:
             return
+        check_experts(context.name_of(options, "n_shared_experts"), context)
         width = context.argument("moe_ffn_hidden_size") or context.argument("ffn_hidden_size")
         given = context.argument("moe_shared_expert_intermediate_size")
         if width is not None and given not in (None, options.n_shared_experts * width):
@@ -63,6 +66,7 @@ class SharedExperts(Feature):
 def wrap_post_init(original: Callable[..., None], num_shared: int) -> Callable[..., None]:
     """Set the width before `TransformerConfig` checks what goes with it."""
 
+    @functools.wraps(original)
     def post_init(self: Any) -> None:
         if self.num_moe_experts is not None:
             ffn = self.ffn_hidden_size or 4 * self.hidden_size

@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.moe.experts import check_experts, number_of_experts
 from mindspeed.patching import Patch
 
 
@@ -33,10 +34,11 @@ class MoeTpExtendEp(Feature):
         if context.megatron is None:
             return
         flag = context.name_of(options, "moe_tp_extend_ep")
+        check_experts(flag, context)
         tp = context.argument("tensor_model_parallel_size", 1)
         ep = context.argument("expert_model_parallel_size", 1)
-        experts = context.argument("num_experts") or context.argument("num_moe_experts")
-        if experts is not None and experts % (tp * ep):
+        experts = number_of_experts(context)
+        if experts % (tp * ep):
             raise ConfigError(
                 f"{flag} distributes {experts} experts over {tp} x {ep} ranks of TP x EP: choose "
                 f"parallel sizes whose product divides {experts}"

@@ -8,6 +8,7 @@ from mindspeed.features.activation import Activation
 from mindspeed.features.base import Context
 from mindspeed.features.moe.adaptive_recompute import MoeAdaptiveRecompute
 from mindspeed.features.moe.bmm_mc2 import MoeBmmMc2
+from mindspeed.features.moe.fix_router import FixRouter
 from mindspeed.features.moe.permutation_async_comm import MoePermutationAsyncComm
 from mindspeed.features.moe.shared_experts import SharedExperts
 from mindspeed.features.moe.tp_extend_ep import MoeTpExtendEp, extended
@@ -23,6 +24,7 @@ BMM_ARGUMENTS = {
     "tensor_model_parallel_size": 2,
     "expert_model_parallel_size": 2,
 }
+FIX = (FixRouter, {"fix_router": True})
 RECOMPUTE = (MoeAdaptiveRecompute, {"moe_adaptive_recompute_activation": True})
 TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
 
@@ -37,6 +39,7 @@ def check(feature, arguments):
     ("feature", "arguments", "said"),
     [
         (ASYNC, {"moe_token_dispatcher_type": "flex"}, "allgather and alltoall, not flex"),
+        (ASYNC, {"moe_token_dispatcher_type": "alltoall_seq"}, "not alltoall_seq: choose one"),
         (ASYNC, {"overlap_moe_expert_parallel_comm": True}, "cannot be used together"),
         (EXTEND, TP2_EP2 | {"num_experts": 6}, "6 experts over 2 x 2 ranks"),
         (EXTEND, TP2_EP2 | {"expert_tensor_parallel_size": 1}, "--expert-tensor-parallel-size 1"),
@@ -47,6 +50,9 @@ def check(feature, arguments):
         (BMM, BMM_ARGUMENTS | {"moe_token_dispatcher_type": "allgather"}, "not allgather"),
         (BMM, BMM_ARGUMENTS | {"expert_model_parallel_size": 1}, "sizes above 1"),
         (BMM, BMM_ARGUMENTS | {"moe_shared_expert_overlap": True}, "exclude each other"),
+        (BMM, BMM_ARGUMENTS | {"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
+        (BMM, BMM_ARGUMENTS | {"fp8": "hybrid"}, "--fp8-format exclude each other"),
+        (BMM, BMM_ARGUMENTS | {"fp4": "e2m1"}, "--fp4-format exclude each other"),
         (RECOMPUTE, {"recompute_granularity": "full"}, "no effect under"),
         (
             RECOMPUTE,
@@ -72,6 +78,13 @@ def test_what_cannot_work_is_refused(feature, arguments, said):
 )
 def test_what_works_is_accepted(feature, arguments):
     check(feature, arguments)
+
+
+@pytest.mark.parametrize("feature", [ASYNC, EXTEND, SHARED, BMM, RECOMPUTE, FIX])
+def test_a_dense_model_is_refused(feature):
+    with pytest.raises(ConfigError, match="is for layers of experts, and this model has none"):
+        check(feature, BMM_ARGUMENTS | {"num_experts": None})
+    check(feature, BMM_ARGUMENTS)
 
 
 def test_tp_extend_ep_sets_the_sizes_once():
