@@ -1,8 +1,8 @@
 """MLPs that run over the sequence tile by tile, so that what they hold does not grow with it.
 
-Every tile keeps its part of the input, which the residual sum keeps anyhow, and nothing else: its
-first linear and activation function are computed again in backward, tile by tile, the last first.
-Weight gradients are sums over tiles.
+Every tile keeps its part of the input and nothing else: its first linear and activation function
+are computed again in backward, tile by tile, the last first. Where the norm is part of the first
+linear, the residual sum keeps that input anyhow. Weight gradients are sums over tiles.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def forward_in_tiles(
         whole: its own forward.
         size: positions of a tile.
         hidden_states: the input.
-        kwargs: what the MLP gets beside it, such as nothing.
+        kwargs: what layers pass to every kind of MLP; a dense one uses none of it.
     """
+    assert kwargs.get("per_token_scale") is None, "scales of experts' tokens are not cut into tiles"
     if len(hidden_states) <= size or torch.compiler.is_compiling():
         result: tuple[Tensor, Any] = whole(hidden_states, **kwargs)
         return result

@@ -168,6 +168,8 @@ def requested_features(
         "swiglu": True,  # as in every family here, asked for by a flag or not
         "normalization": "RMSNorm",
         "num_experts": shape.moe.num_experts if shape.moe else None,
+        "mtp_num_layers": shape.mtp_num_layers,
+        "hidden_vocab_rows": vocabulary(options, shape) - shape.vocab_size,
     }
     options_class = current().registry.options_class
     given = {options.name_given(n): getattr(options, n) for n in options_class.model_fields}

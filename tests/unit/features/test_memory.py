@@ -72,6 +72,22 @@ def test_optimizer_swap_needs_state_in_float32(dtype):
         chosen({"swap_optimizer": True}, {"bf16": True, dtype: "bf16"})
 
 
+@pytest.mark.parametrize(
+    ("megatron", "reason"),
+    [
+        ({"mtp_num_layers": 1}, "--tiled-loss-size and --mtp-num-layers exclude each other"),
+        ({"cpu_offloading": True}, "--tiled-loss-size and --cpu-offloading exclude each other"),
+        ({"hidden_vocab_rows": 29}, "29 of its rows are padding: use --make-vocab-size-divisible"),
+    ],
+    ids=str,
+)
+def test_output_layers_that_no_tiled_loss_serves(megatron, reason):
+    options = {"tiled_loss_size": 4, "linear_cross_entropy": True}
+    with pytest.raises(ConfigError, match=reason):
+        chosen(options, megatron)
+    assert chosen(options, {})
+
+
 @pytest.mark.parametrize("names", ["attention", "self_attention,mlp", ",", ""])
 def test_unknown_modules_to_swap(names):
     with pytest.raises(ConfigError, match="--swap-modules .*: use a comma-separated list of input"):

@@ -14,7 +14,7 @@ TWO_STAGES = SimpleNamespace(pp_group=SimpleNamespace(size=lambda: 2))
 
 
 class Chunk(torch.nn.Module):
-    """A stage that declares what it is told to."""
+    """A stage that declares given tensors, or nothing."""
 
     config = SimpleNamespace(variable_seq_lengths=False)
 

@@ -32,6 +32,15 @@ def test_what_the_run_would_refuse_is_not_accepted(given, changes, shape):
     assert accepts(_setup({}, SHAPE), changes)
 
 
+def test_tiled_loss_needs_a_vocabulary_without_padding():
+    for multiple, is_accepted in ((1, True), (128, False)):
+        given = {"make_vocab_size_divisible_by": multiple, "linear_cross_entropy": True}
+        assert accepts(_setup(given, SHAPE), {"tiled_loss_size": 4}) is is_accepted
+    predicts_more = SHAPE.model_copy(update={"mtp_num_layers": 1})
+    given = {"make_vocab_size_divisible_by": 1, "linear_cross_entropy": True}
+    assert not accepts(_setup(given, predicts_more), {"tiled_loss_size": 4})
+
+
 def _setup(given, shape):
     options = TrainOptions(seq_length=16, **BF16 | given)
     return Setup(options, shape, None, parallel_dims(options, shape), 99, None, None, None)
