@@ -97,9 +97,9 @@ def train(values: dict[str, Any]) -> list[float]:
 
 
 def read_losses(log_file: str, name: str = "lm loss") -> list[float]:
-    """Return the losses in a log."""
-    lines = Path(log_file).read_text().splitlines()
-    return [json.loads(line)[name] for line in lines]
+    """Return the losses in a log, which may have lines of its own for the load of experts."""
+    lines = map(json.loads, Path(log_file).read_text().splitlines())
+    return [line[name] for line in lines if name in line]
 
 
 def read_checkpoint(saved: Path) -> dict[str, torch.Tensor]:
