@@ -70,9 +70,10 @@ def watch(ranks: Sequence[R], pump: Pump, deadline: float | None) -> Verdict[R]:
     """Wait until every rank has ended well, one has failed, or the deadline (monotonic) is over."""
     while True:
         pump(_TICK)
-        if any(rank.exit_code() for rank in ranks):
+        codes = [rank.exit_code() for rank in ranks]  # once: a rank may fail between two looks
+        if any(codes):
             return _blame(ranks, pump)
-        running = tuple(rank for rank in ranks if rank.exit_code() is None)
+        running = tuple(rank for rank, code in zip(ranks, codes) if code is None)
         if not running:
             pump(0.0)  # what they wrote between the last poll and their end
             return Verdict()

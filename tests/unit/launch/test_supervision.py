@@ -100,6 +100,13 @@ def test_a_rank_that_fails_while_others_run_is_blamed() -> None:
     assert watch(ranks, time.sleep, None).failed is ranks[0]
 
 
+def test_a_rank_that_fails_between_two_looks_is_blamed() -> None:
+    rank = Scripted(0, 1)
+    looks = iter([None])  # it runs when it is looked at first, and has failed right after
+    rank.exit_code = lambda: next(looks, 1)  # type: ignore[method-assign]
+    assert watch([rank], lambda seconds: None, None).failed is rank
+
+
 def test_a_request_to_stop_is_no_failure() -> None:
     rank = Scripted(0, 143)
     assert describe_failure(rank, [rank]) == (
