@@ -11,6 +11,7 @@ from mindspeed_llm.data.indexed import TokenWriter
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     VOCABULARY,
+    make_mixtral,
     make_model,
     make_samples,
     settings,
@@ -99,7 +100,10 @@ class _Tiny:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        dense, experts = make_model(folder / "hf"), _mixtral(folder / "experts")
+        dense, experts = (
+            make_model(folder / "hf"),
+            make_mixtral(folder / "experts", router_aux_loss_coef=0.05),
+        )
         samples = make_samples(24)
         separate = write_samples(folder / "data", samples)
         self.inputs = {
@@ -125,27 +129,6 @@ def write_documents(folder: Path) -> str:
     writer.build_index(folder / "books_text_document.idx")
     (folder / "text.bin").rename(folder / "books_text_document.bin")
     return str(folder / "books")
-
-
-def _mixtral(folder: Path) -> str:
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        router_aux_loss_coef=0.05,
-    )
-    MixtralForCausalLM(config).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
-    VOCABULARY,
+    make_mixtral,
     make_samples,
     settings,
     write_samples,
@@ -60,23 +60,8 @@ def routers_stay(values: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     folder = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        router_aux_loss_coef=0.0,
-    )
-    MixtralForCausalLM(config).save_pretrained(folder / "hf")
+    make_mixtral(folder / "hf", router_aux_loss_coef=0.0)
     return folder, str(folder / "hf"), write_samples(folder / "data", make_samples(24))
 
 

@@ -34,6 +34,26 @@ def make_model(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
+def make_mixtral(folder: Path, **changes: Any) -> str:
+    """Save a random mixture of experts in Hugging Face's format."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+    }
+    MixtralForCausalLM(MixtralConfig(**sizes | changes)).save_pretrained(folder)
+    return str(folder)
+
+
 def make_samples(count: int, seed: int = 0) -> list[Sample]:
     """Return ids and labels of samples of different lengths; the first third is masked."""
     generator = np.random.default_rng(seed)
