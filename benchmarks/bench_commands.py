@@ -4,6 +4,8 @@
     python benchmarks/bench_commands.py --only pretrain:2,pretrain:4,torchtitan:2
     python benchmarks/bench_commands.py --site torchtitan=/path/one:/path/two --site peers=/path
     python benchmarks/bench_commands.py --shape 8B --only pretrain:1
+    python benchmarks/bench_commands.py --sequence 131072 --global-batch 1 --steps 4 --warm-up 2 \\
+        --only pretrain-recompute:1,torchtitan-recompute:1
 
 Every row is a command that runs by itself on generated data: ours, Megatron-LM's script with and
 without the one import, ms-swift on the adaptor, torchtitan's trainer, scripts on transformers and
@@ -30,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from commands import data, logs, ours, peers  # noqa: E402
-from commands.job import Job  # noqa: E402
+from commands.job import GLOBAL_BATCH, Job  # noqa: E402
 from record import record  # noqa: E402
 from train_step.shapes import SHAPES  # noqa: E402
 
@@ -41,6 +43,8 @@ LAYERS = {"8B": 20}
 RATIOS = (
     ("pretrain:2", "torchtitan:2"),
     ("pretrain:4", "torchtitan:4"),
+    ("pretrain:1", "torchtitan:1"),
+    ("pretrain-recompute:1", "torchtitan-recompute:1"),
     ("pretrain-deterministic:2", "pretrain:2"),
     ("sft-packed:2", "pretrain:2"),
     ("sft-packed:4", "pretrain:4"),
@@ -134,15 +138,19 @@ def measure(row, job, options):
     columns = logs.summarise(log, warm_up)
     flops = float(columns["tokens_per_s"]) * job.shape.flops_per_token
     return {
-        "shape": options.shape,
+        "shape": _shape_name(options),
         "layers": str(job.shape.layers),
         "row": name,
         "micro_batch": batch,
-        "global_batch": str(command.global_batch),
+        "global_batch": str(command.global_batch or job.global_batch),
         **columns,
         "model_tflops": "" if name == "vlm" else f"{flops / 1e12:.1f}",
         "packages": _versions(command, job),
     }
+
+
+def _shape_name(options):
+    return f"{options.shape}@{options.sequence}" if options.sequence else options.shape
 
 
 def _versions(command, job):
@@ -223,6 +231,8 @@ def _options():
     parser.add_argument("--only", default="", metavar="ROW,...", help="NAME or NAME:MICRO-BATCH")
     parser.add_argument("--shape", choices=SHAPE_NAMES, default="1.5B")
     parser.add_argument("--layers", type=int, help="use fewer layers")
+    parser.add_argument("--sequence", type=int, help="tokens of a row, instead of the shape's")
+    parser.add_argument("--global-batch", type=int, default=GLOBAL_BATCH, help="rows of a step")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warm-up", type=int, default=4, help="steps that are not measured")
     parser.add_argument("--limit", type=float, default=500, help="seconds that one row may take")
@@ -255,14 +265,15 @@ def main():
         print(f"{layers} of the {shape.layers} layers of {SHAPE_NAMES[options.shape]}", flush=True)
     sites = dict(one.split("=", 1) for one in options.site)
     job = Job(
-        replace(shape, layers=layers),
+        replace(shape, layers=layers, sequence=options.sequence or shape.sequence),
         options.shape,
         options.steps,
-        options.folder.resolve() / f"{options.shape}_{layers}",
+        options.folder.resolve() / f"{_shape_name(options)}_{layers}",
         sites,
         options.attention,
+        options.global_batch,
     )
-    data.prepare(job)
+    data.prepare(job, any(CASES[row.partition(":")[0]].has_conversations for row in rows))
     results = measure_all(rows, job, options)
     show(results)
     return None if results else 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from commands.job import GLOBAL_BATCH, ROOT
+from commands.job import ROOT
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTES = [chr(number) for number in (*range(33, 127), *range(161, 173), *range(174, 324))]
@@ -38,10 +38,10 @@ TEMPLATE = 24
 """The most tokens that the chat template adds to a conversation."""
 
 
-def prepare(job):
-    """Write the inputs; a folder prepared for the same number of steps is reused."""
+def prepare(job, has_conversations=True):
+    """Write the inputs; a folder prepared for the same settings is reused."""
     done = job.folder / "prepared.json"
-    settings = {"steps": job.steps, "layers": job.shape.layers}
+    settings = {"steps": job.steps, "layers": job.shape.layers, "conversations": has_conversations}
     if done.is_file() and json.loads(done.read_text()) == settings:
         return
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -49,8 +49,9 @@ def prepare(job):
     write_model(job.shape, job.folder / "model")
     text = Text(job.shape.vocabulary, seed=1)
     _write_documents(job, text)
-    _write_conversations(job, text)
-    _preprocess(job)
+    if has_conversations:
+        _write_conversations(job, text)
+    _preprocess(job, has_conversations)
     done.write_text(json.dumps(settings))
 
 
@@ -160,7 +161,7 @@ def _write_conversations(job, text):
             file.write(json.dumps(record) + "\n")
 
 
-def _preprocess(job):
+def _preprocess(job, has_conversations):
     """Preprocess the text into token files by our own command."""
     sequence = ["--seq-length", str(job.shape.sequence)]
     chat = ["--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "tokenizer"]
@@ -173,6 +174,8 @@ def _preprocess(job):
         ),
     }
     for name, (source, flags) in runs.items():
+        if name != "pretrain" and not has_conversations:
+            continue
         command = [sys.executable, str(ROOT / "preprocess_data.py"), "--input", str(source)]
         command += ["--tokenizer-name-or-path", str(job.folder / "tokenizer"), "--workers", "8"]
         command += ["--output-prefix", str(job.folder / name), *flags]
@@ -197,7 +200,7 @@ def write_swift_rows(job, path: Path) -> None:
     """Write full rows for ms-swift, which appends an end token to each."""
     text = Text(job.shape.vocabulary, seed=1)
     with path.open("w") as file:
-        for _ in range((job.steps + 2) * GLOBAL_BATCH):
+        for _ in range((job.steps + 2) * job.global_batch):
             message = {"role": "assistant", "content": text.draw(job.shape.sequence - 1)}
             file.write(json.dumps({"messages": [message]}) + "\n")
 
@@ -205,14 +208,14 @@ def write_swift_rows(job, path: Path) -> None:
 def write_picture_records(job, folder: Path, side: int, tokens: int) -> int:
     """Write conversations about one image each; return their common length."""
     text = Text(job.shape.vocabulary, seed=3)
-    names = write_pictures(folder, 4 * GLOBAL_BATCH, side)
+    names = write_pictures(folder, 4 * job.global_batch, side)
     turns = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": ""}]
     words = tokenizer(job.shape.vocabulary)
     empty = words(words.apply_chat_template(turns, tokenize=False))["input_ids"]
     length = job.shape.sequence - tokens - len(empty) + 1  # one of them is the image
     asked = max(length // 10, 1)
     records = []
-    for number in range((job.steps + 2) * GLOBAL_BATCH):
+    for number in range((job.steps + 2) * job.global_batch):
         turns = [
             {"from": "human", "value": f"<image>{text.draw(asked)}"},
             {"from": "gpt", "value": text.draw(length - asked)},

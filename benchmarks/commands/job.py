@@ -24,16 +24,17 @@ class Job:
     """Paths to put in front of PYTHONPATH, by the name of a peer."""
     attention: str = "auto"
     """The attention of transformers' models."""
+    global_batch: int = GLOBAL_BATCH
 
     @property
     def tokens_per_step(self):
         """Return the tokens of a step of full rows."""
-        return GLOBAL_BATCH * self.shape.sequence
+        return self.global_batch * self.shape.sequence
 
     @property
     def samples_per_step(self):
         """Return the conversations with about as many tokens as a step of full rows."""
-        return 2 * GLOBAL_BATCH if self.shape_name == "tiny" else 88
+        return 2 * self.global_batch if self.shape_name == "tiny" else 88
 
     def site(self, name):
         """Return the folder given by --site for a peer that is a checkout."""
@@ -54,7 +55,8 @@ class Command:
     """For logs that do not count tokens."""
     stop_after: tuple[str, int] | None = None
     """A regex and how many matching lines end the run: for commands that save at their end."""
-    global_batch: int = GLOBAL_BATCH
+    global_batch: int | None = None
+    """Where it is not the job's."""
     site: str = ""
     """The name under which --site gives its packages."""
     packages: tuple[str, ...] = ()
@@ -69,3 +71,5 @@ class Case:
     about: str
     micro_batches: tuple[int, ...] = (2,)
     shapes: tuple[str, ...] = ("1.5B", "tiny")
+    has_conversations: bool = False
+    """It trains on conversations, not on documents."""

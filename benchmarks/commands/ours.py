@@ -8,7 +8,7 @@ import sys
 import yaml
 
 from commands import data
-from commands.job import GLOBAL_BATCH, ROOT, Case, Command
+from commands.job import ROOT, Case, Command
 
 FULL, ALL = ("1.5B", "tiny"), ("1.5B", "8B", "tiny")
 RATE = ["--lr", "1e-5", "--lr-decay-style", "constant"]
@@ -20,7 +20,7 @@ def pretrain(job, batch, *flags):
     """Build the command of pretraining on full rows."""
     return Command(
         [
-            *_train(job, "pretrain_gpt.py", batch, GLOBAL_BATCH),
+            *_train(job, "pretrain_gpt.py", batch, job.global_batch),
             *("--data-path", str(job.folder / "pretrain"), *flags),
         ],
         log="megatron",
@@ -30,6 +30,12 @@ def pretrain(job, batch, *flags):
 def deterministic(job, batch):
     """Build the same for the same bits in every run."""
     return pretrain(job, batch, "--npu-deterministic")
+
+
+def recompute(job, batch):
+    """Build it with every layer recomputed in backward: for long sequences."""
+    flags = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+    return pretrain(job, batch, *flags, "--recompute-num-layers", "1")
 
 
 def first_start(job, batch):
@@ -45,7 +51,7 @@ def second_start(job, batch):
 
 def packed(job, batch, *flags):
     """Build fine-tuning on rows that several conversations fill."""
-    return _sft(job, batch, "packed", GLOBAL_BATCH, *flags)
+    return _sft(job, batch, "packed", job.global_batch, *flags)
 
 
 def padded(job, batch, *flags):
@@ -89,7 +95,7 @@ def vlm(job, batch):
             "from_scratch": True,
             "init_model_with_meta_device": True,
             "micro_batch_size": batch,
-            "global_batch_size": GLOBAL_BATCH,
+            "global_batch_size": job.global_batch,
             "train_iters": job.steps,
             "lr": 1e-5,
             "lr_decay_style": "constant",
@@ -99,7 +105,7 @@ def vlm(job, batch):
     path.write_text(yaml.safe_dump(content))
     argv = [sys.executable, str(ROOT / "pretrain_transformers.py"), str(path)]
     return Command(
-        argv, "megatron", tokens_per_step=GLOBAL_BATCH * length, packages=("transformers",)
+        argv, "megatron", tokens_per_step=job.global_batch * length, packages=("transformers",)
     )
 
 
@@ -158,11 +164,18 @@ def _with_caches(job, batch):
 CASES = {
     "pretrain": Case(pretrain, "pretrain_gpt.py", (2, 4), ALL),
     "pretrain-deterministic": Case(deterministic, "the same with --npu-deterministic"),
+    "pretrain-recompute": Case(recompute, "the same with full recompute", (1,)),
     "first-start": Case(first_start, "pretrain_gpt.py with empty caches", (2,), ALL),
     "second-start": Case(second_start, "the same once more", (2,), ALL),
-    "sft-packed": Case(packed, "posttrain_gpt.py --stage sft, rows packed", (2, 4, 8)),
-    "sft-padded": Case(padded, "conversations padded to the sequence length", (2,)),
-    "sft-variable": Case(variable, "--variable-seq-lengths: no padding", (4, 22)),
-    "lora-packed": Case(lora, "--lora-r 16 on packed rows", (2, 4, 8)),
+    "sft-packed": Case(
+        packed, "posttrain_gpt.py --stage sft, rows packed", (2, 4, 8), has_conversations=True
+    ),
+    "sft-padded": Case(
+        padded, "conversations padded to the sequence length", (2,), has_conversations=True
+    ),
+    "sft-variable": Case(
+        variable, "--variable-seq-lengths: no padding", (4, 22), has_conversations=True
+    ),
+    "lora-packed": Case(lora, "--lora-r 16 on packed rows", (2, 4, 8), has_conversations=True),
     "vlm": Case(vlm, "pretrain_transformers.py, Qwen2.5-VL-3B's shape with 18 layers", (2,)),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from commands import data
-from commands.job import GLOBAL_BATCH, Case, Command
+from commands.job import Case, Command
 from commands.ours import ALL
 
 HERE = Path(__file__).resolve().parent
@@ -78,7 +78,7 @@ def _megatron(job, batch, script, flags):
         "max-position-embeddings": shape.sequence,
         "vocab-size": shape.vocabulary - 1,  # its NullTokenizer adds one
         "micro-batch-size": batch,
-        "global-batch-size": GLOBAL_BATCH,
+        "global-batch-size": job.global_batch,
         "train-iters": job.steps,
         "log-memory-interval": job.steps,
     }
@@ -99,7 +99,7 @@ def _megatron(job, batch, script, flags):
     )
 
 
-def titan(job, batch, *flags):
+def titan(job, batch, recompute="none"):
     """Build torchtitan's trainer, compiled: float32 weights, bf16 by autocast, fused AdamW."""
     options = {
         "model.name": "llama3",
@@ -110,16 +110,16 @@ def titan(job, batch, *flags):
         "training.dataset_path": job.folder / "documents",
         "training.dataloader.num_workers": 2,
         "training.local_batch_size": batch,
-        "training.global_batch_size": GLOBAL_BATCH,
+        "training.global_batch_size": job.global_batch,
         "training.seq_len": job.shape.sequence,
         "training.steps": job.steps,
         "optimizer.lr": 1e-5,
         "lr_scheduler.warmup_steps": 0,
-        "activation_checkpoint.mode": "none",
+        "activation_checkpoint.mode": recompute,
         "metrics.log_freq": 1,
         "job.dump_folder": job.folder / "titan",
     }
-    argv = [sys.executable, "-m", "torchtitan.train", "--compile.enable", *flags]
+    argv = [sys.executable, "-m", "torchtitan.train", "--compile.enable"]
     for name, value in options.items():
         argv += [f"--{name}", str(value)]
     env = {"BENCHMARK_SHAPE": json.dumps(vars(job.shape))}
@@ -131,6 +131,11 @@ def titan(job, batch, *flags):
         site="torchtitan",
         packages=("torchtitan",),
     )
+
+
+def titan_recompute(job, batch):
+    """Build it with every layer recomputed in backward."""
+    return titan(job, batch, recompute="full")
 
 
 def swift(job, batch, level=2):
@@ -148,7 +153,7 @@ def swift(job, batch, level=2):
         "add_version": "false",
         "torch_dtype": "bfloat16",
         "micro_batch_size": batch,
-        "global_batch_size": GLOBAL_BATCH,
+        "global_batch_size": job.global_batch,
         "max_length": job.shape.sequence,
         "train_iters": job.steps + 100,  # ended by stop_after, before it saves
         "lr": 1e-5,
@@ -218,7 +223,7 @@ def trl_lora(job, batch):
 
 def _script(job, batch, name, *flags):
     is_padded = "--padded" in flags
-    global_batch = job.samples_per_step if is_padded else GLOBAL_BATCH
+    global_batch = job.samples_per_step if is_padded else job.global_batch
     argv = [
         *(sys.executable, str(HERE / name), "--model", str(job.folder / "model")),
         *("--data", str(job.folder / "conversations.jsonl"), "--steps", str(job.steps)),
@@ -258,7 +263,7 @@ def llamafactory(job, batch, **more):
         "logging_steps": 1,
         "include_num_input_tokens_seen": True,
         "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": GLOBAL_BATCH // batch,
+        "gradient_accumulation_steps": job.global_batch // batch,
         "max_steps": job.steps,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
@@ -294,11 +299,26 @@ CASES = {
     "ms-swift": Case(swift, "ms-swift's `megatron pt` at level 2 of the adaptor", (2,)),
     "ms-swift-level-0": Case(swift_level_0, "the same at level 0", (2,)),
     "torchtitan": Case(titan, "python -m torchtitan.train --compile.enable", (2, 4), ALL),
-    "hf-packed": Case(hf_packed, "transformers Trainer + Liger, rows packed", (2, 4)),
-    "hf-lora": Case(hf_lora, "transformers Trainer + Liger + peft, rows packed", (2, 4)),
-    "trl-packed": Case(trl_packed, "TRL SFTTrainer + Liger, rows packed", (2, 4)),
-    "trl-padded": Case(trl_padded, "TRL SFTTrainer + Liger, padded to the longest", (4,)),
-    "trl-lora": Case(trl_lora, "TRL SFTTrainer + Liger + peft, rows packed", (2, 4)),
-    "llamafactory": Case(llamafactory, "llamafactory-cli train + Liger, rows packed", (2,)),
-    "llamafactory-lora": Case(llamafactory_lora, "the same with LoRA", (2,)),
+    "torchtitan-recompute": Case(titan_recompute, "the same, every layer recomputed", (1,)),
+    "hf-packed": Case(
+        hf_packed, "transformers Trainer + Liger, rows packed", (2, 4), has_conversations=True
+    ),
+    "hf-lora": Case(
+        hf_lora, "transformers Trainer + Liger + peft, rows packed", (2, 4), has_conversations=True
+    ),
+    "trl-packed": Case(
+        trl_packed, "TRL SFTTrainer + Liger, rows packed", (2, 4), has_conversations=True
+    ),
+    "trl-padded": Case(
+        trl_padded, "TRL SFTTrainer + Liger, padded to the longest", (4,), has_conversations=True
+    ),
+    "trl-lora": Case(
+        trl_lora, "TRL SFTTrainer + Liger + peft, rows packed", (2, 4), has_conversations=True
+    ),
+    "llamafactory": Case(
+        llamafactory, "llamafactory-cli train + Liger, rows packed", (2,), has_conversations=True
+    ),
+    "llamafactory-lora": Case(
+        llamafactory_lora, "the same with LoRA", (2,), has_conversations=True
+    ),
 }

@@ -162,4 +162,4 @@ def test_rows_are_named_by_command_and_micro_batch():
     assert rows("", "8B") == ["pretrain:1", "first-start:1", "second-start:1", "torchtitan:1"]
     with pytest.raises(SystemExit, match="--only pretrian: use NAME or NAME:BATCH, of pretrain,"):
         rows("pretrian")
-    assert {row for pair in bench_commands.RATIOS for row in pair} <= {*rows("")}
+    assert {row for pair in bench_commands.RATIOS for row in pair} <= {*rows(""), *rows("", "8B")}
