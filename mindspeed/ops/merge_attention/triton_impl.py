@@ -114,6 +114,8 @@ def _merge_attention(
     share, rest = tl.exp(lse1 - finite), tl.exp(lse2 - finite)
     total = share + rest
     inverse = 1.0 / tl.where(total > 0.0, total, 1.0)
+    # Every warp has loaded all rows: none may overwrite what another has yet to load.
+    tl.debug_barrier()
     tl.store(lse_ptrs, tl.log(total) + finite, mask=is_row)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask = is_row[:, None] & (offs_d < head_dim)
