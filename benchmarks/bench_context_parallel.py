@@ -4,10 +4,11 @@
 
 Efficiency is the time of one whole causal attention divided by the sum of what all ranks compute,
 forward and backward, without communication: 1 if splitting were free. Packed documents are compared
-with the same documents unsplit. A profiled run shows where the time goes: attention (and that of
-the unsplit run), merge of partial results, sums of gradients, copies, an idle device (the host is
-too slow), and how many kernels were launched. Heads are those of an 8B model: 32 query heads, 8 key
-heads of 128, bfloat16. Before anything is timed, the outputs are compared with the whole ones.
+with the same documents unsplit, in a ring and by ranks that gather all keys. A profiled run shows
+where the time goes: attention (and that of the unsplit run), merge of partial results, sums of
+gradients, copies, an idle device (the host is too slow), and how many kernels were launched. Heads
+are those of an 8B model: 32 query heads, 8 key heads of 128, bfloat16. Before anything is timed,
+the outputs are compared with the whole ones.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from played_ring import PlayedRing
+from played_ring import PlayedGather, PlayedRing
 from record import record
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -41,7 +42,7 @@ PACKED_BAR, MERGE_BAR = 0.80, 0.03
 # sums of gradients. The rest are copies: gathered rows, casts, zeros.
 PARTS = {
     "merge": ("merge_attention", "logaddexp"),
-    "sums": ("add_rows", "index_add"),
+    "sums": ("add_rows", "add_all_rows", "index_add"),
     "attention": (
         "flash",
         "fmha",
@@ -61,8 +62,9 @@ TOLERANCE = 1e-2  # of bfloat16 outputs that were rounded once more
 class Split:
     """A sequence of documents, and what each rank of a ring computes for it."""
 
-    def __init__(self, bounds, ranks, where, heads=(HEADS, GROUPS, HEAD)):
+    def __init__(self, bounds, ranks, where, heads=(HEADS, GROUPS, HEAD), played=PlayedRing):
         num_heads, groups, head = heads
+        self.played = played
         self.bounds, self.layout = bounds, Layout.zigzag_documents(bounds, ranks)
         self.rule = Rule(Spans.packed(bounds), CAUSAL, SCALE)
         make = {"device": where, "dtype": torch.bfloat16 if where.type != "cpu" else torch.float32}
@@ -78,7 +80,7 @@ class Split:
 
     def ranks(self):
         """Run forward and backward of all ranks, and return their outputs."""
-        ring, outs = PlayedRing(self.layout, self.blocks), []
+        ring, outs = self.played(self.layout, self.blocks), []
         for rank, (q, grad) in enumerate(self.shards):
             out = ring.attend(q.detach().requires_grad_(), rank, self.rule)
             out.backward(grad)
@@ -158,12 +160,13 @@ def parts(function):
 
 def measure(name, bounds, ranks, repeats, heads):
     """Return one row of the table."""
-    split = Split(bounds, ranks, device.current().torch_device, heads)
+    played = PlayedGather if "gathered" in name else PlayedRing
+    split = Split(bounds, ranks, device.current().torch_device, heads, played)
     split.check()
     whole, split_time = (x * 1e3 for x in seconds([split.unsplit, split.ranks], repeats))
     (alone, _), (found, launches) = parts(split.unsplit), parts(split.ranks)
     tokens = bounds[-1]
-    bar = PACKED_BAR if name == "packed" else BARS.get((tokens, ranks), "")
+    bar = PACKED_BAR if name.startswith("packed") else BARS.get((tokens, ranks), "")
     return {
         "case": name,
         "tokens": tokens,
@@ -198,7 +201,9 @@ def main():
     for tokens, ranks in pairs:
         if args.quick and (tokens, ranks) not in BARS:
             continue
-        for name, bounds in (("causal", [0, tokens]), ("packed", documents(tokens))):
+        packed = documents(tokens)
+        cases = (("causal", [0, tokens]), ("packed", packed), ("packed, gathered", packed))
+        for name, bounds in cases:
             rows.append(measure(name, bounds, ranks, repeats, tuple(args.heads)))
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     if not args.no_record:

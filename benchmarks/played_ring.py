@@ -1,9 +1,11 @@
-"""A ring of ranks that one process plays in turn: all blocks are at hand, nothing travels."""
+"""Ranks that one process plays in turn, in a ring or gathering: all blocks are at hand."""
 
 from dataclasses import dataclass
 
+import torch
+
 from mindspeed.parallel.context.exchange import Exchange, ReturningGradients, attention_over
-from mindspeed.parallel.context.layout import Layout
+from mindspeed.parallel.context.layout import Layout, sequence_order
 from mindspeed.parallel.context.merge import RowSums, unpack
 from mindspeed.parallel.context.ring import Schedule
 
@@ -17,9 +19,12 @@ class PlayedRing:
 
     def attend(self, q, rank, rule):
         """Return the attention of one rank's queries to the keys of all ranks."""
-        exchange = _PlayedRank(None, self.layout, self, rank)
         k, v = (x.detach().requires_grad_() for x in self.blocks[rank])
-        return attention_over(q, k, v, exchange, rule)
+        return attention_over(q, k, v, self.play(rank), rule)
+
+    def play(self, rank):
+        """Return the exchange of one rank."""
+        return _RingRank(None, self.layout, self, rank)
 
     def gradients(self, rank):
         """Return the gradients of a rank's keys and values, after backward of all ranks."""
@@ -35,6 +40,8 @@ class _PlayedRank(Exchange):
     def rank(self):
         return self.number
 
+
+class _RingRank(_PlayedRank):
     def source(self, step):
         return Schedule(self.layout.size).source(self.number, step)
 
@@ -43,10 +50,10 @@ class _PlayedRank(Exchange):
             yield self.layout.ranges[source], self.ring.blocks[source]
 
     def returning(self, k, v):
-        return _Totals(self)
+        return _RingTotals(self)
 
 
-class _Totals(ReturningGradients):
+class _RingTotals(ReturningGradients):
     def __init__(self, rank):
         self._rank, self._ring = rank, rank.ring
 
@@ -62,3 +69,40 @@ class _Totals(ReturningGradients):
         number = self._rank.number
         rows = self._ring.layout.num_rows(number)
         return RowSums(self._ring.blocks[number], rows, lambda: self._ring.totals[number]).result()
+
+
+class _GatheringRank(_PlayedRank):
+    def arriving(self, k, v):
+        """Yield what an all-gather brings, put in order as after a real one."""
+        layout, blocks = self.layout, zip(*self.ring.blocks)
+        yield layout.covered, [layout.unshard(torch.cat(block)) for block in blocks]
+
+    def returning(self, k, v):
+        return _GatheredTotals(self)
+
+
+class _GatheredTotals(ReturningGradients):
+    """Gradients of all keys, summed over the ranks by what a reduce-scatter would."""
+
+    def __init__(self, rank):
+        self._rank, self._kv = rank, rank.ring.blocks[0]
+
+    def sums(self, step):
+        return RowSums(self._kv, sum(self._rank.rows))
+
+    def send(self, step, sums):
+        order = sequence_order(self._rank.layout, self._kv[0].device)
+        back = None if order is None else torch.argsort(order)
+        self._grads = [x if back is None else x.index_select(0, back) for x in sums.totals()]
+
+    def result(self):
+        rows, number = self._rank.rows, self._rank.number
+        return [x.split(rows)[number].to(k.dtype) for x, k in zip(self._grads, self._kv)]
+
+
+class PlayedGather(PlayedRing):
+    """The same by ranks that gather all keys; sums over ranks are left to the network."""
+
+    def play(self, rank):
+        """Return the exchange of one rank."""
+        return _GatheringRank(None, self.layout, self, rank)

@@ -16,11 +16,18 @@ TILE, BLOCK_COLUMNS, NUM_WARPS = 4096, 512, 4
 
 @torch.no_grad()
 def merge_attention(
-    out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None = None
+    out: Tensor,
+    lse: Tensor,
+    part: Tensor,
+    part_lse: Tensor,
+    rows: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> None:
     """Merge the attention of some queries to more keys into `out` and `lse`."""
-    if torch.float64 in (out.dtype, part.dtype) or out.stride(-1) != 1 or part.stride(-1) != 1:
-        reference.merge_attention(out, lse, part, part_lse, rows)
+    first = out if before is None else before
+    tensors = (out, part, first)
+    if any(x.dtype == torch.float64 or x.stride(-1) != 1 for x in tensors):
+        reference.merge_attention(out, lse, part, part_lse, rows, before)
         return
     num_rows, batch, heads, head_dim = part.shape
     block_d = triton.next_power_of_2(head_dim)
@@ -33,6 +40,7 @@ def merge_attention(
             lse,
             part,
             part_lse,
+            first,
             rows,
             num_rows,
             heads,
@@ -41,6 +49,7 @@ def merge_attention(
             *lse.stride(),
             *part.stride()[:3],
             *part_lse.stride(),
+            *first.stride()[:3],
             BLOCK_R=block_rows,
             BLOCK_D=block_d,
             num_warps=NUM_WARPS,
@@ -48,14 +57,20 @@ def merge_attention(
 
 
 @torch.no_grad()
-def add_rows(total: Tensor, x: Tensor, rows: Tensor | None = None) -> None:
+def add_rows(
+    total: Tensor, x: Tensor, rows: Tensor | None = None, before: Tensor | None = None
+) -> None:
     """Add `x` to some rows of `total`."""
-    if rows is None or not total.is_contiguous() or total.dtype == torch.float64:
-        reference.add_rows(total, x, rows)
+    tensors = (total, x, total if before is None else before)
+    if torch.float64 in {one.dtype for one in tensors} or not total.is_contiguous():
+        reference.add_rows(total, x, rows, before)
         return
-    x = x.contiguous()
+    total, x, first = (one.contiguous() for one in tensors)
     num_columns = total[:1].numel()
-    if x.numel():
+    if rows is None and x.numel():
+        grid = (triton.cdiv(x.numel(), TILE),)
+        launch(_add_all_rows, grid, total, x, first, x.numel(), BLOCK=TILE, num_warps=NUM_WARPS)
+    elif x.numel():
         block_rows = TILE // BLOCK_COLUMNS
         grid = triton.cdiv(len(x), block_rows), triton.cdiv(num_columns, BLOCK_COLUMNS)
         launch(
@@ -78,6 +93,7 @@ def _merge_attention(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
+    first_ptr,
     rows_ptr,
     num_rows,
     num_heads,
@@ -94,6 +110,9 @@ def _merge_attention(
     part_lse_stride_b,
     part_lse_stride_n,
     part_lse_stride_s,
+    first_stride_s,
+    first_stride_b,
+    first_stride_n,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -123,7 +142,9 @@ def _merge_attention(
     out_ptrs += row[:, None] * out_stride_s + offs_d
     part_ptrs = part_ptr + b * part_stride_b + n * part_stride_n
     part_ptrs += at[:, None] * part_stride_s + offs_d
-    before = tl.load(out_ptrs, mask=mask, other=0.0)
+    first_ptrs = first_ptr + b * first_stride_b + n * first_stride_n
+    first_ptrs += row[:, None] * first_stride_s + offs_d
+    before = tl.load(first_ptrs, mask=mask, other=0.0).to(tl.float32)
     part = tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
     merged = before * (share * inverse)[:, None] + part * (rest * inverse)[:, None]
     tl.store(out_ptrs, merged, mask=mask)
@@ -147,3 +168,12 @@ def _add_rows(
     x = tl.load(x_ptr + at[:, None] * num_columns + columns, mask=mask, other=0.0)
     total = tl.load(total_ptrs, mask=mask, other=0.0)
     tl.store(total_ptrs, total + x.to(total.dtype), mask=mask)
+
+
+@triton.jit
+def _add_all_rows(total_ptr, x_ptr, first_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(first_ptr + at, mask=at < size, other=0.0)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+    dtype = total_ptr.dtype.element_ty
+    tl.store(total_ptr + at, first.to(dtype) + x.to(dtype), mask=at < size)

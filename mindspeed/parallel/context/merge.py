@@ -133,8 +133,13 @@ class Attention:
             return
         if self._out is None or self._lse is None:
             self._out, self._lse = self._nothing()
-        self._out = self._out.to(wide(self._dtype))
-        merge_attention(rows.view(self._out), rows.view(self._lse, -1), out, lse, rows.index)
+        before, dtype = None, wide(self._dtype)
+        if self._out.dtype != dtype and rows.is_all(self._shape[0]):
+            before = self._out
+            self._out = torch.empty(self._shape, dtype=dtype, device=self._device)
+        self._out = self._out.to(dtype)
+        total, total_lse = rows.view(self._out), rows.view(self._lse, -1)
+        merge_attention(total, total_lse, out, lse, rows.index, before=before)
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         rows, batch, heads, _ = self._shape
@@ -167,8 +172,12 @@ class RowSums:
             if self._buffer is None and rows.is_all(self._num_rows):
                 self._first = grads
                 return
-        for total, grad in zip(self.totals(), grads):
-            add_rows(rows.view(total), grad, rows.index)
+        befores: Sequence[Tensor | None] = [None] * len(grads)
+        if self._first is not None and rows.is_all(self._num_rows):
+            befores, self._first = self._first, None
+            self._buffer = self._make(torch.empty)
+        for total, grad, before in zip(self.totals(), grads, befores):
+            add_rows(rows.view(total), grad, rows.index, before=before)
 
     @property
     def buffer(self) -> Tensor:
@@ -176,13 +185,15 @@ class RowSums:
         if self._buffer is None and self._first is None:
             self._buffer = self._arrived()
         if self._buffer is None:
-            size, x = packed_size(self._like, self._num_rows), self._like[0]
-            make = torch.zeros if self._first is None else torch.empty
-            self._buffer = make(size, dtype=wide(x.dtype), device=x.device)
+            self._buffer = self._make(torch.zeros if self._first is None else torch.empty)
             for total, grad in zip(self.totals(), self._first or ()):
                 total.copy_(grad)
             self._first = None
         return self._buffer
+
+    def _make(self, make: Callable[..., Tensor]) -> Tensor:
+        size, x = packed_size(self._like, self._num_rows), self._like[0]
+        return make(size, dtype=wide(x.dtype), device=x.device)
 
     def totals(self) -> list[Tensor]:
         """Return the sums of each tensor, as views of the buffer."""

@@ -26,3 +26,11 @@ def test_matches_float64(is_indexed, heads, size):
     reference.add_rows(exact, part, rows)
     add_rows(out, part, rows)
     torch.testing.assert_close(out, exact.float())
+    if not is_indexed:
+        before, want = part.flip(0), [torch.empty_like(exact), lse.double()]
+        merge_attention(out, lse, part, part_lse, before=before)
+        reference.merge_attention(*want, part, part_lse, before=before)
+        for got, exact in zip((out, lse), want):
+            assert (got - exact).norm() / exact.norm() < 1e-6
+        add_rows(out, part, before=before)
+        assert torch.equal(out, before.float() + part.float())

@@ -67,6 +67,18 @@ def test_strided_tensors_and_rows_that_are_a_view(merge):
 
 
 @MERGES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_first_result_may_be_elsewhere(merge, dtype):
+    (first, lse), (part, part_lse) = (attend(*draw(seed)) for seed in (0, 1))
+    first, part = (x.to(dtype).transpose(0, 1).contiguous().transpose(0, 1) for x in (first, part))
+    want, want_lse = first.double(), lse.clone()
+    merge_attention(want, want_lse, part, part_lse)
+    out, lse = torch.full((S, B, N, V), float("nan")), lse.float()
+    merge(out, lse, part, part_lse.float(), before=first)
+    assert error(out, want) < 1e-6 and error(lse, want_lse) < 1e-6
+
+
+@MERGES
 def test_rows_without_keys_count_for_nothing(merge):
     some, some_lse = (x.float() for x in attend(*draw(0)))
     nothing, least = torch.zeros(S, B, N, V), torch.full((B, N, S), float("-inf"))
@@ -93,6 +105,13 @@ def test_add_rows(add, rows, dtype):
     assert torch.equal(total, want)
 
 
+@SUMS
+def test_a_first_summand_may_be_elsewhere(add):
+    total, (x, before) = torch.empty(S, 5, 130), torch.randn(2, S, 5, 130).bfloat16()
+    add(total, x, before=before)
+    assert torch.equal(total, x.float() + before.float())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -100,6 +119,7 @@ def test_add_rows(add, rows, dtype):
         (lambda out, lse: (out, lse[0], out, lse), r"use \(B, N, S\) statistics"),
         (lambda out, lse: (out, lse, out[1:], lse), "8 rows were given for 9"),
         (lambda out, lse: (out.half(), lse, out, lse), "use float32 or float64"),
+        (lambda out, lse: (out, lse, out, lse, None, out[1:]), "use one shape, and no index"),
     ],
 )
 def test_what_does_not_match_is_refused(change, message):
