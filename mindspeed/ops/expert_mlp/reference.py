@@ -56,6 +56,18 @@ def number_rows(routing_map: Tensor, num_rows: int) -> tuple[ExpertRows, Tensor]
     return rows, numbered.pair_of_row
 
 
+def sorted_rows(counts: Tensor, num_rows: int) -> ExpertRows:
+    """Return the numbers of rows that are sorted by expert already, each a token of its own.
+
+    Args:
+        counts: (E,) rows of each expert, on the device.
+        num_rows: all of them; given, so that the device need not be waited for.
+    """
+    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=counts.device)
+    cu_seqlens = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    return ExpertRows(starts[:num_rows], starts[:num_rows], starts, cu_seqlens)
+
+
 class Kernels(Protocol):
     """What the experts and their gradients consist of."""
 
