@@ -45,16 +45,15 @@ def wrap_experts_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         tokens_per_expert: Tensor | Sequence[int] | ExpertRows,
         permuted_probs: Tensor,
     ) -> Any:
-        x, probs = permuted_local_hidden_states, permuted_probs
-        is_gathered = isinstance(tokens_per_expert, ExpertRows)
+        x, counts, probs = permuted_local_hidden_states, tokens_per_expert, permuted_probs
         if _is_as_built(self) and len(x) and not torch.compiler.is_compiling():
-            rows = tokens_per_expert if is_gathered else _numbers(x, tokens_per_expert)
+            rows = counts if isinstance(counts, ExpertRows) else _numbers(x, counts)
             out = _forward(self, x, rows, probs.flatten())
             if out is not None:
                 return out, None
-        if not is_gathered:
-            return original(self, x, tokens_per_expert, probs)
-        return _apart(functools.partial(original, self), x, tokens_per_expert, probs), None
+        if isinstance(counts, ExpertRows):
+            return _apart(functools.partial(original, self), x, counts, probs), None
+        return original(self, x, counts, probs)
 
     return forward
 
@@ -82,16 +81,25 @@ def _numbers(x: Tensor, counts: Tensor | Sequence[int]) -> ExpertRows:
     return sorted_rows(torch.as_tensor(counts).to(x.device, non_blocking=True), len(x))
 
 
+CHANGES = (
+    "fp8",
+    "fp4",
+    "moe_apply_probs_on_input",
+    "use_te_activation_func",
+    "activation_func_fp8_input_store",
+    "activation_func_clamp_value",
+)
+"""Fields of Megatron's config that change what experts compute, or what they store."""
+
+
 def is_fusible(experts: Any) -> bool:
     """Return whether experts, as they are built, are fc1, SwiGLU times weights, and fc2."""
     config = experts.config
-    changes = ("fp8", "fp4", "moe_apply_probs_on_input", "use_te_activation_func")
-    changes += ("activation_func_fp8_input_store", "activation_func_clamp_value")
     return (
         config.gated_linear_unit
         and config.activation_func is F.silu
         and not config.add_bias_linear
-        and not any(getattr(config, name, None) for name in changes)
+        and not any(getattr(config, name, None) for name in CHANGES)
         and not getattr(experts, "offload_expert_fc1", False)
         and not getattr(experts, "offload_moe_act", False)
         and _is_plain_linear(experts.linear_fc1)

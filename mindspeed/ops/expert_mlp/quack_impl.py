@@ -106,12 +106,12 @@ def _run_all(
     kernels.first_gradient(grad_preact, x, rows, list(totals[0]))
     kernels.second_gradient(grad, weighted, rows, list(totals[1]))
     added = [total - 1 for total in totals]
-    separate = (
+    separate = [
         kernels.first_gradient(grad_preact, x, rows, None),
         kernels.second_gradient(grad, weighted, rows, None),
-    )
-    assert separate[0] is not None and separate[1] is not None
-    return [out, y, weighted, grad_weights, grad_x, *added, *separate]
+    ]
+    stacked = [one for one in separate if one is not None]
+    return [out, y, weighted, grad_weights, grad_x, *added, *stacked]
 
 
 class Quack:
