@@ -40,8 +40,20 @@ def ours(shape, *, features=None, **options):
     import mindspeed
 
     mindspeed.enable(optimization_level=2, **(features or {}))
-    spec = get_gpt_layer_with_transformer_engine_spec()
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        shape.num_experts or None, bool(shape.num_experts), bool(shape.num_experts)
+    )
     return _build(shape, spec, apply_rope_fusion=True, **options)
+
+
+def fused_experts(shape):
+    """Build ours with experts that gather tokens in their GEMMs."""
+    return ours(shape, features={"moe_fused_experts": True})
+
+
+def experts_apart(shape):
+    """Build ours with experts that do not."""
+    return ours(shape, features={"moe_fused_experts": False})
 
 
 def deterministic(shape):
@@ -150,5 +162,22 @@ def _config(shape, **options):
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         attention_softmax_in_fp32=True,
+        kv_channels=shape.head_size,
+        **(_experts(shape) if shape.num_experts else {}),
         **options,
     )
+
+
+def _experts(shape):
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.top_k,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_permute_fusion": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "qk_layernorm": True,
+    }

@@ -30,13 +30,13 @@ def sustained(work):
 
 
 def _gemms(shape):
-    """List (in, out, count) of the linear layers."""
+    """List (in, out, count) of the linear layers; experts of a token as one dense layer."""
     kv = shape.kv_heads * shape.head_size
     return [
-        (shape.hidden, shape.hidden + 2 * kv, shape.layers),
-        (shape.hidden, shape.hidden, shape.layers),
-        (shape.hidden, 2 * shape.ffn, shape.layers),
-        (shape.ffn, shape.hidden, shape.layers),
+        (shape.hidden, shape.attention_width + 2 * kv, shape.layers),
+        (shape.attention_width, shape.hidden, shape.layers),
+        (shape.hidden, 2 * shape.ffn * shape.top_k, shape.layers),
+        (shape.ffn * shape.top_k, shape.hidden, shape.layers),
         (shape.hidden, shape.vocabulary, 1),
     ]
 
@@ -46,7 +46,7 @@ def _bytes(shape, tokens):
     stream = tokens * shape.hidden
     add_and_norm = 2 * shape.layers * (4 + 4) * stream
     rotary = 2 * 2 * shape.layers * tokens * (shape.heads + shape.kv_heads) * shape.head_size
-    swiglu = shape.layers * (3 + 5) * tokens * shape.ffn
+    swiglu = shape.layers * (3 + 5) * tokens * shape.ffn * shape.top_k
     cross_entropy = 2 * tokens * shape.vocabulary
     embedding = 4 * stream + shape.vocabulary * shape.hidden
     return 2 * (add_and_norm + rotary + swiglu + cross_entropy + embedding)

@@ -16,28 +16,35 @@ class Shape:
     sequence: int
     is_tied: bool
     has_qkv_bias: bool
+    head_size: int
+    num_experts: int = 0
+    top_k: int = 1
+    """Experts of a token; `ffn` is the width of one."""
 
     @property
-    def head_size(self):
-        """Return the width of one head."""
-        return self.hidden // self.heads
+    def attention_width(self):
+        """Return the width of all heads."""
+        return self.heads * self.head_size
 
     @property
     def matrix_parameters(self):
-        """Count the weights that multiply activations, the output layer included."""
+        """Count the weights that multiply a token, the output layer included."""
         qkv = self.hidden * (self.heads + 2 * self.kv_heads) * self.head_size
-        layer = qkv + self.hidden * self.hidden + 3 * self.hidden * self.ffn
+        mlp = 3 * self.hidden * self.ffn * self.top_k + self.hidden * self.num_experts
+        layer = qkv + self.attention_width * self.hidden + mlp
         return self.layers * layer + self.hidden * self.vocabulary
 
     @property
     def flops_per_token(self):
         """Count forward and backward; causal attention computes half of the square."""
-        attention = 6 * self.layers * self.hidden * self.sequence
+        attention = 6 * self.layers * self.attention_width * self.sequence
         return 6 * self.matrix_parameters + attention
 
 
 SHAPES = {
-    "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 8960, 151936, 4096, True, True),
-    "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, False, False),
-    "tiny": Shape(2, 128, 4, 2, 256, 512, 64, True, True),
+    "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 8960, 151936, 4096, True, True, 128),
+    "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, False, False, 128),
+    # 16 of its 48 layers: what fits one device with gradients.
+    "qwen3-30b-a3b": Shape(16, 2048, 32, 4, 768, 151936, 4096, False, False, 128, 128, 8),
+    "tiny": Shape(2, 128, 4, 2, 256, 512, 64, True, True, 32),
 }

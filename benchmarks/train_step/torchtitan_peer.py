@@ -1,4 +1,4 @@
-"""The same sizes in torchtitan's Llama; it ties no embeddings and has no bias."""
+"""The same sizes in torchtitan's Llama or Qwen3; it ties no embeddings and has no bias."""
 
 import importlib.util
 import sys
@@ -17,6 +17,16 @@ def eager(shape):
     """Build it as it is."""
     _allow_missing_datasets()
     from torchtitan.components.loss import cross_entropy_loss
+
+    make = _qwen3 if shape.num_experts else _llama
+    with torch.device("cuda"):
+        model = make(shape).to(torch.bfloat16)
+        with torch.no_grad():
+            model.init_weights()
+    return model, _mean(model, cross_entropy_loss)
+
+
+def _llama(shape):
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -31,20 +41,47 @@ def eager(shape):
         max_seq_len=shape.sequence,
         rope_theta=1000000,
     )
-    with torch.device("cuda"):
-        model = Transformer(arguments).to(torch.bfloat16)
-        with torch.no_grad():
-            model.init_weights()
-    return model, _mean(model, cross_entropy_loss)
+    return Transformer(arguments)
+
+
+def _qwen3(shape):
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+    from torchtitan.models.qwen3.model.model import Qwen3Model
+
+    experts = MoEArgs(
+        num_experts=shape.num_experts,
+        num_shared_experts=0,
+        top_k=shape.top_k,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+        load_balance_coeff=None,
+    )
+    arguments = Qwen3ModelArgs(
+        dim=shape.hidden,
+        n_layers=shape.layers,
+        n_heads=shape.heads,
+        n_kv_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        vocab_size=shape.vocabulary,
+        max_seq_len=shape.sequence,
+        moe_enabled=True,
+        moe_inter_dim=shape.ffn,
+        moe_args=experts,
+    )
+    return Qwen3Model(arguments)
 
 
 def compiled(shape):
     """Build it and compile each block and the loss, as its own recipe does."""
     from torchtitan.components.loss import cross_entropy_loss
 
+    # Its experts' paddings depend on the routing.
+    torch._dynamo.config.capture_scalar_outputs = True
     model, _ = eager(shape)
     for block in model.layers.values():
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=not shape.num_experts)
     return model, _mean(model, torch.compile(cross_entropy_loss))
 
 

@@ -4,7 +4,40 @@ import torch
 
 
 def sdpa(shape):
-    """Build it with torch's scaled_dot_product_attention."""
+    """Build it with torch's scaled_dot_product_attention, and its grouped GEMM for experts."""
+    model = (_qwen3_moe if shape.num_experts else _qwen2)(shape).to("cuda", torch.bfloat16)
+
+    def loss(tokens, labels):
+        return model(input_ids=tokens, labels=labels, shift_labels=labels).loss
+
+    return model, loss
+
+
+def _qwen3_moe(shape):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        moe_intermediate_size=shape.ffn,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.sequence,
+        tie_word_embeddings=shape.is_tied,
+        use_cache=False,
+        attn_implementation="sdpa",
+        experts_implementation="grouped_mm",
+    )
+    with torch.device("cuda"):
+        return Qwen3MoeForCausalLM(config)
+
+
+def _qwen2(shape):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -20,12 +53,7 @@ def sdpa(shape):
         use_cache=False,
         attn_implementation="sdpa",
     )
-    model = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16)
-
-    def loss(tokens, labels):
-        return model(input_ids=tokens, labels=labels, shift_labels=labels).loss
-
-    return model, loss
+    return Qwen2ForCausalLM(config)
 
 
 def compiled(shape):

@@ -62,11 +62,11 @@ def wrap_mlp_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forward(mlp: Any, hidden_states: Tensor) -> Tensor:
     fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
-    x = _run_forward_pre_hooks(fc1, hidden_states)
+    x = run_forward_pre_hooks(fc1, hidden_states)
     in_epilogue = getattr(mlp, "swiglu_in_epilogue", False)
     preact, activated = fc1.linear_swiglu(x, in_epilogue=in_epilogue)
     # A hook that returns another input of fc2 gets its gradient through `activated`.
-    given = _run_forward_pre_hooks(fc2, activated)
+    given = run_forward_pre_hooks(fc2, activated)
     return fc2.swiglu_linear(preact if given is activated else None, given)
 
 
@@ -115,17 +115,23 @@ def _is_as_built(mlp: Any) -> bool:
     """
     return (
         getattr(mlp, "fused_linears", None) == _classes(mlp)
-        and _is_untouched(mlp.linear_fc1)
-        and _is_untouched(mlp.linear_fc2)
-        and not any(_GLOBAL_HOOKS)
+        and is_untouched(mlp.linear_fc1)
+        and is_untouched(mlp.linear_fc2)
+        and not has_global_hooks()
     )
+
+
+def has_global_hooks() -> bool:
+    """Return whether a hook on all modules is registered."""
+    return any(_GLOBAL_HOOKS)
 
 
 def _classes(mlp: Any) -> tuple[type, type]:
     return type(mlp.linear_fc1), type(mlp.linear_fc2)
 
 
-def _is_untouched(module: nn.Module) -> bool:
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether no hook, forward pre-hooks aside, and no other forward sees its tensors."""
     return (
         "forward" not in vars(module)
         and not module._forward_hooks
@@ -145,14 +151,14 @@ def _socket_forwards() -> frozenset[Any]:
     )
 
 
-def _run_forward_pre_hooks(module: nn.Module, x: Tensor) -> Tensor:
+def run_forward_pre_hooks(module: nn.Module, x: Tensor, *others: Any) -> Tensor:
     """Run what a call of the module would run first: there DDP and FSDP bring its weights."""
     for key, hook in module._forward_pre_hooks.items():
         if key in module._forward_pre_hooks_with_kwargs:
-            result = hook(module, (x,), {})
+            result = hook(module, (x, *others), {})
             result = None if result is None else result[0]
         else:
-            result = hook(module, (x,))
+            result = hook(module, (x, *others))
         if result is not None:
-            (x,) = result if isinstance(result, tuple) else (result,)
+            x = result[0] if isinstance(result, tuple) else result
     return x

@@ -31,6 +31,7 @@ class Case:
     topk: int = 2
     fused: bool = False
     recompute_scale: float | None = None
+    one_path: bool = False
 
     def __str__(self):
         """Name the case by what is not the default."""
@@ -43,6 +44,7 @@ class Case:
         """Return the options of ours."""
         options = {"moe_permutation_async_comm": self.is_async and not self.bmm}
         options |= {"moe_tp_extend_ep": self.extend, "moe_bmm_mc2": self.bmm}
+        options["moe_fused_experts"] = self.one_path
         if self.recompute_scale is not None:
             options["moe_adaptive_recompute_activation"] = True
             options["moe_adaptive_recompute_activation_scale"] = self.recompute_scale

@@ -28,3 +28,16 @@ swiglu_gradient = Op(
         Impl("triton", f"{_PACKAGE}.triton_impl:swiglu_gradient", device="cuda", needs=("triton",)),
     ),
 )
+
+weighted_swiglu_gradient = Op(
+    "weighted_swiglu_gradient",
+    reference=f"{_PACKAGE}.reference:weighted_swiglu_gradient",
+    impls=(
+        Impl(
+            "triton",
+            f"{_PACKAGE}.triton_impl:weighted_swiglu_gradient",
+            device="cuda",
+            needs=("triton",),
+        ),
+    ),
+)

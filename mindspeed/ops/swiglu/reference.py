@@ -68,6 +68,25 @@ def swiglu_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return grad_x.to(x.dtype), (silu * up).to(x.dtype)
 
 
+@torch.no_grad()
+def weighted_swiglu_gradient(
+    grad: Tensor, x: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of x, once more swiglu(x) * weights, and the gradient of weights.
+
+    Args:
+        grad: (..., F), of swiglu(x) * weights.
+        x: (..., 2F)
+        weights: (..., 1), one factor a row.
+    """
+    gate, up = _halves(x, -1, None)
+    grad = grad.to(gate.dtype)
+    grad_x, silu = _gradient(grad * weights, gate, up, -1)
+    y = silu * up
+    grad_weights = (grad * y).sum(-1, keepdim=True).to(weights.dtype)
+    return grad_x.to(x.dtype), (y * weights).to(x.dtype), grad_weights
+
+
 def _gradient(grad: Tensor, gate: Tensor, up: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the gradient of both halves, and silu(gate)."""
     sigmoid = torch.sigmoid(gate)

@@ -45,6 +45,23 @@ def swiglu_gradient(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return grad_x, y
 
 
+def weighted_swiglu_gradient(
+    grad: Tensor, x: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x and weights, and recompute swiglu(x) * weights, reading x once."""
+    if x.dtype == torch.float64:
+        return reference.weighted_swiglu_gradient(grad, x, weights)
+    x = x.contiguous()
+    grad_x, y, grad_weights = torch.empty_like(x), x.new_empty(grad.shape), weights.clone()
+    _launch_backward(
+        *(grad, _packed(x, -1), _packed(grad_x, -1)),
+        weights=weights,
+        grad_weights=grad_weights,
+        y=y,
+    )
+    return grad_x, y, grad_weights
+
+
 class _Halves(NamedTuple):
     """Gate and up as contiguous rows: `rows` of `size` elements, `stride` from one to the next.
 
@@ -230,7 +247,9 @@ def _swiglu_backward(
         dup_ptrs = _up_ptr(dgate_ptr, dup_ptr, N) + row_offset + offs_n
         tl.store(dup_ptrs, (dy * silu).to(dtype), mask=mask)
         if y_ptr is not None:
-            y = (silu * up).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + row * N + offs_n, y, mask=mask)
+            y = silu * up
+            if weights_ptr is not None:
+                y *= tl.load(weights_ptr + row).to(tl.float32)
+            tl.store(y_ptr + row * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)
     if weights_ptr is not None:
         tl.store(dweights_ptr + row, tl.sum(acc).to(dweights_ptr.dtype.element_ty))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,56 +25,69 @@ _ONES = 8  # rows of ones that sum a group; fewer would not be aligned for every
 
 
 @dataclass(frozen=True, slots=True)
-class _WeightGradients:
-    """How the gradients of all weights are computed and where they go."""
+class WeightGemm:
+    """The GEMM of all weight gradients: `run(None)` returns them (E, out, in).
+
+    `run(totals)` adds them to E matrices of float32, or float64 for inputs of that dtype.
+    """
+
+    run: Callable[[Sequence[Tensor] | None], Tensor | None]
+    dtype: torch.dtype
+    """Of its inputs."""
+
+    def compute(self) -> Tensor:
+        """Return all gradients."""
+        stacked = self.run(None)
+        assert stacked is not None
+        return stacked
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeightGradients:
+    """Where the gradients of all weights go, and when they are computed."""
 
     weights: tuple[Tensor, ...]
     fused: bool
     deferred: DeferredGradients | None
 
-    def take(self, x: Tensor, grad: Tensor, ends: Tensor) -> Sequence[Tensor | None]:
+    def take(self, gemm: WeightGemm) -> Sequence[Tensor | None]:
         """Return what autograd gets for each weight: dW, a placeholder, or nothing yet."""
         scheduled = scheduled_gradients(self.weights[0])
         if scheduled is not None:
-            scheduled.put(functools.partial(self._add, x, grad, ends))
+            scheduled.put(functools.partial(self._add, gemm))
             return self._placeholders()
         if self.deferred is not None:
-            self.deferred.put(functools.partial(self._run_later, x, grad, ends))
+            self.deferred.put(functools.partial(self._run_later, gemm))
         elif not self.fused:
-            return self._compute(x, grad, ends)
+            return self._compute(gemm)
         else:
-            self._accumulate(x, grad, ends)
+            self._accumulate(gemm)
         return self._placeholders() if self.fused else [None] * len(self.weights)
 
-    def _run_later(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
+    def _run_later(self, gemm: WeightGemm) -> None:
         if self.fused:
-            self._accumulate(x, grad, ends)
+            self._accumulate(gemm)
             return
-        for weight, update in zip(self.weights, self._compute(x, grad, ends), strict=True):
+        for weight, update in zip(self.weights, self._compute(gemm), strict=True):
             weight.grad = update if weight.grad is None else weight.grad + update
 
-    def _add(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
+    def _add(self, gemm: WeightGemm) -> None:
         if self.fused:
-            self._accumulate(x, grad, ends)
+            self._accumulate(gemm)
             return
-        for weight, update in zip(self.weights, self._compute(x, grad, ends), strict=True):
+        for weight, update in zip(self.weights, self._compute(gemm), strict=True):
             main_grad_of(weight).add_(update)
 
-    def _accumulate(self, x: Tensor, grad: Tensor, ends: Tensor) -> None:
+    def _accumulate(self, gemm: WeightGemm) -> None:
         totals = [main_grad_of(weight) for weight in self.weights]
-        if totals[0].dtype == torch.promote_types(x.dtype, torch.float32):
-            groupmatmul_add_fp32(grad, x, ends, totals)
+        if totals[0].dtype == torch.promote_types(gemm.dtype, torch.float32):
+            gemm.run(totals)
             return
-        for total, update in zip(totals, self._compute(x, grad, ends), strict=True):
+        for total, update in zip(totals, self._compute(gemm), strict=True):
             total.add_(update)
 
-    def _compute(self, x: Tensor, grad: Tensor, ends: Tensor) -> Sequence[Tensor]:
-        stacked = gmm(grad.t(), x, group_list=ends, group_type=2)
-        return (
-            stacked.view(len(self.weights), *self.weights[0].shape)
-            .to(self.weights[0].dtype)
-            .unbind()
-        )
+    def _compute(self, gemm: WeightGemm) -> Sequence[Tensor]:
+        return gemm.compute().to(self.weights[0].dtype).unbind()
 
     def _placeholders(self) -> Sequence[Tensor | None]:
         first = self.weights[0]
@@ -86,6 +99,16 @@ class _WeightGradients:
         return dummy_gradient(like, zero=getattr(first, "zero_out_wgrad", False)).unbind()
 
 
+def _multiply_groups(
+    x: Tensor, grad: Tensor, ends: Tensor, totals: Sequence[Tensor] | None
+) -> Tensor | None:
+    if totals is not None:
+        groupmatmul_add_fp32(grad, x, ends, totals)
+        return None
+    stacked = gmm(grad.t(), x, group_list=ends, group_type=2)
+    return stacked.view(len(ends), grad.shape[1], x.shape[1])
+
+
 class _GroupedLinear(Function):
     @staticmethod
     def forward(
@@ -93,7 +116,7 @@ class _GroupedLinear(Function):
         x: Tensor,
         ends: Tensor,
         bias: Tensor | None,
-        plan: _WeightGradients,
+        plan: GroupedWeightGradients,
         *weights: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, ends, *weights)
@@ -116,7 +139,8 @@ class _GroupedLinear(Function):
             sums = gmm(grad.new_ones(_ONES, len(grad)), grad, group_list=ends, group_type=2)
             grad_bias = sums[::_ONES]
         if any(needs_weight):
-            taken = ctx.plan.take(x, grad, ends)
+            gemm = functools.partial(_multiply_groups, x, grad, ends)
+            taken = ctx.plan.take(WeightGemm(gemm, x.dtype))
             grad_weights = [
                 one if it else None for one, it in zip(taken, needs_weight, strict=True)
             ]
@@ -142,7 +166,7 @@ def grouped_linear(
         fused: add each dW to `weight.main_grad` and show autograd a placeholder.
         deferred: queue that takes the computation of all dW instead of doing it in backward.
     """
-    plan = _WeightGradients(tuple(weights), fused, deferred)
+    plan = GroupedWeightGradients(tuple(weights), fused, deferred)
     return _GroupedLinear.apply(x, ends, bias, plan, *weights)
 
 

@@ -206,6 +206,10 @@ CALLS: dict[str, Callable[[], Call]] = {
     "routing_rows:routing_rows": lambda: ((_random(7, 4) > 0, 9), {}),
     "swiglu:silu_mul": lambda: ((_random(3, 8, grad=True), _random(3, 8, grad=True) - 1), {}),
     "swiglu:swiglu_gradient": lambda: ((_random(3, 4), _random(3, 8)), {}),
+    "swiglu:weighted_swiglu_gradient": lambda: (
+        (_random(3, 4), _random(3, 8), _random(3, 1)),
+        {},
+    ),
     "token_rows:gather_rows": lambda: (
         (_random(6, 4, grad=True), torch.tensor([[0, 3], [1, 4], [2, 5]]), torch.rand(3, 2)),
         {},

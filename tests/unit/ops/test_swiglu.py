@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from mindspeed.ops import npu_swiglu
-from mindspeed.ops.swiglu import silu_mul, swiglu, swiglu_gradient
+from mindspeed.ops.swiglu import (
+    silu_mul,
+    swiglu,
+    swiglu_gradient,
+    weighted_swiglu_gradient,
+)
 
 
 def reference(x, dim=-1, bias=None, weights=None):
@@ -134,6 +139,23 @@ def test_gradient_and_output_in_one(implementation, dtype):
     torch.testing.assert_close(grad_x.double(), exact.grad, rtol=rtol, atol=1e-6)
     torch.testing.assert_close(y.double(), reference(x.detach()), rtol=4 * rtol, atol=1e-6)
     assert swiglu_gradient(grad, x.detach())[0].dtype == y.dtype == dtype
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton_impl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weighted_gradient_and_output_in_one(implementation, dtype):
+    module = importlib.import_module(f"mindspeed.ops.swiglu.{implementation}")
+    torch.manual_seed(4)
+    x, grad, weights = torch.randn(5, 2600).to(dtype), torch.randn(5, 1300).to(dtype), torch.rand(5)
+    grad_x, y, grad_weights = module.weighted_swiglu_gradient(grad, x, weights.unsqueeze(1))
+    exact, factors = x.double().requires_grad_(), weights.double().requires_grad_()
+    expected = reference(exact) * factors.unsqueeze(1)
+    expected.backward(grad.double())
+    rtol = torch.finfo(dtype).eps
+    torch.testing.assert_close(grad_x.double(), exact.grad, rtol=2 * rtol, atol=1e-6)
+    torch.testing.assert_close(y.double(), expected.detach(), rtol=4 * rtol, atol=1e-6)
+    torch.testing.assert_close(grad_weights[:, 0].double(), factors.grad, rtol=1e-5, atol=1e-4)
+    assert weighted_swiglu_gradient(grad, x, weights.unsqueeze(1))[1].dtype == y.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed.parallel.tensor import grouped_linear
+from mindspeed.parallel.tensor.expert_mlp import ExpertMatrices
 from mindspeed.te.pytorch.module.base import TransformerEngineBaseModule, activation_dtype
 
 
@@ -71,6 +72,10 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not self.return_bias:
             return out
         return out, [bias.to(out.dtype) for bias in self._parts("bias")] if self.use_bias else None
+
+    def matrices(self) -> ExpertMatrices:
+        """Return the weights and the delivery of their gradients, for a GEMM of the caller's."""
+        return ExpertMatrices(self._parts("weight"), self.fuse_wgrad_accumulation, self._deferred)
 
     def _ends(self, x: Tensor, m_splits: Sequence[int] | Tensor) -> Tensor:
         """Return the end of each group on the device; counts that are there stay there."""

@@ -1,0 +1,104 @@
+"""A dispatcher for experts that are all on this rank: it numbers rows and moves nothing.
+
+The experts gather the tokens and add their rows up by these numbers. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from mindspeed.moe.interface import TwoMethods
+from mindspeed.ops.expert_mlp.reference import ExpertRows, number_rows
+
+
+class LocalDispatcher(TwoMethods):
+    """The interface of Megatron's dispatchers; `rows` takes the place of the counts."""
+
+    _rows: ExpertRows
+
+    def __init__(self, config: Any, shared_experts: Any = None) -> None:
+        self.config, self.shared_experts = config, shared_experts
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Number the rows; return the tokens (T, H) and the weight of each row."""
+        self.hidden_shape = hidden_states.shape
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        num_rows = len(routing_map) * self.config.moe_router_topk
+        self._rows, pairs = number_rows(routing_map, num_rows)
+        weights = probs.reshape(-1).index_select(0, pairs)
+        return hidden_states.view(-1, self.hidden_shape[-1]), weights
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """All experts are here."""
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, ExpertRows, Tensor]:
+        """Leave the gathering to the experts."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act()
+        return hidden_states, self._rows, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """The experts return the sums."""
+        return hidden_states
+
+    def token_combine(
+        self,
+        hidden_states: Tensor,
+        async_finish: bool = True,
+        allocate_on_comm_stream: bool = True,
+    ) -> Tensor:
+        """All experts are here."""
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Add the output of shared experts that run beside the others."""
+        output = hidden_states.view(self.hidden_shape)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward()
+            self.shared_experts.post_forward_comm()
+            output = output + self.shared_experts.get_output()
+        return output
+
+
+def wrap_layer_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Give a layer with all experts on this rank, built to gather tokens, this dispatcher."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _is_local(self) and getattr(self.experts, "fused_linears", None) is not None:
+            overlapped = self.shared_experts if self.shared_expert_overlap else None
+            self.token_dispatcher = LocalDispatcher(self.config, overlapped)
+
+    return __init__
+
+
+FOREIGN = (
+    "moe_expert_capacity_factor",
+    "overlap_moe_expert_parallel_comm",
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+)
+"""Fields of Megatron's config that drop or pad tokens, or need its own dispatcher."""
+
+
+def _is_local(layer: Any) -> bool:
+    config = layer.config
+    return (
+        layer.num_local_experts == config.num_moe_experts
+        and config.expert_tensor_parallel_size == 1
+        and getattr(config, "cuda_graph_impl", "none") == "none"
+        and not any(getattr(config, name, None) for name in FOREIGN)
+    )

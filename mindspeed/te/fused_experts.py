@@ -1,0 +1,141 @@
+"""Megatron's grouped SwiGLU experts with both GEMMs, the activation and the weighted sum as one.
+
+Experts get the path when they are built. They take tokens with `ExpertRows` from a dispatcher that
+leaves the gathering to them, or rows that are sorted by expert, with their number for each, from
+any other. Code that is put into one of the linears later, a hook or an adapter, makes the GEMMs
+Megatron's again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mindspeed.ops.expert_mlp.reference import ExpertRows, sorted_rows
+from mindspeed.ops.token_rows import gather_rows, spread_rows
+from mindspeed.parallel.tensor.expert_mlp import expert_mlp
+from mindspeed.te.fused_mlp import has_global_hooks, is_untouched, run_forward_pre_hooks
+from mindspeed.te.pytorch.module.base import activation_dtype
+from mindspeed.te.pytorch.module.grouped_linear import GroupedLinear
+
+
+def wrap_experts_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Choose the path of experts: `fused_linears` are the classes of their linears if fused."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fused_linears = _classes(self) if is_fusible(self) else None
+
+    return __init__
+
+
+def wrap_experts_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run experts that were built for it as one path; others stay Megatron's."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor | Sequence[int] | ExpertRows,
+        permuted_probs: Tensor,
+    ) -> Any:
+        x, counts, probs = permuted_local_hidden_states, tokens_per_expert, permuted_probs
+        if _is_as_built(self) and len(x) and not torch.compiler.is_compiling():
+            rows = counts if isinstance(counts, ExpertRows) else _numbers(x, counts)
+            out = _forward(self, x, rows, probs.flatten())
+            if out is not None:
+                return out, None
+        if isinstance(counts, ExpertRows):
+            return _apart(functools.partial(original, self), x, counts, probs), None
+        return original(self, x, counts, probs)
+
+    return forward
+
+
+def _forward(experts: Any, x: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor | None:
+    """Run all of it, or nothing where a hook changes the input of a linear."""
+    fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+    counts = rows.cu_seqlens.diff()
+    given = run_forward_pre_hooks(fc1, x, counts)
+    if given is not x or run_forward_pre_hooks(fc2, x, counts) is not x:
+        return None
+    x = x.to(activation_dtype(x, fc1.weight0))
+    return expert_mlp(x, probs, rows, fc1.matrices(), fc2.matrices())
+
+
+def _apart(run: Callable[..., Any], x: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
+    """Copy the tokens to their rows, run Megatron's experts, add the rows of each token up."""
+    gathered = spread_rows(x, rows.row_ids, len(rows.tokens), rows.starts)
+    out, _ = run(gathered, rows.cu_seqlens.diff(), probs)
+    total: Tensor = gather_rows(out, rows.row_ids, None, rows.starts)
+    return total
+
+
+def _numbers(x: Tensor, counts: Tensor | Sequence[int]) -> ExpertRows:
+    return sorted_rows(torch.as_tensor(counts).to(x.device, non_blocking=True), len(x))
+
+
+CHANGES = (
+    "fp8",
+    "fp4",
+    "moe_apply_probs_on_input",
+    "use_te_activation_func",
+    "activation_func_fp8_input_store",
+    "activation_func_clamp_value",
+)
+"""Fields of Megatron's config that change what experts compute, or what they store."""
+
+
+def is_fusible(experts: Any) -> bool:
+    """Return whether experts, as they are built, are fc1, SwiGLU times weights, and fc2."""
+    config = experts.config
+    return (
+        config.gated_linear_unit
+        and config.activation_func is F.silu
+        and not config.add_bias_linear
+        and not any(getattr(config, name, None) for name in CHANGES)
+        and not getattr(experts, "offload_expert_fc1", False)
+        and not getattr(experts, "offload_moe_act", False)
+        and _is_plain_linear(experts.linear_fc1)
+        and _is_plain_linear(experts.linear_fc2)
+    )
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    return (
+        isinstance(module, GroupedLinear)
+        and type(module).forward in _socket_forwards()
+        and not module.use_bias
+    )
+
+
+@functools.cache
+def _socket_forwards() -> frozenset[Any]:
+    """Return the forward methods of Megatron's classes around this package's grouped linear."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    names = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+    classes = (getattr(extension, name, None) for name in names)
+    return frozenset(
+        one.forward for one in classes if isinstance(one, type) and issubclass(one, GroupedLinear)
+    )
+
+
+def _is_as_built(experts: Any) -> bool:
+    """Return whether experts are fused and nothing since then sees the tensors between linears."""
+    return (
+        getattr(experts, "fused_linears", None) == _classes(experts)
+        and is_untouched(experts.linear_fc1)
+        and is_untouched(experts.linear_fc2)
+        and not has_global_hooks()
+    )
+
+
+def _classes(experts: Any) -> tuple[type, type]:
+    return type(experts.linear_fc1), type(experts.linear_fc2)
