@@ -39,5 +39,6 @@ class Shape:
 SHAPES = {
     "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 8960, 151936, 4096, True, True),
     "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, False, False),
+    "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 256, True, False),
     "tiny": Shape(2, 128, 4, 2, 256, 512, 64, True, True),
 }
