@@ -16,6 +16,11 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
 
+    @property
+    def is_random(self) -> bool:
+        """Whether tokens are sampled; else the best one is taken."""
+        return self.sample and self.temperature != 0
+
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Scale logits by temperature, and mask tokens outside top-k and top-p with minus infinity."""
@@ -48,16 +53,31 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Return the next token of each row that continues."""
-        if not self._params.sample or self._params.temperature == 0:
+        if not self._params.is_random:
             return logits.argmax(-1)
-        # One number a row, and the token whose share of the probabilities it falls into: all else
-        # stays on the device.
-        totals = filter_logits(logits, self._params).softmax(-1).cumsum(-1)
         drawn = [torch.rand(1, generator=self._random[row]) for row in rows]
-        points = torch.stack(drawn).to(totals.device) * totals[:, -1:]
-        # A product may round up to the total, beyond the last token of any probability.
-        points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
-        return torch.searchsorted(totals, points, right=True).squeeze(-1)
+        return pick_tokens(logits, torch.stack(drawn).to(logits.device), self._params)
+
+    def draw(self, count: int) -> torch.Tensor | None:
+        """Return the numbers of the next `count` tokens (rows, count), None if none are needed."""
+        if not self._params.is_random:
+            return None
+        return torch.stack([torch.rand(count, generator=random) for random in self._random])
+
+
+def pick_tokens(logits: torch.Tensor, points: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return the next token of each row; `points` has a number from 0 to 1 for each (rows, 1).
+
+    The token is the one whose share of the probabilities the number falls into: nothing waits for
+    the host.
+    """
+    if not params.is_random:
+        return logits.argmax(-1)
+    totals = filter_logits(logits, params).softmax(-1).cumsum(-1)
+    points = points * totals[:, -1:]
+    # A product may round up to the total, beyond the last token of any probability.
+    points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
+    return torch.searchsorted(totals, points, right=True).squeeze(-1)
 
 
 def chosen_log_probs(
