@@ -4,6 +4,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,17 @@ class SamplingParams:
         return self.sample and self.temperature != 0
 
 
+SPAN = 128
+"""Tokens whose probabilities are added up before one of them is chosen."""
+
+
+def _tempered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return logits if params.temperature in (0, 1) else logits / params.temperature
+
+
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Scale logits by temperature, and mask tokens outside top-k and top-p with minus infinity."""
-    logits = logits / params.temperature
+    logits = _tempered(logits, params)
     count = logits.shape[-1]
     if 0 < params.top_k < count:
         lowest = logits.topk(params.top_k).values[..., -1:]
@@ -73,11 +82,24 @@ def pick_tokens(logits: torch.Tensor, points: torch.Tensor, params: SamplingPara
     """
     if not params.is_random:
         return logits.argmax(-1)
-    totals = filter_logits(logits, params).softmax(-1).cumsum(-1)
+    probs = filter_logits(logits, params).softmax(-1)
+    if missing := -probs.shape[-1] % SPAN:
+        probs = F.pad(probs, (0, missing))
+    # First a span of tokens, then a token of it: a running sum over a whole row is slow on a GPU.
+    spans = probs.unflatten(-1, (-1, SPAN))
+    totals = spans.sum(-1).cumsum(-1)
     points = points * totals[:, -1:]
-    # A product may round up to the total, beyond the last token of any probability.
+    index = _share_of(points, totals)
+    begin = F.pad(totals, (1, 0)).gather(1, index)
+    span = spans.gather(1, index[..., None].expand(-1, -1, SPAN)).squeeze(1)
+    return (index * SPAN + _share_of(points - begin, span.cumsum(-1))).squeeze(-1)
+
+
+def _share_of(points: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """Return the index of the share of running totals that each point falls into (rows, 1)."""
+    # Rounding may bring a point up to the total, beyond the last share that is not empty.
     points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
-    return torch.searchsorted(totals, points, right=True).squeeze(-1)
+    return torch.searchsorted(totals, points, right=True)
 
 
 def chosen_log_probs(
@@ -87,7 +109,7 @@ def chosen_log_probs(
 
     That of the whole softmax: top-k and top-p only choose among its tokens.
     """
-    log_probs = (logits / (params.temperature or 1.0)).log_softmax(-1)
+    log_probs = _tempered(logits, params).log_softmax(-1)
     return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
