@@ -31,13 +31,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from commands import data, logs, ours, peers  # noqa: E402
+from commands import data, logs, ours, pairs, peers  # noqa: E402
 from commands.job import GLOBAL_BATCH, Job  # noqa: E402
 from record import record  # noqa: E402
 from train_step.shapes import SHAPES  # noqa: E402
 
-CASES = ours.CASES | peers.CASES
-SHAPE_NAMES = {"1.5B": "qwen2.5-1.5b", "8B": "llama3-8b", "tiny": "tiny"}
+CASES = ours.CASES | peers.CASES | pairs.CASES
+SHAPE_NAMES = {"1.5B": "qwen2.5-1.5b", "8B": "llama3-8b", "smollm2": "smollm2-135m"}
+SHAPE_NAMES |= {"tiny": "tiny"}
 LAYERS = {"8B": 20}
 """18 bytes a weight: 20 layers need 91 GiB beside their activations, 32 would need 135."""
 RATIOS = (
@@ -61,6 +62,8 @@ RATIOS = (
     ("lora-packed:2", "llamafactory-lora:2"),
     ("megatron-lm-mindspeed:2", "megatron-lm:2"),
     ("ms-swift:2", "ms-swift-level-0:2"),
+    ("dpo:4", "trl-dpo:4"),
+    ("dpo:4", "trl-dpo-liger:4"),
 )
 TAIL = 15
 

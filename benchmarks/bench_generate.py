@@ -1,9 +1,15 @@
-"""How many tokens a second does greedy decoding make, next to transformers.generate?
+"""How many tokens a second does decoding make, next to transformers.generate?
 
     python benchmarks/bench_generate.py [--threads 1 2] [--tokens 64] [--rounds 5]
+    python benchmarks/bench_generate.py --rollout [--shapes smollm2 1.5B] [--rows 64] [--tokens 256]
 
-SmolLM2-135M in float32 on the cpu, one prompt of 24 tokens, both in this process, alternately. The
-tokens must be equal, or there is no result. Seconds are those of the best round.
+The first compares greedy decoding of one prompt in float32 on a cpu, SmolLM2-135M, both in this
+process, alternately. The tokens must be equal, or there is no result. Seconds are those of the
+best round.
+
+--rollout samples 64 x 256 tokens at random weights in bf16: our engine, and `transformers.generate`
+with a static cache, compiled as it is by default, and not compiled. The first round of each is not
+measured.
 """
 
 import argparse
@@ -12,9 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PROMPT = (1, 4093, 198, 10576, 4150, 260, 1238, 24630, 28, 284, 281, 527)
 PROMPT += (713, 436, 357, 808, 4940, 47, 2, 198, 1, 520, 9531, 198)
+SHAPES = {"smollm2": "smollm2-135m", "1.5B": "qwen2.5-1.5b", "tiny": "tiny"}
+TRANSFORMERS = ("transformers.generate", "transformers.generate, not compiled")
+ENOUGH = 4.0
+"""Seconds of measured rounds after which a tool is not run again."""
 
 
 def load(folder):
@@ -53,17 +63,9 @@ def compare(engine, model, tokens, rounds):
     return {tool: min(times) for tool, times in seconds.items()}
 
 
-def main():
-    """Measure with every number of threads, then print and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
+def greedy(args):
+    """Measure greedy decoding with every number of threads; return the rows."""
     import torch
-
-    from mindspeed_llm import megatron_adaptor  # noqa: F401  # before anything of Megatron
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -83,6 +85,124 @@ def main():
                     }
                 )
                 print(f"{threads} thread(s) {tool:22} {speed:6.1f} tokens/s, {ratio:.2f} x")
+    return rows
+
+
+def rollout_tools(folder, args):
+    """Return functions that sample completions of the same prompts, by the name of the tool."""
+    import torch
+    import transformers
+
+    from mindspeed import device
+    from mindspeed_llm.generation.engine import Engine, Request
+    from mindspeed_llm.generation.model import load_model
+    from mindspeed_llm.generation.sampling import SamplingParams
+    from mindspeed_llm.training.options import TrainOptions
+
+    engine = Engine(load_model(TrainOptions(load=str(folder), bf16=True)))
+    vocabulary = engine._model.config.vocab_size
+    prompts = torch.randint(0, vocabulary, (args.rows, args.prompt)).tolist()
+    request = Request(
+        prompts=tuple(map(tuple, prompts)),
+        max_new_tokens=(args.tokens,) * args.rows,
+        stop_ids=frozenset(),
+        params=SamplingParams(sample=True, seed=1),
+        log_probs=True,
+    )
+    here = device.current().torch_device
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model, ids = model.to(here).eval(), torch.tensor(prompts, device=here)
+    lengths = {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens}
+
+    def ours():
+        return sum(len(step) for step in engine.generate(request))
+
+    def theirs(**options):
+        options |= {"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": None}
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            found = model.generate(
+                ids, attention_mask=mask, cache_implementation="static", **lengths, **options
+            )
+        return found[:, args.prompt :].cpu().numel()
+
+    compiled, plain = TRANSFORMERS
+    return {
+        "mindspeed-llm": ours,
+        compiled: theirs,
+        plain: lambda: theirs(disable_compile=True),
+    }
+
+
+def rollouts(args):
+    """Measure sampling of many rows at every shape; return the rows of results."""
+    from commands import data
+    from train_step.shapes import SHAPES as SIZES
+
+    rows = []
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder) / "model"
+            data.write_model(SIZES[SHAPES[shape]], model)
+            data.write_random_weights(model)
+            found = {
+                tool: time_rounds(run, args.rounds, args.rows * args.tokens)
+                for tool, run in rollout_tools(model, args).items()
+            }
+        for tool, (first, best) in found.items():
+            speed = args.rows * args.tokens / best
+            ratios = [found[other][1] / best for other in TRANSFORMERS]
+            rows.append(
+                {
+                    "tool": tool,
+                    "shape": shape,
+                    "size": f"{args.rows} x {args.tokens}",
+                    "tokens_per_s": round(speed, 1),
+                    "ms_per_token": round(1000 * best / args.tokens, 3),
+                    "first_round_s": round(first, 2),
+                    "times_transformers": round(ratios[0], 3),
+                    "times_not_compiled": round(ratios[1], 3),
+                }
+            )
+            print(
+                f"{shape} {tool:36} {speed:9.1f} tokens/s, {1000 * best / args.tokens:7.3f} ms a "
+                f"step, {ratios[0]:.2f} x and {ratios[1]:.2f} x (first round {first:.1f} s)",
+                flush=True,
+            )
+    return rows
+
+
+def time_rounds(run, rounds, expected):
+    """Return the seconds of the first round and of the best other one."""
+    seconds = []
+    while len(seconds) < 1 + rounds:
+        start = time.perf_counter()
+        count = run()
+        seconds.append(time.perf_counter() - start)
+        if count != expected:
+            sys.exit(f"{count} tokens were sampled, {expected} were asked for")
+        if sum(seconds[1:]) > ENOUGH:
+            break
+    return seconds[0], min(seconds[1:])
+
+
+def main():
+    """Measure, then print and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rollout", action="store_true")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2", "1.5B"])
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
+    args = parser.parse_args()
+    args.tokens = args.tokens or (256 if args.rollout else 64)
+    args.rounds = args.rounds or (3 if args.rollout else 5)
+    sys.path.insert(0, str(ROOT))
+    from mindspeed_llm import megatron_adaptor  # noqa: F401  # before anything of Megatron
+
+    rows = rollouts(args) if args.rollout else greedy(args)
     from record import record
 
     record("generate", rows)

@@ -34,6 +34,16 @@ CHAT = (
 MEAN_LENGTH, SPREAD = 0.18, 0.9
 """Conversations: mean length relative to the longest, sigma of its logarithm."""
 DOCUMENT = 3000
+RANDOM_WEIGHTS = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+torch.manual_seed(1)
+with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
+model.bfloat16().cpu().save_pretrained(sys.argv[1])
+"""
 TEMPLATE = 24
 """The most tokens that the chat template adds to a conversation."""
 
@@ -81,6 +91,11 @@ def write_model(shape, folder):
     words.save_pretrained(folder)
     # Next to a config.json transformers loads the tokenizer of that family, whatever the file says.
     words.save_pretrained(folder.with_name("tokenizer"))
+
+
+def write_random_weights(folder):
+    """Write bf16 weights beside a config.json, in a process that leaves no memory on a device."""
+    subprocess.run([sys.executable, "-c", RANDOM_WEIGHTS, str(folder)], check=True)
 
 
 class Text:

@@ -36,6 +36,11 @@ class Job:
         """Return the conversations with about as many tokens as a step of full rows."""
         return 2 * self.global_batch if self.shape_name == "tiny" else 88
 
+    @property
+    def is_fp32(self):
+        """Return whether a shape is trained in float32: the one for cpus."""
+        return self.shape_name == "smollm2"
+
     def site(self, name):
         """Return the folder given by --site for a peer that is a checkout."""
         if name not in self.sites:

@@ -6,7 +6,6 @@ torch's GEMMs, norms and attention where it uses transformer_engine.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,16 +30,6 @@ if find_spec("tensorboard") is None:  # ms-swift has no switch for a run without
     megatron_callbacks_map["tensorboard"] = MegatronCallback
 if __name__ == "__main__":
     megatron_pretrain_main()
-"""
-RANDOM_WEIGHTS = """
-import sys
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-torch.manual_seed(1)
-with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1]))
-model.bfloat16().cpu().save_pretrained(sys.argv[1])
 """
 
 
@@ -192,7 +181,7 @@ def _prepare_swift(job, folder):
         return
     folder.mkdir(parents=True, exist_ok=True)
     data.write_model(job.shape, folder / "model")
-    subprocess.run([sys.executable, "-c", RANDOM_WEIGHTS, str(folder / "model")], check=True)
+    data.write_random_weights(folder / "model")
     data.write_swift_rows(job, folder / "rows.jsonl")
 
 

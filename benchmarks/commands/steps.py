@@ -13,7 +13,8 @@ def parse():
     for name in ("--steps", "--length", "--micro-batch", "--global-batch"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--padded", action="store_true")
+    for name in ("--padded", "--fp32", "--liger-loss"):
+        parser.add_argument(name, action="store_true")
     return parser.parse_args()
 
 
@@ -60,7 +61,7 @@ def arguments(options):
         "gradient_accumulation_steps": options.global_batch // options.micro_batch,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
-        "bf16": True,
+        "bf16": not options.fp32,
         "use_cpu": not torch.cuda.is_available(),
         "use_liger_kernel": torch.cuda.is_available(),  # its kernels are Triton's
         "optim": "adamw_torch_fused",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -114,6 +114,17 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def use_stream(self, stream: Any) -> AbstractContextManager[object]:
         """Queue work on a stream while entered."""
+
+    can_record: ClassVar[bool] = False
+    """Whether this device replays recorded work with one launch."""
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Return what does the work of a step again, on the same memory.
+
+        A device that records runs the step once before, and what it replays does not call it. The
+        others return the step itself. RuntimeError means that the step cannot be recorded.
+        """
+        return step
 
     def host_buffer(self, size: int) -> torch.Tensor:
         """Return bytes of host memory that this device copies from and to by itself."""

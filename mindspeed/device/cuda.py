@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -32,6 +33,25 @@ class Cuda(Accelerator):
     def facade(self) -> AbstractContextManager[object]:
         """Redirect nothing."""
         return nullcontext()
+
+    can_record = True
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Capture a CUDA graph of a step, after one run that compiles its kernels."""
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            step()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads copy batches to the device meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails does not leave its own
+        replay: Callable[[], None] = graph.replay
+        return replay
 
     def multiprocessors(self) -> int:
         """Return the streaming multiprocessors of the current device."""

@@ -1,5 +1,6 @@
 """Generate completions of prompts token by token, on all ranks of a model."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,9 +16,16 @@ from mindspeed_llm.generation.sampling import (
     SamplingParams,
     chosen_log_probs,
 )
+from mindspeed_llm.generation.static_decode import (
+    StaticDecoders,
+    read_blocks,
+    unsupported_reason,
+)
 
 if TYPE_CHECKING:
     from mindspeed_llm.generation.inference import DecodeState
+
+logger = logging.getLogger(__name__)
 
 Step = list[tuple[int, int]]
 """The (prompt index, token) pairs of one decoding step."""
@@ -105,9 +113,12 @@ class RankCoordinator:
 class Engine:
     """Generates on all ranks: rank 0 calls `generate` and finally `close`, the others `serve`."""
 
-    def __init__(self, model: LoadedModel, *, cached: bool = True) -> None:
+    def __init__(
+        self, model: LoadedModel, *, cached: bool = True, static: bool | None = None
+    ) -> None:
         self._model, self._cached = model, cached
         self._ranks = RankCoordinator(model)
+        self._decoders = static_decoders(model, static if cached else False)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -147,7 +158,11 @@ class Engine:
         return self._search(request, request.beams, stop)
 
     def _sample(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:
-        for step in sample_tokens(self._model, request, self._ranks, stop, cached=self._cached):
+        if self._decoders is not None:
+            steps = sample_static(self._decoders, request, stop)
+        else:
+            steps = sample_tokens(self._model, request, self._ranks, stop, cached=self._cached)
+        for step in steps:
             yield [(one.row, one.token) for one in step]
 
     def _search(
@@ -191,10 +206,9 @@ def sample_tokens(
     cached: bool = True,
 ) -> Iterator[list[SampledToken]]:
     """Yield the next tokens of the unfinished completions, the same on all ranks."""
-    longest = max(map(len, request.prompts))
-    padding = [longest - len(prompt) for prompt in request.prompts]
-    tokens = [[0] * pad + list(prompt) for pad, prompt in zip(padding, request.prompts)]
-    state = decode_state(model, padding, longest + max(request.max_new_tokens), cached=cached)
+    tokens, padding = pad_prompts(request.prompts)
+    capacity = len(tokens[0]) + max(request.max_new_tokens)
+    state = decode_state(model, padding, capacity, cached=cached)
     rows, left = list(range(len(padding))), list(request.max_new_tokens)
     sampler = Sampler(request.params, request.first, len(rows))
     while ranks.is_any_running(rows):
@@ -218,6 +232,46 @@ def sample_tokens(
         ]
         state.select_rows(running)
         rows, tokens = [rows[i] for i in running], [[step[i].token] for i in running]
+
+
+def sample_static(
+    decoders: StaticDecoders, request: Request, stop: Callable[[], bool] = never
+) -> Iterator[list[SampledToken]]:
+    """Yield the same tokens, decoded on fixed buffers by one rank."""
+    prompts, padding = pad_prompts(request.prompts)
+    count, left = max(request.max_new_tokens), list(request.max_new_tokens)
+    sampler = Sampler(request.params, request.first, len(prompts))
+    decoder = decoders.get(prompts, count, request.params, log_probs=request.log_probs)
+    decoder.start(prompts, padding, sampler.draw(count))
+    rows = list(range(len(prompts)))
+    for tokens, log_probs in read_blocks(decoder, count):
+        step = [SampledToken(row, tokens[row], log_probs[row]) for row in rows]
+        yield step
+        for row in rows:
+            left[row] -= 1
+        rows = [one.row for one in step if left[one.row] and one.token not in request.stop_ids]
+        if stop() or not rows:
+            break
+    decoders.trim()
+
+
+def static_decoders(model: LoadedModel, wanted: bool | None) -> StaticDecoders | None:
+    """Return what decodes on fixed buffers; by default where the device can record a step."""
+    if wanted is None:
+        wanted = device.current().can_record
+    if not wanted:
+        return None
+    if (reason := unsupported_reason(model)) is not None:
+        logger.warning("decoding is slower, its steps cannot be recorded: %s", reason)
+        return None
+    return StaticDecoders(model)
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+    """Pad prompts on the left to one length; return them and how much was added to each."""
+    longest = max(map(len, prompts))
+    padding = [longest - len(prompt) for prompt in prompts]
+    return [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts)], padding
 
 
 def _choose(

@@ -23,6 +23,33 @@ class KVCache(StaticInferenceContext):
     def __init__(self, rows: int, length: int) -> None:
         super().__init__(rows, length)
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._angles: torch.Tensor | None = None
+        self.position: torch.Tensor | None = None
+        """The index of the next token, on the device; None where the host counts them."""
+
+    def restart(self) -> None:
+        """Begin with other prompts, in the same memory."""
+        self.sequence_len_offset = 0
+        self.decode_mode = False
+        self._rotation = self.position = None
+
+    def clear_unused(self) -> None:
+        """Overwrite memory that a mask will hide: what is not a number would spread from there."""
+        for memories in self.key_value_memory_dict.values():
+            for memory in memories:
+                memory[self.sequence_len_offset :].zero_()
+
+    def go_to(self, position: torch.Tensor) -> None:
+        """Run the next token at a position that the host does not know."""
+        self.position, self._rotation = position, None
+
+    def append(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a token at the position; return all of the memory, of which a mask hides a part."""
+        assert self.position is not None
+        keys, values = self.key_value_memory_dict[layer]
+        return keys.index_copy_(0, self.position, key), values.index_copy_(0, self.position, value)
 
     def advance(self, count: int) -> None:
         """Advance by tokens that all layers have processed."""
@@ -40,8 +67,12 @@ class KVCache(StaticInferenceContext):
     def rotation(self, angles: torch.Tensor, factor: float, like: torch.Tensor) -> Any:
         """Return the cosine and the signed sine for the new tokens, shared by all layers."""
         if self._rotation is None:
-            begin = self.sequence_len_offset
-            angles = angles[begin : begin + len(like)]
+            # Kept: a recorded step reads it, and the model drops tables of many lengths.
+            self._angles, begin = angles, self.sequence_len_offset
+            if self.position is None:
+                angles = angles[begin : begin + len(like)]
+            else:
+                angles = angles.index_select(0, self.position)
             half = angles.shape[-1] // 2
             cosine, sine = angles.cos() * factor, angles.sin() * factor
             sine[..., :half].neg_()
@@ -58,7 +89,11 @@ def prepare_decoding(module: Any) -> Callable[[], None]:
             hook = attention.core_attention.register_forward_pre_hook(
                 _use_given_mask, with_kwargs=True
             )
-            undo += [hook.remove, cache_rotated_keys(attention)]
+            undo += [
+                hook.remove,
+                cache_rotated_keys(attention),
+                attend_by_bias(attention.core_attention),
+            ]
 
     def restore() -> None:
         for step in reversed(undo):
@@ -128,10 +163,45 @@ def cache_rotated_keys(attention: Any) -> Callable[[], None]:
             both = torch.addcmul(both * cosine, both.roll(both.shape[-1] // 2, -1), sine)
             query, key = both.split([query.shape[2], key.shape[2]], dim=2)
             angles = None  # already applied
+        if cache is not None and cache.position is not None:
+            key, value = cache.append(attention.layer_number, key, value)
+            cache = None  # all there is to do
         return original(cache, query, key, value, angles, *others)
 
     attention._adjust_key_value_for_inference = rotate_and_cache
     return lambda: delattr(attention, "_adjust_key_value_for_inference")
+
+
+def attend_by_bias(core: Any) -> Callable[[], None]:
+    """Make attention add masks that are numbers to the scores of one query a row.
+
+    Returns a function that undoes it.
+    """
+    original = core.forward
+
+    def forward(query: Any, key: Any, value: Any, mask: Any, *others: Any, **options: Any) -> Any:
+        if mask is None or not mask.is_floating_point():
+            return original(query, key, value, mask, *others, **options)
+        return attend_one(query, key, value, mask, core.softmax_scale)
+
+    core.forward = forward
+    return lambda: delattr(core, "forward")
+
+
+def attend_one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend a query (1, B, N, H) a row to keys (S, B, G, H); bias (B, 1, 1, S) hides some.
+
+    The N / G queries that share a key become the sequence, so that no key is repeated.
+    """
+    rows, heads, size = query.shape[1:]
+    groups = keys.shape[2]
+    queries = query.reshape(rows, groups, heads // groups, size)
+    keys, values = (each.permute(1, 2, 0, 3) for each in (keys, values))
+    bias = bias.expand(rows, groups, heads // groups, -1)
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scale)
+    return out.reshape(1, rows, heads * size)
 
 
 def yarn_factor(config: Any) -> float:
@@ -241,6 +311,40 @@ class DecodeState:
         for cache in self._caches:
             cache.advance(end - begin)
         return None if output is None else output[:, -1, : self._model.config.vocab_size].float()
+
+    def restart(self, padding: Sequence[int]) -> None:
+        """Begin with other prompts, in the same memory."""
+        self._padding.copy_(to_device(padding))
+        self._is_padded = any(padding)
+        self._tokens = self._tokens[:, :0]
+        for cache in self._caches:
+            cache.restart()
+
+    def clear_unused(self) -> None:
+        """Overwrite what is not filled of the KV cache."""
+        for cache in self._caches:
+            cache.clear_unused()
+
+    def step_at(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Run one token a row (rows, 1) at a position (1,); return the logits of the next.
+
+        The position is on the device, and the host does not have to know it. There has to be one
+        pipeline stage.
+        """
+        (cache,) = self._caches
+        cache.go_to(position)
+        keys = torch.arange(cache.max_sequence_length, device=tokens.device)
+        hidden = (keys > position) | (keys < self._padding[:, None, None, None])
+        bias = torch.zeros_like(hidden, dtype=self._model.chunks[0].config.params_dtype)
+        output = self._forward(tokens, bias.masked_fill_(hidden, -torch.inf))
+        found: torch.Tensor = output[:, -1, : self._model.config.vocab_size].float()
+        return found
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of all keys and values."""
+        memories = (pair for cache in self._caches for pair in cache.key_value_memory_dict.values())
+        return sum(each.nbytes for pair in memories for each in pair)
 
     @torch.no_grad()
     def select_rows(self, rows: Sequence[int]) -> None:

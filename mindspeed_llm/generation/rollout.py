@@ -11,7 +11,13 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed import device
-from mindspeed_llm.generation.engine import RankCoordinator, Request, sample_tokens
+from mindspeed_llm.generation.engine import (
+    RankCoordinator,
+    Request,
+    sample_static,
+    sample_tokens,
+    static_decoders,
+)
 from mindspeed_llm.generation.model import LoadedModel
 from mindspeed_llm.generation.sampling import SamplingParams
 from mindspeed_llm.models.config import ModelConfig
@@ -91,11 +97,18 @@ class MegatronRollout:
     """
 
     def __init__(
-        self, policy: RoleModel, shape: ModelConfig, max_length: int, batch_size: int | None = None
+        self,
+        policy: RoleModel,
+        shape: ModelConfig,
+        max_length: int,
+        batch_size: int | None = None,
+        *,
+        static: bool | None = None,
     ) -> None:
         self._policy, self._batch_size = policy, batch_size
         self._model = LoadedModel(tuple(policy.chunks), shape, max_length, None)
         self._ranks = ReplicaCoordinator(self._model)
+        self._decoders = static_decoders(self._model, static)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, numbers: Sequence[int]
@@ -138,7 +151,11 @@ class MegatronRollout:
         )
         tokens: list[list[int]] = [[] for _ in prompts]
         log_probs: list[list[float]] = [[] for _ in prompts]
-        for step in sample_tokens(self._model, request, self._ranks):
+        if self._decoders is not None:
+            steps = sample_static(self._decoders, request)
+        else:
+            steps = sample_tokens(self._model, request, self._ranks)
+        for step in steps:
             for one in step:
                 tokens[one.row].append(one.token)
                 log_probs[one.row].append(one.log_prob)

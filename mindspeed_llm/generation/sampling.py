@@ -4,6 +4,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,23 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
 
+    @property
+    def is_random(self) -> bool:
+        """Whether tokens are sampled; else the best one is taken."""
+        return self.sample and self.temperature != 0
+
+
+SPAN = 128
+"""Tokens whose probabilities are added up before one of them is chosen."""
+
+
+def _tempered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return logits if params.temperature in (0, 1) else logits / params.temperature
+
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Scale logits by temperature, and mask tokens outside top-k and top-p with minus infinity."""
-    logits = logits / params.temperature
+    logits = _tempered(logits, params)
     count = logits.shape[-1]
     if 0 < params.top_k < count:
         lowest = logits.topk(params.top_k).values[..., -1:]
@@ -48,16 +62,44 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Return the next token of each row that continues."""
-        if not self._params.sample or self._params.temperature == 0:
+        if not self._params.is_random:
             return logits.argmax(-1)
-        # One number a row, and the token whose share of the probabilities it falls into: all else
-        # stays on the device.
-        totals = filter_logits(logits, self._params).softmax(-1).cumsum(-1)
         drawn = [torch.rand(1, generator=self._random[row]) for row in rows]
-        points = torch.stack(drawn).to(totals.device) * totals[:, -1:]
-        # A product may round up to the total, beyond the last token of any probability.
-        points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
-        return torch.searchsorted(totals, points, right=True).squeeze(-1)
+        return pick_tokens(logits, torch.stack(drawn).to(logits.device), self._params)
+
+    def draw(self, count: int) -> torch.Tensor | None:
+        """Return the numbers of the next `count` tokens (rows, count), None if none are needed."""
+        if not self._params.is_random:
+            return None
+        return torch.stack([torch.rand(count, generator=random) for random in self._random])
+
+
+def pick_tokens(logits: torch.Tensor, points: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return the next token of each row; `points` has a number from 0 to 1 for each (rows, 1).
+
+    The token is the one whose share of the probabilities the number falls into: nothing waits for
+    the host.
+    """
+    if not params.is_random:
+        return logits.argmax(-1)
+    probs = filter_logits(logits, params).softmax(-1)
+    if missing := -probs.shape[-1] % SPAN:
+        probs = F.pad(probs, (0, missing))
+    # First a span of tokens, then a token of it: a running sum over a whole row is slow on a GPU.
+    spans = probs.unflatten(-1, (-1, SPAN))
+    totals = spans.sum(-1).cumsum(-1)
+    points = points * totals[:, -1:]
+    index = _share_of(points, totals)
+    begin = F.pad(totals, (1, 0)).gather(1, index)
+    span = spans.gather(1, index[..., None].expand(-1, -1, SPAN)).squeeze(1)
+    return (index * SPAN + _share_of(points - begin, span.cumsum(-1))).squeeze(-1)
+
+
+def _share_of(points: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """Return the index of the share of running totals that each point falls into (rows, 1)."""
+    # Rounding may bring a point up to the total, beyond the last share that is not empty.
+    points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
+    return torch.searchsorted(totals, points, right=True)
 
 
 def chosen_log_probs(
@@ -67,7 +109,7 @@ def chosen_log_probs(
 
     That of the whole softmax: top-k and top-p only choose among its tokens.
     """
-    log_probs = (logits / (params.temperature or 1.0)).log_softmax(-1)
+    log_probs = _tempered(logits, params).log_softmax(-1)
     return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 

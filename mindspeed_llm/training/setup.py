@@ -268,7 +268,7 @@ def _load_weights(
         verify=not options.no_verify,
         is_shared=True,
     )
-    logger.info("weights from %s", source)
+    logger.info("%s: weights from %s", role.name, source)
 
 
 def _make_trainable(

@@ -10,7 +10,7 @@ from mindspeed_llm.training.options import TrainOptions
 PROMPTS = ((3, 98, 7, 41, 0, 66), (1, 2, 50), (17,), (90, 5, 12, 66, 0, 41, 7, 98, 3))
 
 
-def ours(source, requests, cached=True, tp=1, pp=1, ep=1, **options):
+def ours(source, requests, cached=True, tp=1, pp=1, ep=1, static=None, **options):
     """Return the answers of each request: a list of tokens for every prompt."""
     from megatron.core import parallel_state
 
@@ -24,7 +24,7 @@ def ours(source, requests, cached=True, tp=1, pp=1, ep=1, **options):
             **options,
         )
     )
-    engine = Engine(model, cached=cached)
+    engine = Engine(model, cached=cached, static=static)
     if not engine.is_rank_zero:
         return engine.serve()
     found = [collect(engine, request) for request in requests]

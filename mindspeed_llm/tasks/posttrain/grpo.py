@@ -6,7 +6,13 @@ import torch
 
 from mindspeed_llm.losses.grpo import group_advantages, token_weights
 from mindspeed_llm.tasks.posttrain.base import Batch
-from mindspeed_llm.tasks.posttrain.online import ADVANTAGES, OLD, REFERENCE, WEIGHTS, OnlineTrainer
+from mindspeed_llm.tasks.posttrain.online import (
+    ADVANTAGES,
+    OLD,
+    REFERENCE_TOKENS,
+    WEIGHTS,
+    OnlineTrainer,
+)
 from mindspeed_llm.tasks.posttrain.rollouts import Rollout, spread
 
 
@@ -50,7 +56,8 @@ class GRPOTrainer(OnlineTrainer):
             }
             prepared.append({**batch, **{k: spread(v, batch) for k, v in by_token.items()}})
         if self.needs_reference:
-            prepared = add_values(prepared, REFERENCE, self.reference_token_log_probs(batches))
+            reference = self.reference_token_log_probs(batches)
+            prepared = add_values(prepared, REFERENCE_TOKENS, reference)
         if options.ppo_epochs * options.num_mini_batches > 1:
             prepared = add_values(prepared, OLD, self.log_probs_of(self.primary, batches))
         return prepared

@@ -25,7 +25,7 @@ from mindspeed_llm.training.model import RoleModel
 from mindspeed_llm.training.step import BatchShape, train_on_batch
 from mindspeed_llm.training.trainer import repeated
 
-OLD, REFERENCE = "old_log_probs", "reference_log_probs"
+OLD, REFERENCE_TOKENS = "old_log_probs", "reference_token_log_probs"
 ADVANTAGES, WEIGHTS = "advantages", "weights"
 """Where a micro-batch has the values of tokens."""
 
@@ -108,7 +108,7 @@ class OnlineTrainer(SamplingTrainer):
         low, high = self.options.clip_ratio, self._clip_high
         found, is_clipped = policy_loss(log_probs, old, batch[ADVANTAGES], low=low, high=high)
         if self.beta:
-            found = found + self.beta * divergence(log_probs, batch[REFERENCE])
+            found = found + self.beta * divergence(log_probs, batch[REFERENCE_TOKENS])
         if bonus is not None:
             found = found - self._entropy_coeff * bonus
         loss = (found * weights).sum()
@@ -118,7 +118,7 @@ class OnlineTrainer(SamplingTrainer):
             "ratio": (log_probs.detach() - old).exp(),
         }
         if self.needs_reference:
-            values["kl"] = divergence(log_probs.detach(), batch[REFERENCE])
+            values["kl"] = divergence(log_probs.detach(), batch[REFERENCE_TOKENS])
         mask, count = batch["loss_mask"], loss.new_tensor(int(batch["num_sequences"]))
         report = {name: masked_sum(each, mask) for name, each in values.items()}
         report["policy loss"] = torch.stack([loss.detach(), count])

@@ -7,6 +7,7 @@ import torch
 
 from mindspeed.config import ConfigError
 from mindspeed.training.metrics import Metric
+from mindspeed_llm.data.collate import split_pairs
 from mindspeed_llm.data.stream import Sample
 from mindspeed_llm.losses.log_probs import sequence_sums
 from mindspeed_llm.losses.next_token import LM_LOSS
@@ -20,6 +21,7 @@ from mindspeed_llm.losses.preference import (
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.tasks.posttrain.base import Batch
 from mindspeed_llm.tasks.posttrain.pairwise import PairwiseTrainer
+from mindspeed_llm.tasks.posttrain.rows import last_tokens
 from mindspeed_llm.training.model import ModelRole
 
 ACCURACY = "accuracy"
@@ -43,16 +45,9 @@ class ORMTrainer(PairwiseTrainer):
     def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         """Pad or concatenate the sequences of pairs, and mark the last token of each."""
         batch = super().collate(samples)
-        lengths = torch.tensor(
-            [len(pair[f"{side}_input_ids"]) for side in ("chosen", "rejected") for pair in samples]
-        )
-        starts = (
-            batch["cu_seqlens"][: len(lengths)]
-            if "cu_seqlens" in batch
-            else (torch.arange(len(lengths)) * batch["tokens"].shape[1])
-        )
+        lengths = [len(each["input_ids"]) for each in split_pairs(samples)]
         is_last = torch.zeros_like(batch["loss_mask"])
-        is_last.view(-1)[starts + lengths - 1] = 1
+        is_last.view(-1)[last_tokens(batch, lengths)] = 1
         return batch | {"is_last": is_last}
 
     @property

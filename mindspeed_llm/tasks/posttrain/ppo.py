@@ -1,5 +1,6 @@
 """PPO: a critic says what a completion was expected to be worth, token by token."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from mindspeed_llm.tasks.posttrain.grpo import add_values
 from mindspeed_llm.tasks.posttrain.online import (
     ADVANTAGES,
     OLD,
-    REFERENCE,
+    REFERENCE_TOKENS,
     WEIGHTS,
     OnlineTrainer,
     masked_sum,
@@ -31,6 +32,7 @@ from mindspeed_llm.training.model import ModelRole
 
 RETURNS, OLD_VALUES = "returns", "old_values"
 VALUE_METRICS = (Metric("value loss"), Metric("value clip fraction"), Metric("returns"))
+CRITIC_NORM = "critic grad norm"
 KL_COEF = "kl_coef"
 EPSILON = 1e-8
 
@@ -93,7 +95,7 @@ class PPOTrainer(OnlineTrainer):
         batches = add_values(batches, OLD, old)
         batches = add_values(batches, OLD_VALUES, values)
         if self.needs_reference:
-            batches = add_values(batches, REFERENCE, reference)
+            batches = add_values(batches, REFERENCE_TOKENS, reference)
         tokens = [int(batch["loss_mask"].sum()) for batch in batches]
         batches = add_values(batches, ADVANTAGES, self._whitened(advantages).split(tokens))
         batches = add_values(batches, RETURNS, returns.split(tokens))
@@ -105,12 +107,15 @@ class PPOTrainer(OnlineTrainer):
         return prepared
 
     def update(self, batches: Sequence[Batch], stop: bool) -> StepResult:
-        """Update the actor and the critic once."""
+        """Update the actor and the critic once; neither by a batch that gives no finite loss."""
         actor = super().update(batches, stop)
+        if not actor.is_finite:
+            unknown = dict.fromkeys([metric.name for metric in VALUE_METRICS], math.nan)
+            return replace(actor, metrics=actor.metrics | unknown | {CRITIC_NORM: math.nan})
         critic = self.train_model(
             self.model("critic"), self._critic_step, batches, VALUE_METRICS, stop
         )
-        more = {"critic grad norm": critic.grad_norm}
+        more = {CRITIC_NORM: critic.grad_norm}
         return replace(
             actor,
             metrics=actor.metrics | critic.metrics | more,

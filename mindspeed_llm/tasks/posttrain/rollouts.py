@@ -13,7 +13,7 @@ from mindspeed_llm.data.instruction import FIELDS
 from mindspeed_llm.data.stream import Sample
 from mindspeed_llm.generation.rollout import Completion
 from mindspeed_llm.tasks.posttrain.base import Batch
-from mindspeed_llm.tasks.posttrain.rows import Rows
+from mindspeed_llm.tasks.posttrain.rows import Rows, last_tokens
 
 LAST_TOKENS = "last_tokens"
 """Where a micro-batch has the flat index of the last token of every sequence."""
@@ -80,12 +80,7 @@ def collate_rollouts(rollouts: Sequence[Rollout], rows: Rows) -> dict[str, torch
     """Pad or concatenate the sequences of some rollouts, and note the last token of each."""
     samples = [rollout.sample for rollout in rollouts]
     batch = rows.collate(samples)
-    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-    if "cu_seqlens" in batch:
-        starts = batch["cu_seqlens"][: len(lengths)]
-    else:
-        starts = torch.arange(len(lengths)) * batch["tokens"].shape[1]
-    return batch | {LAST_TOKENS: starts + lengths - 1}
+    return batch | {LAST_TOKENS: last_tokens(batch, [len(each["input_ids"]) for each in samples])}
 
 
 def spread(values: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -77,3 +77,12 @@ class Rows:
         batch["num_sequences"] = torch.tensor(len(sequences))
         batch["real_tokens"] = torch.tensor(sum(len(each["input_ids"]) for each in sequences))
         return batch
+
+
+def last_tokens(batch: dict[str, torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Return the flat index of the last token of every sequence of a micro-batch."""
+    if "cu_seqlens" in batch:
+        starts = batch["cu_seqlens"][: len(lengths)]
+    else:
+        starts = torch.arange(len(lengths)) * batch["tokens"].shape[1]
+    return starts + torch.tensor(lengths) - 1

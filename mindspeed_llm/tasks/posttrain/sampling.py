@@ -182,15 +182,16 @@ class SamplingTrainer(ReferenceTrainer):
             [
                 float(len(rollouts)),
                 math.fsum(rewards),
-                math.fsum(reward**2 for reward in rewards),
                 float(sum(lengths)),
                 float(sum(each.is_ended for each in rollouts)),
             ]
         )
-        mean, square, length, ended = (total / sums[0] for total in sums[1:])
+        mean, length, ended = (total / sums[0] for total in sums[1:])
+        # Ranks add up float32 numbers: squares of large rewards would hide their differences.
+        (spread_sum,) = self.dp_sum([math.fsum((reward - mean) ** 2 for reward in rewards)])
         return {
             "reward": mean,
-            "reward std": math.sqrt(max(square - mean**2, 0.0)),
+            "reward std": math.sqrt(spread_sum / sums[0]),
             "completion length": length,
             "ended": ended,
         }

@@ -12,6 +12,7 @@ from mindspeed_llm.generation.sampling import (
     Sampler,
     SamplingParams,
     filter_logits,
+    pick_tokens,
 )
 
 PARAMS = [
@@ -75,6 +76,19 @@ def test_draws_follow_the_probabilities():
     assert set(np.flatnonzero(found)) <= set(np.flatnonzero(expected))
     spread = np.sqrt(count * expected * (1 - expected))
     assert (np.abs(found - count * expected) <= 4.5 * spread).all()
+
+
+def test_numbers_fall_into_the_share_of_their_token():
+    rows = logits(8, 300).repeat(50, 1)
+    drawn = torch.rand(len(rows), 1, generator=torch.Generator().manual_seed(7))
+    drawn[:8], drawn[8:16] = 0.0, 1 - 2**-24
+    params = SamplingParams(True, top_k=30)
+    tokens = pick_tokens(rows, drawn, params)
+    shares = filter_logits(rows, params).double().softmax(-1)
+    ends = shares.cumsum(-1).gather(1, tokens[:, None])
+    width = shares.gather(1, tokens[:, None])
+    assert (width > 0).all()
+    assert ((ends - width - 1e-6 <= drawn) & (drawn <= ends + 1e-6)).all()
 
 
 def test_a_row_does_not_depend_on_its_batch():

@@ -1,0 +1,183 @@
+"""Decode on buffers that stay where they are: a GPU records one step and replays it.
+
+All that a step reads and writes lies on the device: tokens, their position, the number of the step,
+random numbers, the KV cache and what was sampled. The host reads the result every BLOCK tokens, so
+rows that have ended go on for a while, and what they sample is dropped.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mindspeed import device
+from mindspeed_llm.generation.model import LoadedModel, to_device
+from mindspeed_llm.generation.sampling import SamplingParams, chosen_log_probs, pick_tokens
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 16
+"""Tokens of a row between two synchronisations with the host."""
+CAPACITY_MULTIPLE = 64
+"""Prompts of almost the same length use the same recorded step."""
+KEPT_BYTES = 1 << 30
+"""The largest KV cache that is kept from one call to the next, for its recorded step."""
+Block = tuple[list[list[int]], list[list[float]]]
+
+
+def unsupported_reason(model: LoadedModel) -> str | None:
+    """Return why a model cannot decode on fixed buffers, or None if it can."""
+    from megatron.core import parallel_state
+
+    from mindspeed.te.pytorch.attention.dot_product_attention import DotProductAttention
+
+    if parallel_state.get_model_parallel_group().size() > 1 or len(model.chunks) > 1:
+        return "several ranks or pipeline stages share the model"
+    config = model.chunks[0].config
+    if config.num_moe_experts is not None:
+        return "the host sends tokens to experts"
+    if config.multi_latent_attention:
+        return "it has latent attention"
+    for layer in model.chunks[0].decoder.layers:
+        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        if not isinstance(core, DotProductAttention):
+            return "--transformer-impl is local"
+        if tuple(core.window_size) not in ((-1, -1), (-1, 0)) or core.alibi_slopes is not None:
+            return "its attention has a window or ALiBi"
+    return None
+
+
+class StaticDecoder:
+    """Samples tokens of a fixed number of rows; `start`, then `advance` as often as needed."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        size: tuple[int, int, int],
+        params: SamplingParams,
+        *,
+        log_probs: bool,
+    ) -> None:
+        from mindspeed_llm.generation.inference import DecodeState  # after the adaptor
+
+        rows, capacity, count = size
+        here = device.current().torch_device
+        self._params, self._log_probs = params, log_probs
+        self._state = DecodeState(model, [0] * rows, capacity)
+        self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=here)
+        self._position, self._number = (torch.zeros_like(self._tokens[0]) for _ in range(2))
+        self._draws = torch.zeros(rows, count, device=here)
+        self._found = torch.zeros(rows, count, dtype=torch.int64, device=here)
+        self._found_log_probs = torch.zeros(rows, count, device=here)
+        self._replay: Any = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of the KV cache."""
+        return self._state.cache_bytes
+
+    @torch.no_grad()
+    def start(
+        self, prompts: Sequence[Sequence[int]], padding: Sequence[int], draws: torch.Tensor | None
+    ) -> None:
+        """Run the prompts, which are padded on the left, and sample the first token."""
+        self._state.restart(padding)
+        logits = self._state.step(to_device(prompts))
+        assert logits is not None  # there is one pipeline stage
+        self._state.clear_unused()
+        if draws is not None:
+            self._draws.copy_(draws)
+        self._position.fill_(len(prompts[0]))
+        self._number.zero_()
+        self._choose(logits)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Sample the next token of all rows; nothing waits for the device."""
+        if self._replay is None:
+            self._replay = self._record()
+        self._replay()
+
+    def read(self, begin: int, end: int) -> Block:
+        """Return some of the tokens of every row, and their log-probabilities."""
+        return self._found[:, begin:end].tolist(), self._found_log_probs[:, begin:end].tolist()
+
+    def _step(self) -> None:
+        logits = self._state.step_at(self._tokens, self._position)
+        self._position += 1
+        self._choose(logits)
+
+    def _choose(self, logits: torch.Tensor) -> None:
+        points = self._draws.index_select(1, self._number)
+        tokens = pick_tokens(logits, points, self._params)
+        self._tokens.copy_(tokens[:, None])
+        self._found.index_copy_(1, self._number, tokens[:, None])
+        if self._log_probs:
+            found = chosen_log_probs(logits, tokens, self._params)
+            self._found_log_probs.index_copy_(1, self._number, found[:, None])
+        self._number += 1
+
+    def _record(self) -> Any:
+        """Return what replays a step; recording one may run it, so the counters are put back."""
+        counters = (self._tokens, self._position, self._number)
+        before = [each.clone() for each in counters]
+        try:
+            return device.current().record(self._step)
+        except RuntimeError as error:
+            if device.current().is_out_of_memory(error):
+                raise
+            logger.warning("decoding is slower, its steps cannot be recorded: %s", error)
+            return self._step
+        finally:
+            for each, value in zip(counters, before):
+                each.copy_(value)
+
+
+class StaticDecoders:
+    """Makes the decoders of one model, and keeps the last for calls of the same size."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._kept: tuple[Any, StaticDecoder] | None = None
+
+    def get(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        params: SamplingParams,
+        *,
+        log_probs: bool,
+    ) -> StaticDecoder:
+        """Return a decoder for prompts of one padded length, and `count` tokens after them."""
+        needed = len(prompts[0]) + count
+        capacity = -(-needed // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        size, params = (len(prompts), capacity, count), replace(params, seed=0)
+        # A recorded step reads weights by their addresses.
+        weights = tuple(each.data_ptr() for each in self._model.chunks[0].parameters())
+        key = (size, params, log_probs, weights)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None  # its memory is free before there is a new one
+            self._kept = key, StaticDecoder(self._model, size, params, log_probs=log_probs)
+        return self._kept[1]
+
+    def trim(self) -> None:
+        """Free a decoder whose KV cache is too large to be kept while the model is trained."""
+        if self._kept is not None and self._kept[1].cache_bytes > KEPT_BYTES:
+            self._kept = None
+
+
+def read_blocks(decoder: StaticDecoder, count: int) -> Iterator[tuple[list[int], list[float]]]:
+    """Yield the tokens of all rows and their log-probabilities, step by step.
+
+    `decoder` has sampled the first of `count`; a block of steps runs before the first is read.
+    """
+    sampled = 1
+    for begin in range(0, count, BLOCK):
+        end = min(begin + BLOCK, count)
+        for _ in range(sampled, end):
+            decoder.advance()
+        sampled = end
+        tokens, log_probs = decoder.read(begin, end)
+        yield from ((list(a), list(b)) for a, b in zip(zip(*tokens), zip(*log_probs)))

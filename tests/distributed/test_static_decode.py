@@ -1,0 +1,44 @@
+"""Decoding on fixed buffers samples the same tokens as the plain loop, token for token."""
+
+import pytest
+
+from mindspeed_llm.generation.sampling import SamplingParams
+from tests.llm import tiny
+from tests.llm.generation import PROMPTS, ours, request
+from tests.ranks import run_ranks
+
+FAMILIES = ("qwen2", "qwen3", "llama_all_biases")
+SAMPLED = SamplingParams(sample=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
+
+
+def requests():
+    """Greedy ones beyond one block, sampled ones, some that stop, then one of another size."""
+    return [
+        request(max_new_tokens=37),
+        request(max_new_tokens=37, params=SAMPLED),
+        request(max_new_tokens=20, stops=range(0, 100, 7), params=SAMPLED, first=3),
+        request(PROMPTS[:2], max_new_tokens=5, params=SAMPLED),
+        request(PROMPTS[1:3], max_new_tokens=5, params=SAMPLED),
+    ]
+
+
+def both_ways(folders):
+    """Return what the plain loop and fixed buffers answer, for every family."""
+    return [
+        [ours(folder, requests(), static=is_static) for is_static in (False, True)]
+        for folder in folders
+    ]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return [str(tiny.save(name, tmp_path_factory.mktemp("models"))) for name in FAMILIES]
+
+
+def test_the_same_tokens_greedy_sampled_and_stopped(folders):
+    (found,) = run_ranks(both_ways, 1, folders)
+    for plain, static in found:
+        assert static == plain
+        assert {len(answer) for answer in plain[0]} == {37}
+        assert len({len(answer) for answer in plain[2]}) > 1, "nothing stops"
+        assert plain[1] != plain[0], "nothing is sampled"
