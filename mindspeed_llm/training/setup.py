@@ -164,10 +164,13 @@ def requested_features(
         "num_layers": _num_layers(options, shape),
         "num_attention_heads": shape.num_attention_heads,
         "num_query_groups": shape.num_query_groups,
+        "hidden_size": shape.hidden_size,
+        "kv_channels": shape.query_size // shape.num_attention_heads,
         "group_query_attention": True,
         "swiglu": True,  # as in every family here, asked for by a flag or not
         "normalization": "RMSNorm",
         "num_experts": shape.moe.num_experts if shape.moe else None,
+        "moe_router_topk": shape.moe.topk if shape.moe else None,
         "mtp_num_layers": shape.mtp_num_layers,
         "hidden_vocab_rows": vocabulary(options, shape) - shape.vocab_size,
     }
