@@ -21,7 +21,10 @@ BELOW = {
     "mindspeed/tune": ("device",),
     "mindspeed/training": ("checkpoint", "config", "device", "distributed", "tune"),
     "mindspeed/core": (),
-    "mindspeed/doctor": ("config", "device", "distributed", "launch", "compat", "ops"),
+    "mindspeed/doctor": (
+        *("config", "device", "distributed", "launch", "compat", "ops"),
+        *("features", "tune"),
+    ),
 }
 LAYERS = {"mindspeed": 1, "mindspeed_llm": 2, "mindspeed_mm": 3}
 
