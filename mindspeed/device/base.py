@@ -23,6 +23,8 @@ class Device(abc.ABC):
     """The process-group backend native to this device."""
     deterministic_env: ClassVar[Mapping[str, str]] = {}
     """Environment variables that pin the order of reductions in this device's libraries."""
+    group_buffers: ClassVar[str | None] = None
+    """How `group_options` bounds the buffer of a communicator; None where there is none."""
 
     @abc.abstractmethod
     def unusable_reason(self) -> str | None:
@@ -133,6 +135,14 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def event(self, timing: bool = False) -> Any:
         """Create an event."""
+
+    def group_options(self, buffer_mib: int, options: Any = None) -> Any:
+        """Return process-group options that bound the buffer of a communicator.
+
+        `options` are those that the group would get without. A backend that keeps no buffers of its
+        own gets just these; `group_buffers` says so.
+        """
+        return options
 
     def make_deterministic(self) -> None:
         """Ask torch and this device's libraries for bitwise repeatable results."""

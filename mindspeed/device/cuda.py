@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from mindspeed.device.accelerator import Accelerator
+
+_CHANNEL_BYTES = 4 << 20
+"""NCCL's buffer of one channel, unless NCCL_BUFFSIZE says otherwise."""
+_MAX_CHANNELS = 32
+"""More are not used between GPUs of one generation."""
 
 
 class Cuda(Accelerator):
@@ -21,6 +28,7 @@ class Cuda(Accelerator):
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "Simple",
     }
+    group_buffers = "NCCL's max_ctas, one channel for each NCCL_BUFFSIZE (4 MiB)"
 
     def unusable_reason(self) -> str | None:
         """Return what torch lacks to use a GPU."""
@@ -60,6 +68,14 @@ class Cuda(Accelerator):
     def capability(self) -> tuple[int, int]:
         """Return the compute capability of the current device."""
         return torch.cuda.get_device_capability(self.index())
+
+    def group_options(self, buffer_mib: int, options: Any = None) -> Any:
+        """Bound the channels: a communicator has no buffer size of its own, a channel has one."""
+        nccl: Any = torch.distributed.ProcessGroupNCCL.Options  # type: ignore[attr-defined]
+        options = nccl() if options is None else options
+        size = int(os.environ.get("NCCL_BUFFSIZE") or _CHANNEL_BYTES)
+        options.config.max_ctas = min(max((buffer_mib << 20) // size, 1), _MAX_CHANNELS)
+        return options
 
     def make_deterministic(self) -> None:
         """Also keep cuDNN from choosing kernels by timing them."""

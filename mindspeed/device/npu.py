@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ class Npu(Accelerator):
     name = "npu"
     backend = "hccl"
     deterministic_env = {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
+    group_buffers = "HCCL's hccl_buffer_size"
 
     def unusable_reason(self) -> str | None:
         """Return what is missing to use an NPU."""
@@ -34,3 +36,11 @@ class Npu(Accelerator):
         """Load torch_npu's own redirection; torch_npu offers no way to undo it."""
         importlib.import_module("torch_npu.contrib.transfer_to_npu")
         return nullcontext()
+
+    def group_options(self, buffer_mib: int, options: Any = None) -> Any:
+        """Set the buffer of the communicator in place of HCCL_BUFFSIZE, which is for all."""
+        torch_npu: Any = importlib.import_module("torch_npu")
+        hccl = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options
+        options = options if isinstance(options, hccl) else hccl()
+        options.hccl_config = dict(options.hccl_config) | {"hccl_buffer_size": buffer_mib}
+        return options

@@ -73,6 +73,8 @@ class Activation:
         self.options: CommonOptions = features.options_class()
         self.preset = self.options
         """What was set from Python: the defaults of a Megatron-LM script's flags."""
+        self.context = Context()
+        """What surrounds the options in force."""
         self.patcher = Patcher()
         """The patches of features, and those that other projects register by name."""
         self._compat = tuple(compat)
@@ -85,17 +87,19 @@ class Activation:
         Wrong options raise ConfigError before anything is changed. Features that stay on with the
         same options are not touched.
         """
-        choices = select(self.registry, options, context or Context())
+        context = context or Context()
+        choices = select(self.registry, options, context)
         before = self.options, self._choices, bool(self._active)
         try:
             self._switch(options, choices, is_enabled=True)
         except BaseException:
             self._switch(*before)
             raise
+        self.context = context
 
     def deactivate(self) -> None:
         """Undo everything, last feature first."""
-        self.preset = self.registry.options_class()
+        self.preset, self.context = self.registry.options_class(), Context()
         self._switch(self.preset, [], is_enabled=False)
 
     def report(self) -> Report:

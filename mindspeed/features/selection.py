@@ -1,7 +1,8 @@
 """Decide which features the options switch on, and refuse what cannot work together."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.config import ConfigError, one_of
@@ -42,6 +43,17 @@ def select(registry: Registry, options: Any, context: Context) -> list[Choice]:
     for choice in choices:
         _warn_idle(choice, options, context)
     return choices
+
+
+def accepts(registry: Registry, options: Any, context: Context, changes: Mapping[str, Any]) -> bool:
+    """Return whether options would be accepted with some of them, or of Megatron's, changed."""
+    ours = {name: value for name, value in changes.items() if name in type(options).model_fields}
+    megatron = None if context.megatron is None else {**context.megatron, **changes}
+    try:
+        select(registry, options.model_copy(update=ours), replace(context, megatron=megatron))
+    except ConfigError:
+        return False
+    return True
 
 
 def _warn_idle(choice: Choice, options: Any, context: Context) -> None:

@@ -221,26 +221,60 @@ class MemoryModel:
 
 
 def advice(model: MemoryModel, available: int, accepts: Callable[[Changes], bool]) -> str:
-    """Return one line: what a run needs, and the three features that would save most.
+    """Return one line: what a run needs, the three features that would save most, what would fit.
 
     Args:
         model: the memory of the run.
         available: bytes of the device.
         accepts: whether the run would accept further options.
     """
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in model.parts().items())
-    possible = [(_flags(changes), size) for changes, size in model.savings() if accepts(changes)]
-    best = ", ".join(f"{flags} ({_gib(size)})" for flags, size in possible[:3])
+    parts = ", ".join(f"{name} {in_gib(size)}" for name, size in model.parts().items())
+    best = ", ".join(
+        f"{as_flags(changes)} ({in_gib(size)})" for changes, size in best_savings(model, accepts)
+    )
+    changes, smaller = fitting(model, available, accepts)
+    does = "what would fit" if smaller.total() <= available else "too much still"
     return (
-        f"a rank of this run needs about {_gib(model.total())} ({parts}), the device has "
-        f"{_gib(available)}" + (f"; what would save most: {best}" if best else "")
+        f"a rank of this run needs about {in_gib(model.total())} ({parts}), the device has "
+        f"{in_gib(available)}"
+        + (f"; what would save most: {best}" if best else "")
+        + (f"; {does}: {as_flags(changes)} ({in_gib(smaller.total())})" if changes else "")
     )
 
 
-def _flags(changes: Changes) -> str:
+def best_savings(
+    model: MemoryModel, accepts: Callable[[Changes], bool], count: int = 3
+) -> list[tuple[Changes, int]]:
+    """Return the options that would save most, of those that the run would accept."""
+    return [(changes, size) for changes, size in model.savings() if accepts(changes)][:count]
+
+
+def fitting(
+    model: MemoryModel, available: int, accepts: Callable[[Changes], bool]
+) -> tuple[Changes, MemoryModel]:
+    """Add what saves most until the run fits; return the options, empty if it does, and the model.
+
+    Where nothing makes it fit, these are all options that save something.
+    """
+    chosen: dict[str, Any] = {}
+    while model.total() > available:
+        better = [
+            (other.total(), chosen | dict(changes), other)
+            for changes, other in model._changes()
+            if other.total() < model.total() and accepts(chosen | dict(changes))
+        ]
+        if not better:
+            break
+        _, chosen, model = min(better, key=lambda each: each[0])
+    return chosen, model
+
+
+def as_flags(changes: Changes) -> str:
+    """Return options as they are typed."""
     flags = {"--" + name.replace("_", "-"): value for name, value in changes.items()}
     return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
 
 
-def _gib(size: int) -> str:
+def in_gib(size: int) -> str:
+    """Return bytes in GiB, or in MiB if they are few."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -159,21 +159,43 @@ def requested_features(
     options: TrainOptions, shape: ModelConfig, dims: ParallelDims
 ) -> tuple[Any, Context]:
     """Return the options of features, and what their checks know of the run."""
-    known = options.model_dump() | {
-        "world_size": dims.world,
-        "num_layers": _num_layers(options, shape),
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "group_query_attention": True,
-        "swiglu": True,  # as in every family here, asked for by a flag or not
-        "normalization": "RMSNorm",
-        "num_experts": shape.moe.num_experts if shape.moe else None,
-        "mtp_num_layers": shape.mtp_num_layers,
-        "hidden_vocab_rows": vocabulary(options, shape) - shape.vocab_size,
-    }
+    known = (
+        options.model_dump()
+        | _sizes(shape)
+        | {
+            "world_size": dims.world,
+            "num_layers": _num_layers(options, shape),
+            "padded_vocab_size": vocabulary(options, shape),
+            "hidden_vocab_rows": vocabulary(options, shape) - shape.vocab_size,
+        }
+    )
     options_class = current().registry.options_class
     given = {options.name_given(n): getattr(options, n) for n in options_class.model_fields}
     return build(options_class, given), Context(Spelling.FLAG, megatron=known)
+
+
+def _sizes(shape: ModelConfig) -> dict[str, Any]:
+    """Return the sizes of a model under Megatron's names."""
+    moe, mla = shape.moe, shape.mla
+    return {
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.kv_channels,
+        "group_query_attention": True,
+        "multi_latent_attention": mla is not None,
+        "qk_head_dim": mla.qk_head_dim if mla else None,
+        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim if mla else None,
+        "v_head_dim": mla.v_head_dim if mla else None,
+        "swiglu": True,  # as in every family here, asked for by a flag or not
+        "normalization": "RMSNorm",
+        "num_experts": moe.num_experts if moe else None,
+        "moe_router_topk": moe.topk if moe else None,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size if moe else None,
+        "mtp_num_layers": shape.mtp_num_layers,
+        "untie_embeddings_and_output_weights": not shape.tied,
+    }
 
 
 def check_experts(options: TrainOptions, shape: ModelConfig) -> None:

@@ -13,7 +13,7 @@ BELOW = {
     "mindspeed/parallel": ("ops", "device", "distributed", "config"),
     "mindspeed/optim": ("ops", "parallel", "device"),
     "mindspeed/moe": ("ops", "parallel", "device", "distributed", "config"),
-    "mindspeed/memory": ("ops", "parallel", "optim", "device"),
+    "mindspeed/memory": ("ops", "parallel", "optim", "device", "config"),
     "mindspeed/compat": ("ops", "device", "patching", "launch"),
     "mindspeed/te": ("ops", "parallel", "optim", "memory", "compat", "device", "distributed"),
     "mindspeed/fsdp": ("config", "device"),
@@ -21,7 +21,10 @@ BELOW = {
     "mindspeed/tune": ("device",),
     "mindspeed/training": ("checkpoint", "config", "device", "distributed", "tune"),
     "mindspeed/core": (),
-    "mindspeed/doctor": ("config", "device", "distributed", "launch", "compat", "ops"),
+    "mindspeed/doctor": (
+        *("config", "device", "distributed", "launch", "compat", "ops"),
+        *("features", "tune"),
+    ),
 }
 LAYERS = {"mindspeed": 1, "mindspeed_llm": 2, "mindspeed_mm": 3}
 

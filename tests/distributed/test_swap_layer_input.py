@@ -28,8 +28,8 @@ def _all(cases):
 
 
 def _train(layout, swaps, attention):
-    from mindspeed.memory.swap_layer_inputs import SwappedInputs
-    from mindspeed.memory.swap_layers import swap_block
+    from mindspeed.memory.swap_attention import swap_block
+    from mindspeed.memory.swap_layer_input import SwappedInputs
     from tests.delayed_copies import delayed_swapper
     from tests.gpt.saved import SavedTensors
     from tests.gpt.training import Training
@@ -40,7 +40,7 @@ def _train(layout, swaps, attention):
         chunk.decoder.swapped_inputs = SwappedInputs(swapper)
         if attention:
             swap_block(chunk.decoder, ("self_attention",), swapper)
-    found, kept = [], []
+    found, kept, hosts = [], [], []
     for _ in range(3):
         with SavedTensors(training.chunks[0].parameters()) as saved:
             hook = training.wrapped[0].register_forward_hook(lambda *_: kept.append(saved.kept()))
@@ -48,25 +48,29 @@ def _train(layout, swaps, attention):
             hook.remove()
         training.update()
         evaluate(training)
-    hosts = [swapper.buffers.total_bytes for swapper in swappers]
+        hosts.append([swapper.buffers.total_bytes for swapper in swappers])
+        evaluate(training, has_gradients=True)
     copies = [swapper.to_device.count for swapper in swappers]
     return found, training.gradients(), sum(k.bytes for k in kept[0]), hosts, copies
 
 
-def evaluate(training):
+def evaluate(training, has_gradients=False):
+    """Run forward as Megatron-LM and our trainers do; or as a script that builds graphs for it."""
+    import torch
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     from tests.gpt import training as module
 
-    get_forward_backward_func()(
-        forward_step_func=module._forward_step,
-        data_iterator=[training._data() for _ in training.wrapped],
-        model=training.wrapped,
-        num_microbatches=training.layout.micro_batches,
-        seq_length=module.SEQUENCE,
-        micro_batch_size=training.layout.micro_batch,
-        forward_only=True,
-    )
+    with torch.set_grad_enabled(has_gradients):
+        get_forward_backward_func()(
+            forward_step_func=module._forward_step,
+            data_iterator=[training._data() for _ in training.wrapped],
+            model=training.wrapped,
+            num_microbatches=training.layout.micro_batches,
+            seq_length=module.SEQUENCE,
+            micro_batch_size=training.layout.micro_batch,
+            forward_only=True,
+        )
 
 
 ONE_RANK = [
@@ -93,10 +97,14 @@ def test_training_is_the_same_in_every_bit_and_hidden_states_leave_the_device():
     (found,) = run_ranks(_all, 1, ONE_RANK)
     for (plain, ours), (layout, _) in zip(found, ONE_RANK, strict=True):
         _check_same(plain, ours, layout)
-    (_, _, before, _, _), (_, _, after, (host,), _) = found[0]
+    (_, _, before, _, _), (_, _, after, hosts, _) = found[0]
     rotary = 4 * SEQUENCE * (HIDDEN // HEADS)
     assert before - after == LLAMA.num_layers * HIDDEN_STATES + rotary
-    assert LLAMA.num_layers * HIDDEN_STATES <= host <= 2 * LLAMA.num_layers * HIDDEN_STATES
+    # The buffers of one micro-batch serve all of them, with an evaluation behind the step.
+    whole = LLAMA.num_layers * HIDDEN_STATES
+    assert LLAMA.micro_batches == 4 and hosts[0] == [whole]
+    # A forward pass that builds a graph for no backward keeps it until the next one is done.
+    assert hosts[1:] == [[2 * whole]] * 2
 
 
 def test_tensor_and_pipeline_parallel_ranks():
@@ -109,7 +117,7 @@ def _split_sequences():
     """Return the losses of split and packed sequences: plain, and swapped with late copies."""
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    from mindspeed.memory.swap_layer_inputs import SwappedInputs
+    from mindspeed.memory.swap_layer_input import SwappedInputs
     from tests.delayed_copies import delayed_swapper
 
     mindspeed.enable(swap_layer_input=True)

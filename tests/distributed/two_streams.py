@@ -2,6 +2,7 @@
 
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import MegatronModule
 
 from mindspeed.parallel.pipeline.stage_tensors import TensorSpec
@@ -11,10 +12,14 @@ LENGTHS = (7, 13, 5, 9)
 
 
 class Block(torch.nn.Module):
-    """Both streams go on, images into the text as well; `grow` makes the text wider."""
+    """Both streams go on, images into the text as well; `grow` makes the text wider.
 
-    def __init__(self, number: int, grow: int) -> None:
+    With `linear` the text is multiplied by Megatron's function for local layers.
+    """
+
+    def __init__(self, number: int, grow: int, linear: bool = False) -> None:
         super().__init__()
+        self.linear = linear
         generator = torch.Generator().manual_seed(number)
         self.number = number
         self.wide = TEXT + grow * number
@@ -27,23 +32,35 @@ class Block(torch.nn.Module):
         self.image = weight(IMAGE, IMAGE, torch.bfloat16)
         self.cross = weight(self.wide + grow, IMAGE, torch.float32)
 
+    def multiply(self, text):
+        if not self.linear:
+            return text @ self.text.t()
+        return layers.linear_with_grad_accumulation_and_async_allreduce(
+            input=text,
+            weight=self.text,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+        )
+
     def forward(self, text, image, places):
         if self.number == BLOCKS - 1:  # nothing reads the images any more: they have no gradient
-            return torch.tanh(text @ self.text.t()), image, places
+            return torch.tanh(self.multiply(text)), image, places
         image = torch.tanh(image @ self.image.t())
         # The square saves the image, which is an output as well.
         seen = image.square().float().mean(0, keepdim=True) @ self.cross.t()
-        text = torch.tanh(text @ self.text.t()) + seen + places.unsqueeze(-1) * 0.01
+        text = torch.tanh(self.multiply(text)) + seen + places.unsqueeze(-1) * 0.01
         return text, image, places
 
 
 class Stage(MegatronModule):
     """Consecutive blocks; the last one of the model ends in the loss."""
 
-    def __init__(self, config, blocks, is_first, is_last, grow=0, varies=False):
+    def __init__(self, config, blocks, is_first, is_last, grow=0, varies=False, linear=False):
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder
-        self.blocks = torch.nn.ModuleList(Block(number, grow) for number in blocks)
+        self.blocks = torch.nn.ModuleList(Block(number, grow, linear) for number in blocks)
         self.is_first, self.is_last = is_first, is_last
         self.varies = varies
         self.input_tensor = None

@@ -30,10 +30,7 @@ class ZeroBubble(Feature):
     group = "Parallel"
     level = Level.COMPAT
     enabled_by = "schedules_method"
-    conflicts = {
-        "virtual_pipeline": "ZB-H1 has one stage a rank",
-        "stage_tensors": "weight gradients would run between a header and its tensors",
-    }
+    conflicts = {"virtual_pipeline": "ZB-H1 has one stage a rank"}
 
     class Options(config.Options):
         """The schedule."""

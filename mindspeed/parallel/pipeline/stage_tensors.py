@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, RankConfigError
+from mindspeed.parallel.pipeline.zero_bubble import posting
 
 _DTYPES = (
     torch.float32,
@@ -76,7 +77,7 @@ class Hops:
     """What every stage sends on; None where headers say it."""
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError unless a chunk on this rank has declared these tensors."""
+        """Raise RankConfigError unless a chunk on this rank has declared these tensors."""
         for specs in self.mine:
             pairs = zip(specs, tensors, strict=False)
             if len(specs) == len(tensors) and all(s.matches(t) for s, t in pairs):
@@ -85,7 +86,7 @@ class Hops:
         declared = " or ".join(
             ", ".join(f"{s.shape} {s.dtype}" for s in specs) or "nothing" for specs in self.mine
         )
-        raise ValueError(
+        raise RankConfigError(
             f"a pipeline stage returned {given} but its output_specs() declares {declared}: make "
             "them agree"
         )
@@ -273,6 +274,23 @@ def _exchange(
         "send_next": _contiguous(tensor_send_next),
         "send_prev": _contiguous(tensor_send_prev),
     }
+    with posting():
+        buffers, handles = _start(hops, neighbours, config, sent, recv_prev, recv_next)
+    waits = {name: _All(each) for name, each in handles.items()}
+    if wait_on_reqs:
+        _All(list(waits.values())).wait()
+    return buffers["recv_prev"], buffers["recv_next"], None if wait_on_reqs else waits
+
+
+def _start(
+    hops: Hops,
+    neighbours: _Neighbours,
+    config: Any,
+    sent: dict[str, tuple[Tensor, ...] | None],
+    recv_prev: bool,
+    recv_next: bool,
+) -> tuple[dict[str, tuple[Tensor, ...] | None], dict[str, list[Any]]]:
+    """Start all messages of an exchange; return what will be received, and what to wait for."""
     if hops.fixed is not None:
         gradients = tuple(spec for spec in hops.fixed if spec.has_gradient)
         received = {"recv_prev": hops.fixed, "recv_next": gradients}
@@ -289,10 +307,7 @@ def _exchange(
         tensors = {name: column[row] for name, column in columns.items() if row < len(column)}
         for name, handle in neighbours.start(config, **tensors).items():
             handles.setdefault(name, []).append(handle)
-    waits = {name: _All(each) for name, each in handles.items()}
-    if wait_on_reqs:
-        _All(list(waits.values())).wait()
-    return buffers["recv_prev"], buffers["recv_next"], None if wait_on_reqs else waits
+    return buffers, handles
 
 
 def _contiguous(tensors: Sequence[Tensor | None] | None) -> tuple[Tensor, ...] | None:

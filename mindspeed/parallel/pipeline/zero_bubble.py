@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -46,6 +46,8 @@ class WeightGradientQueue:
     def __init__(self, delay: int) -> None:
         self.delay = delay
         self._waiting: deque[list[Callable[[], None]]] = deque()
+        self._is_posting = False
+        self._is_due = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -58,6 +60,24 @@ class WeightGradientQueue:
     def put(self, compute: Callable[[], None]) -> None:
         """Queue one weight gradient of the micro-batch that goes backward."""
         self._waiting[-1].append(compute)
+
+    def posted(self) -> None:
+        """Run what is due behind a gradient that is on its way to the previous stage."""
+        if self._is_posting:
+            self._is_due = True
+        else:
+            self.run_due()
+
+    @contextmanager
+    def posting(self) -> Iterator[None]:
+        """Post several messages of one exchange, behind the last of which W runs."""
+        self._is_posting, self._is_due = True, False
+        try:
+            yield
+        finally:
+            self._is_posting = False
+        if self._is_due:
+            self.run_due()
 
     def run_due(self) -> None:
         """Compute the gradients of the oldest micro-batch, if enough of them wait."""
@@ -177,6 +197,12 @@ def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward_step
 
 
+def posting() -> AbstractContextManager[None]:
+    """Post several messages of one exchange, without W between two of them."""
+    queue = _step.get()
+    return nullcontext() if queue is None else queue.posting()
+
+
 def wrap_p2p_ops(original: Callable[..., Any]) -> Callable[..., Any]:
     """Run W behind a gradient that was posted to the previous stage, before anything is waited for.
 
@@ -188,7 +214,7 @@ def wrap_p2p_ops(original: Callable[..., Any]) -> Callable[..., Any]:
         handles = original(*args, **kwargs)
         queue = _step.get()
         if queue is not None and kwargs["tensor_send_prev"] is not None:
-            queue.run_due()
+            queue.posted()
         return handles
 
     return p2p_ops

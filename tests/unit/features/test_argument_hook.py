@@ -34,7 +34,16 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
 def validate_args(args, defaults={}):
     return args
 """
-TRAINING = "def num_floating_point_operations(args, batch_size):\n    return batch_size\n"
+TRAINING = """
+def num_floating_point_operations(args, batch_size):
+    return batch_size
+
+def setup_model_and_optimizer(model_provider_func, model_type, checkpointing_context=None):
+    return None
+
+def train(forward_step_func, model, optimizer, opt_param_scheduler):
+    return None
+"""
 COPY = "from megatron.training.arguments import parse_args as initialize\n"
 INSIDE = """
 def initialize(extra_args_provider=None, ignore_unknown_args=False):

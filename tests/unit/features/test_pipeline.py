@@ -60,7 +60,7 @@ PAIRS = [
     (ZB, NORM, PP, True),
     (ZB, SWAP, PP, True),
     (ZB, {}, PP | BLOCK, True),
-    (ZB, SEVERAL, PP, False),
+    (ZB, SEVERAL, PP, True),
     (ZB, {}, VPP, False),
     (ZB, ADVANCE, PP | BLOCK, False),
     (ZB, BUBBLE, VPP, False),

@@ -12,7 +12,8 @@ import torch
 
 from mindspeed.training import entry
 from mindspeed.training.out_of_memory import with_advice
-from mindspeed.tune.memory_model import GIB, MemoryModel, advice
+from mindspeed.tune.memory_model import FULL_RECOMPUTE as FULL
+from mindspeed.tune.memory_model import GIB, MemoryModel, advice, as_flags, fitting
 
 # Llama-3-8B.
 MODEL = MemoryModel(
@@ -117,13 +118,33 @@ def test_the_line():
     assert line.startswith("a rank of this run needs about ") and "the device has 139.0 GiB" in line
     assert line.endswith(
         f"what would save most: --swap-optimizer (89.7 GiB), {FULL_RECOMPUTE} (27.5 GiB), "
-        "--tiled-mlp-size 2048 (16.0 GiB)"
+        "--tiled-mlp-size 2048 (16.0 GiB); what would fit: --swap-optimizer (86.3 GiB)"
     )
 
 
+def test_flags_are_added_until_the_run_fits():
+    for gib, flags in (
+        (200, ()),
+        (60, ("--swap-optimizer", FULL_RECOMPUTE)),
+        (50, ("--swap-optimizer", FULL_RECOMPUTE, "--tiled-loss-size 2048")),
+        (1, ("--swap-optimizer", "--swap-layer-input", "--tiled-loss-size 2048")),
+    ):
+        changes, smaller = fitting(MODEL, gib * GIB, lambda changes: True)
+        assert (smaller.total() <= gib * GIB) is (gib > 1)
+        assert all(flag in as_flags(changes) for flag in flags)
+        assert bool(changes) is bool(flags)
+    said = advice(MODEL, GIB, lambda changes: True)
+    assert "; too much still: --swap-optimizer" in said and "what would fit" not in said
+
+
+def test_flags_that_exclude_each_other_are_not_added_together():
+    changes, _ = fitting(MODEL, GIB, lambda changes: not {"swap_optimizer", *FULL} <= set(changes))
+    assert "swap_optimizer" in changes and not set(FULL) & set(changes)
+
+
 def test_what_the_run_refuses_is_not_advised():
-    line = advice(MODEL, 139 * GIB, lambda changes: "reuse_fp32_param" in changes)
-    assert line.endswith("what would save most: --reuse-fp32-param (15.0 GiB)")
+    line = advice(MODEL, 139 * GIB, lambda changes: set(changes) == {"reuse_fp32_param"})
+    assert "what would save most: --reuse-fp32-param (15.0 GiB); too much still: --reuse" in line
     assert advice(MODEL, 139 * GIB, lambda changes: False).endswith("the device has 139.0 GiB")
 
 

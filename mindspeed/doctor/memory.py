@@ -1,0 +1,211 @@
+"""What a run needs, part by part, and what would make it fit: from its flags or its YAML file."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed.config import (
+    ConfigError,
+    Options,
+    Spelling,
+    add_flags,
+    flag_name,
+    from_namespace,
+    parse_json,
+)
+from mindspeed.config.yaml_file import read_yaml
+from mindspeed.features.base import Context
+from mindspeed.features.registry import registry
+from mindspeed.features.selection import accepts, select
+from mindspeed.tune.memory_model import (
+    Changes,
+    MemoryModel,
+    as_flags,
+    best_savings,
+    fitting,
+    in_gib,
+)
+from mindspeed.tune.run_memory import NEEDED, memory_model
+
+MODEL_FOLDERS = ("hf_cfg_dir", "load")
+HUGGING_FACE = {
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim",),
+    "vocab_size": ("vocab_size",),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+}
+"""Megatron's names, and those in the config.json of a Hugging Face model."""
+
+
+class RunOptions(Options):
+    """Megatron's arguments that decide about memory."""
+
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    ffn_hidden_size: int | None = None
+    num_attention_heads: int | None = None
+    num_query_groups: int | None = None
+    group_query_attention: bool = False
+    kv_channels: int | None = None
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    make_vocab_size_divisible_by: int = 128
+    untie_embeddings_and_output_weights: bool = False
+    swiglu: bool = False
+    num_experts: int | None = None
+    moe_router_topk: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    seq_length: int | None = None
+    micro_batch_size: int = 1
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    world_size: int = 1
+    """Ranks of the whole run."""
+    sequence_parallel: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    use_distributed_optimizer: bool = False
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    hf_cfg_dir: str | None = None
+    load: str | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The memory of a run, and what would change it."""
+
+    model: MemoryModel
+    available: int
+    best: Sequence[tuple[Changes, int]]
+    changes: Changes
+    smaller: MemoryModel
+    """The run with these changes: those that make it fit, or all that save something."""
+    unread: Sequence[str]
+    """Words of the run that say nothing about memory, or that are not known here."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits as it is."""
+        return self.model.total() <= self.available
+
+    def lines(self) -> list[str]:
+        """Return the section of the report."""
+        parts = {**self.model.parts(), "sum": self.model.total(), "device": self.available}
+        width = max(map(len, parts))
+        lines = ["memory of a rank, first pipeline stage:"]
+        lines += [f"  {name:<{width}}  {in_gib(size):>10}" for name, size in parts.items()]
+        if self.best:
+            lines.append("what would save most:")
+            lines += [f"  {in_gib(size):>10}  {as_flags(changes)}" for changes, size in self.best]
+        lines.append(self._verdict())
+        if self.unread:
+            lines.append(f"not read, since no formula has them: {' '.join(self.unread)}")
+        return lines
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the section as values."""
+        return {
+            "parts": self.model.parts(),
+            "total": self.model.total(),
+            "available": self.available,
+            "fits": self.fits,
+            "savings": [{"flags": as_flags(each), "bytes": size} for each, size in self.best],
+            "changed": {"flags": as_flags(self.changes), "total": self.smaller.total()},
+        }
+
+    def _verdict(self) -> str:
+        if self.fits:
+            return "fits"
+        if not self.changes:
+            return "does not fit, and no flag would save anything: use more ranks"
+        needs = f"{in_gib(self.smaller.total())} with {as_flags(self.changes)}"
+        if self.smaller.total() <= self.available:
+            return f"does not fit; would fit: {needs}"
+        return f"does not fit, not even with every flag that saves something: {needs}"
+
+
+def examine(words: Sequence[str], available: int, device_name: str | None = None) -> Fit:
+    """Return what a run needs; `words` are its flags, after the name of a YAML file if it has one.
+
+    ConfigError is raised for sizes that are missing and for what the features of the run refuse.
+    """
+    known, parser = registry(), _parser()
+    _take_file(parser, words)
+    namespace, unread = parser.parse_known_args(words)
+    options = from_namespace(known.options_class, namespace)
+    run = from_namespace(RunOptions, namespace)
+    arguments = {**vars(namespace), **dict(run)}
+    for name, value in _model_sizes(run).items():
+        if not arguments.get(name):
+            arguments[name] = value
+    if missing := [name for name in NEEDED if not arguments.get(name)]:
+        raise ConfigError(
+            f"--memory: {', '.join(map(flag_name, missing))} missing: give the flags of the run, "
+            "or its YAML file; --load or --hf-cfg-dir with a config.json gives the sizes of a model"
+        )
+    context = Context(Spelling.FLAG, megatron=arguments)
+    select(known, options, context)
+    model = memory_model(arguments, device_name=device_name)
+    would = functools.partial(accepts, known, options, context)
+    changes, smaller = fitting(model, available, would)
+    unknown = [word for word in unread if word.startswith("-")]
+    return Fit(model, available, best_savings(model, would), changes, smaller, unknown)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mindspeed doctor --memory", add_help=False, allow_abbrev=False
+    )
+    parser.add_argument("file", nargs="?", help="YAML file of the run")
+    add_flags(parser, RunOptions)
+    add_flags(parser, registry().options_class)
+    return parser
+
+
+def _take_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Make the values of a YAML file the defaults of flags."""
+    if not words or words[0].startswith("-"):
+        return
+    fields = {action.dest for action in parser._actions}
+    values = {key.replace("-", "_"): value for key, value in read_yaml(words[0]).items()}
+    parser.set_defaults(**{key: value for key, value in values.items() if key in fields})
+
+
+def _model_sizes(run: RunOptions) -> Mapping[str, Any]:
+    """Return the sizes in the config.json of the run's model, if it has one."""
+    folders = [Path(given) for name in MODEL_FOLDERS if (given := getattr(run, name))]
+    for path in (folder / "config.json" for folder in folders):
+        if not path.is_file():
+            continue
+        try:
+            content = parse_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error})") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: is no config of a model")
+        found = {
+            ours: next((content[name] for name in theirs if content.get(name)), None)
+            for ours, theirs in HUGGING_FACE.items()
+        }
+        # Every family that transformers has in this form is gated and shares keys among heads.
+        is_tied = content.get("tie_word_embeddings", False)
+        found |= {"untie_embeddings_and_output_weights": not is_tied}
+        return found | {"swiglu": True, "group_query_attention": True}
+    return {}

@@ -1,0 +1,102 @@
+"""`mindspeed doctor --memory`: the memory of a run from its flags, its file or its model."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from mindspeed.config import ConfigError
+from mindspeed.doctor.memory import examine
+from mindspeed.tune.memory_model import GIB
+from mindspeed.tune.run_memory import count_parameters
+
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --vocab-size 128256 --bf16 --seq-length 8192 "
+    "--untie-embeddings-and-output-weights"
+).split()
+MATRICES = 8_030_261_248 - 65 * 4096
+"""The parameters of Llama-3-8B but for its norms."""
+
+
+def test_parts_of_a_model_whose_size_is_published():
+    fit = examine([*LLAMA, "--lr", "1e-4"], 80 * GIB, device_name="cuda")
+    parts = fit.model.parts()
+    assert parts["weights"] == 2 * MATRICES and parts["gradients"] == 4 * MATRICES
+    assert parts["optimizer state"] == 12 * MATRICES
+    assert not fit.fits and fit.smaller.total() <= 80 * GIB
+    text = "\n".join(fit.lines())
+    assert "89.7 GiB  --swap-optimizer" in text and text.count("  --") == 3
+    assert "would fit: " in text and text.endswith("not read, since no formula has them: --lr")
+    assert json.loads(json.dumps(fit.as_record()))["total"] == fit.model.total()
+
+
+def test_what_is_advised_fits_when_it_is_added():
+    fit = examine(LLAMA, 80 * GIB, device_name="cuda")
+    flags = [f"--{name.replace('_', '-')}" for name in fit.changes]
+    words = [w for flag, value in zip(flags, fit.changes.values()) for w in _words(flag, value)]
+    again = examine([*LLAMA, *words], 80 * GIB, device_name="cuda")
+    assert again.fits and again.model.total() == fit.smaller.total()
+    assert again.lines()[-1] == "fits"
+
+
+def _words(flag, value):
+    return [flag] if value is True else [flag, str(value)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=3),
+        LlamaConfig(
+            vocab_size=256, hidden_size=32, num_key_value_heads=4, tie_word_embeddings=True
+        ),
+        MixtralConfig(vocab_size=256, hidden_size=64, intermediate_size=48, num_hidden_layers=2),
+    ],
+    ids=["llama", "tied", "mixtral"],
+)
+def test_parameters_are_those_of_transformers(config, tmp_path):
+    import torch
+
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    fit = examine(["--load", str(tmp_path), "--seq-length", "64", "--bf16"], GIB)
+    assert fit.model.num_parameters == matrices
+
+
+def test_ranks_share_parameters():
+    sizes = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1024}
+    layer, table = 4 * 64 * 64 + 2 * 64 * 256, 1024 * 64
+    assert count_parameters(sizes) == 4 * layer + table
+    both = sizes | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    assert count_parameters(both) == 2 * layer // 2 + table // 2
+    experts = sizes | {"num_experts": 8, "expert_model_parallel_size": 2}
+    expert = 2 * 64 * 256
+    assert count_parameters(experts) == 4 * (4 * 64 * 64 + 4 * expert + 8 * 64) + table
+
+
+def test_a_file_and_flags_after_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 128\nlr: 1.0\n"
+        "vocab_size: 1000\nbf16: true\nswap_optimizer: true\n"
+    )
+    fit = examine([str(file), "--seq-length", "256"], GIB)
+    assert (fit.model.seq_length, fit.model.swap_optimizer, fit.model.width) == (256, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "--num-layers, --hidden-size, --num-attention-heads, --seq-length missing"),
+        ([*LLAMA, "--swap-layer-input"], "--swap-layer-input needs --recompute-granularity full"),
+        (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    ],
+    ids=["missing", "refused", "no file"],
+)
+def test_what_cannot_be_examined(words, reason):
+    with pytest.raises(ConfigError, match=reason) as error:
+        examine(words, GIB)
+    assert "\n" not in str(error.value)
