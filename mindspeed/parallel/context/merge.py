@@ -1,8 +1,9 @@
 """Attention by several kernel calls: forward merges their results, backward adds their gradients.
 
 S rows of queries, B batch, N heads, V head size of values. Everything is accumulated in float32 at
-lowest, in the order of the calls, which is the same in every run. The first result is taken over as
-it is; rows that follow each other are a view, others are gathered once and updated in place.
+lowest, in the order of the calls, which is the same in every run. The first result of a row is
+taken over as it is; rows that follow each other are a view, others are gathered once and updated in
+place.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -27,30 +28,51 @@ from mindspeed.parallel.context.rule import Rule, keys_of
 class Rows:
     """Rows of a tensor: one range, or an index."""
 
-    range: Range | None
+    ranges: tuple[Range, ...]
     index: Tensor | None = None
 
     @classmethod
     def of(cls, ranges: Sequence[Range], device: torch.device) -> Rows:
         """Describe ranges in the order in which they are taken."""
-        ranges = joined(ranges)
-        if len(ranges) == 1:
-            return cls(ranges[0])
-        return cls(None, index_of(tuple(ranges), device))
+        found = tuple(joined(ranges))
+        return cls(found, None if len(found) == 1 else index_of(found, device))
 
     def is_all(self, num_rows: int) -> bool:
         """Whether a tensor of so many rows has no others."""
-        return self.range == (0, num_rows)
+        return self.ranges == ((0, num_rows),)
 
     def view(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return the range as a view; with an index, all rows, to which it applies."""
-        if self.range is None or self.is_all(x.shape[dim]):
+        if self.index is not None or self.is_all(x.shape[dim]):
             return x
-        return x.narrow(dim, self.range[0], self.range[1] - self.range[0])
+        ((start, end),) = self.ranges
+        return x.narrow(dim, start, end - start)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return the rows; a copy with an index."""
         return self.view(x, dim) if self.index is None else x.index_select(dim, self.index)
+
+    def put(self, x: Tensor, values: Tensor, dim: int = 0) -> None:
+        """Write the rows."""
+        if self.index is None:
+            self.view(x, dim).copy_(values)
+        else:
+            x.index_copy_(dim, self.index, values.to(x.dtype))
+
+
+class Seen:
+    """Rows that have a result: others are written where they belong, not merged or added."""
+
+    def __init__(self) -> None:
+        self._ranges: tuple[Range, ...] = ()
+
+    def add(self, rows: Rows) -> bool:
+        """Add rows, and return whether all of them are new."""
+        ranges = joined(sorted((*self._ranges, *rows.ranges)))
+        is_new = all(one[1] <= other[0] for one, other in pairwise(ranges))
+        if is_new:
+            self._ranges = tuple(ranges)
+        return is_new
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +120,7 @@ class Attention:
     def __init__(self, rule: Rule, q: Tensor, value_size: int) -> None:
         self._rule, self._dtype, self._device = rule, q.dtype, q.device
         self._shape = *q.shape[:-1], value_size
-        self._queries = Taken(q, dims=[0])
+        self._queries, self._seen = Taken(q, dims=[0]), Seen()
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
@@ -128,11 +150,16 @@ class Attention:
         return self._out.to(self._dtype).contiguous(), self._lse.contiguous()
 
     def _merge(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+        is_new = self._seen.add(rows)
         if self._out is None and rows.is_all(self._shape[0]):
             self._out, self._lse = out, lse
             return
         if self._out is None or self._lse is None:
             self._out, self._lse = self._nothing()
+        if is_new:
+            rows.put(self._out, out)
+            rows.put(self._lse, lse, -1)
+            return
         before, dtype = None, wide(self._dtype)
         if self._out.dtype != dtype and rows.is_all(self._shape[0]):
             before = self._out
@@ -143,9 +170,9 @@ class Attention:
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         rows, batch, heads, _ = self._shape
-        dtype, device = wide(self._dtype), self._device
-        lse = torch.full((batch, heads, rows), float("-inf"), dtype=dtype, device=device)
-        return torch.zeros(self._shape, dtype=dtype, device=device), lse
+        dtype, where = wide(self._dtype), self._device
+        lse = torch.full((batch, heads, rows), float("-inf"), dtype=dtype, device=where)
+        return torch.zeros(self._shape, dtype=self._dtype, device=where), lse
 
 
 class RowSums:
@@ -162,16 +189,24 @@ class RowSums:
         arrived: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
         self._like, self._num_rows, self._arrived = like, num_rows, arrived
+        self._seen = Seen()
         self._first: Sequence[Tensor] | None = None
         self._buffer: Tensor | None = None
 
     def add(self, rows: Rows, grads: Sequence[Tensor]) -> None:
         """Add the gradients of some rows."""
+        is_new = self._seen.add(rows)
         if self._first is None and self._buffer is None:
             self._buffer = self._arrived()
             if self._buffer is None and rows.is_all(self._num_rows):
                 self._first = grads
                 return
+            if self._buffer is None:
+                self._first = [x.new_zeros(self._num_rows, *x.shape[1:]) for x in self._like]
+        if self._first is not None and is_new:
+            for first, grad in zip(self._first, grads):
+                rows.put(first, grad)
+            return
         befores: Sequence[Tensor | None] = [None] * len(grads)
         if self._first is not None and rows.is_all(self._num_rows):
             befores, self._first = self._first, None

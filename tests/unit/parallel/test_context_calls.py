@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.played_ring import PlayedRing
+from benchmarks.played_ring import PlayedGather, PlayedRing
 from mindspeed.parallel.context import merge
 from mindspeed.parallel.context.blocks import CAUSAL, Spans, plan
 from mindspeed.parallel.context.layout import Layout
@@ -105,6 +105,26 @@ def test_backward(name, rank, monkeypatch):
         halves = (3 * query + statistic) // 2 * (rank < SIZE - 1)
         want["index_select"] = rank * (2 * key // 2) + halves
     assert counter.written == {op: size for op, size in want.items() if size}
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_gathered_keys_leave_nothing_to_merge(rank, monkeypatch):
+    """Every query is in one call: its output and gradient are written where they belong."""
+    ring, shards, rule = make(BOUNDS["packed"])
+    q, grad = shards[rank]
+    want = ring.attend(q.requires_grad_(), rank, rule)
+    want.backward(grad)
+    want, grad_q, q.grad = want.detach().double(), q.grad.double(), None
+    gathered = PlayedGather(ring.layout, ring.blocks)
+    with Counter(monkeypatch) as counter:
+        out = gathered.attend(q, rank, rule)
+        out.backward(grad)
+    calls = 1 if rank == SIZE - 1 else 2  # the pieces of the last rank follow each other
+    want_calls = dict.fromkeys(("partial_attention", "partial_attention_backward"), calls)
+    # Keys and values, which both calls read.
+    assert counter.calls == want_calls | {"merge_attention": 0, "add_rows": 2 * (calls - 1)}
+    for got, exact in ((out, want), (q.grad, grad_q)):
+        assert float((got.double() - exact).norm() / exact.norm()) < 1e-2
 
 
 def test_the_played_ring_is_one_attention():
