@@ -1,6 +1,12 @@
 """Typed, strict options with three front doors: flags, YAML files and keyword arguments."""
 
-from mindspeed.config.errors import ConfigError, kind_of, parse_json, printable
+from mindspeed.config.errors import (
+    ConfigError,
+    RankConfigError,
+    kind_of,
+    parse_json,
+    printable,
+)
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, add_options, flag_name, from_namespace, read_options
 from mindspeed.config.options import Alias, CommaSeparated, Options
@@ -12,6 +18,7 @@ __all__ = [
     "CommaSeparated",
     "ConfigError",
     "Options",
+    "RankConfigError",
     "Spelling",
     "add_flags",
     "add_options",

@@ -9,6 +9,10 @@ class ConfigError(ValueError):
     """What was given, what is allowed and what to do; commands print it and exit with 2."""
 
 
+class RankConfigError(ConfigError):
+    """What a user can fix and only some ranks know, such as one pipeline stage: each reports it."""
+
+
 def printable(text: str) -> str:
     """Put a text on one line and spell out what is no letter to a terminal.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed.config import RankConfigError
 from mindspeed.memory.recompute import Recompute, is_kept
 from mindspeed.ops.linear_cross_entropy.megatron import PendingLogits
 
@@ -26,7 +27,8 @@ def wrap_compute_language_model_loss(original: Loss, size: int) -> Loss:
     @functools.wraps(original)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if not isinstance(logits, PendingLogits):
-            raise ValueError(
+            # Only the last pipeline stage has an output layer, which hooks may change at any time.
+            raise RankConfigError(
                 "--tiled-loss-size needs an output layer that is one plain GEMM: no bias, hook, "
                 "padded vocabulary or multi-token prediction; drop it for this model"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mindspeed.config import ConfigError, printable
+from mindspeed.config import ConfigError, RankConfigError, printable
 from mindspeed.distributed import environment
 from mindspeed.training import disk
 
@@ -89,6 +89,9 @@ def run_rank(train: Callable[[], None]) -> int:
             train()
     except Stopped as stopped:
         code = stopped.exit_code
+    except RankConfigError as error:
+        code = CONFIG_ERROR
+        _report_here(error)
     except ConfigError as error:
         code, misuse = CONFIG_ERROR, str(error)
     except RunFailed as error:
@@ -97,7 +100,7 @@ def run_rank(train: Callable[[], None]) -> int:
     except OutOfMemory as error:
         code = FAILED
         # Other ranks may have memory: every rank that has none reports it.
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(str(error))}\n")
+        _report_here(error)
     except OSError as error:
         if error.errno not in disk.FULL:
             raise
@@ -173,7 +176,11 @@ def exit_on_config_error() -> Iterator[None]:
 
 def _report(error: Exception) -> None:
     if environment.local_rank() == 0:
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(str(error))}\n")
+        _report_here(error)
+
+
+def _report_here(error: Exception) -> None:
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {printable(str(error))}\n")
 
 
 def _teardown() -> None:

@@ -13,7 +13,7 @@ BELOW = {
     "mindspeed/parallel": ("ops", "device", "distributed", "config"),
     "mindspeed/optim": ("ops", "parallel", "device"),
     "mindspeed/moe": ("ops", "parallel", "device", "distributed", "config"),
-    "mindspeed/memory": ("ops", "parallel", "optim", "device"),
+    "mindspeed/memory": ("ops", "parallel", "optim", "device", "config"),
     "mindspeed/compat": ("ops", "device", "patching", "launch"),
     "mindspeed/te": ("ops", "parallel", "optim", "memory", "compat", "device", "distributed"),
     "mindspeed/fsdp": ("config", "device"),

@@ -32,8 +32,8 @@ def _layout(names):
 
 def _train(layout, switch):
     """Return losses, gradient norms and fingerprints of two steps, with late copies."""
-    from mindspeed.memory.swap_layer_inputs import SwappedInputs
-    from mindspeed.memory.swap_layers import swap_block
+    from mindspeed.memory.swap_attention import swap_block
+    from mindspeed.memory.swap_layer_input import SwappedInputs
     from mindspeed.optim.host_state import HostState
     from tests.delayed_copies import DelayedCopies, delayed_swapper
     from tests.gpt.runs import _fingerprint

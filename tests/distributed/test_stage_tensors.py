@@ -202,7 +202,10 @@ def _undeclared(kind):
     ("kind", "message"),
     [
         ("empty", r"declares 0 tensors: use 1 to 8"),
-        ("wrong", r"returned .* but its output_specs\(\) declares .*: make them agree"),
+        (
+            "wrong",
+            r"RankConfigError: a pipeline stage returned .* but its output_specs\(\) declares .*:",
+        ),
         ("varies", r"a size of None, which needs --variable-seq-lengths"),
     ],
 )

@@ -19,7 +19,7 @@ RECOMPUTE = {"recompute_norm": True, "recompute_activation_function": True}
 def _train(layout, features, swaps):
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    from mindspeed.memory.swap_layers import swap_block
+    from mindspeed.memory.swap_attention import swap_block
     from tests.delayed_copies import delayed_swapper
     from tests.gpt import training as module
 
@@ -71,7 +71,7 @@ def test_training_is_the_same_in_every_bit(layout, features):
 
 def _bytes(swaps):
     """Return the bytes that autograd keeps on the device, and those that a swapper took."""
-    from mindspeed.memory.swap_layers import swap_block
+    from mindspeed.memory.swap_attention import swap_block
     from tests.delayed_copies import delayed_swapper
     from tests.gpt.saved import SavedTensors
     from tests.gpt.training import Training
@@ -116,7 +116,7 @@ def _plain(swaps):
 
 def _taken():
     """Return whether norms are still taken from residual sums, inside of regions."""
-    from mindspeed.memory.swap_layers import swap_block
+    from mindspeed.memory.swap_attention import swap_block
     from tests.delayed_copies import delayed_swapper
     from tests.gpt.training import Training
 

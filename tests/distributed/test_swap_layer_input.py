@@ -28,8 +28,8 @@ def _all(cases):
 
 
 def _train(layout, swaps, attention):
-    from mindspeed.memory.swap_layer_inputs import SwappedInputs
-    from mindspeed.memory.swap_layers import swap_block
+    from mindspeed.memory.swap_attention import swap_block
+    from mindspeed.memory.swap_layer_input import SwappedInputs
     from tests.delayed_copies import delayed_swapper
     from tests.gpt.saved import SavedTensors
     from tests.gpt.training import Training
@@ -117,7 +117,7 @@ def _split_sequences():
     """Return the losses of split and packed sequences: plain, and swapped with late copies."""
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    from mindspeed.memory.swap_layer_inputs import SwappedInputs
+    from mindspeed.memory.swap_layer_input import SwappedInputs
     from tests.delayed_copies import delayed_swapper
 
     mindspeed.enable(swap_layer_input=True)

@@ -95,6 +95,23 @@ def _config_class():
     return TransformerConfig
 
 
+def _with_a_hook():
+    from mindspeed.config import RankConfigError
+
+    mindspeed.enable(linear_cross_entropy=True, **TILES)
+    model = te_model.build("te", "llama", params_dtype=torch.float64).double()
+    model.output_layer.register_forward_hook(lambda *_: None)
+    with pytest.raises(
+        RankConfigError, match="needs an output layer that is one plain GEMM"
+    ) as error:
+        te_model.step(model)
+    return "\n" in str(error.value)
+
+
+def test_an_output_layer_with_a_hook_is_one_line():
+    assert run_ranks(_with_a_hook, 1) == [False]
+
+
 TWO_RANKS = {"tp": {"tp": 2}, "sp": {"tp": 2, "sequence_parallel": True}}
 
 

@@ -44,7 +44,7 @@ class SwapAttention(Feature):
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Mark the layers of a new block, and wrap attention."""
-        package = "mindspeed.memory.swap_layers"
+        package = "mindspeed.memory.swap_attention"
         yield Patch.wrap(
             "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
             bind(f"{package}:wrap_transformer_block_init", _split(options.swap_modules)),

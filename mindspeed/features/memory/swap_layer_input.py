@@ -50,7 +50,7 @@ class SwapLayerInput(Feature):
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Mark new blocks, and wrap what checkpoints their layers."""
-        package = "mindspeed.memory.swap_layer_inputs"
+        package = "mindspeed.memory.swap_layer_input"
         block = "megatron.core.transformer.transformer_block:TransformerBlock"
         yield Patch.wrap(
             f"{block}.__init__",

@@ -10,7 +10,10 @@ from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level, bind
 from mindspeed.patching import Patch
 
-UNSERVED = ("mtp_num_layers", "defer_embedding_wgrad_compute", "cpu_offloading", "use_mup")
+UNSERVED = (
+    *("mtp_num_layers", "defer_embedding_wgrad_compute", "cpu_offloading", "use_mup"),
+    *("use_megatron_fsdp", "use_custom_fsdp", "config_logger_dir"),
+)
 """Megatron's arguments with which linear cross entropy leaves the output layer alone."""
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, RankConfigError
 from mindspeed.parallel.pipeline.zero_bubble import posting
 
 _DTYPES = (
@@ -77,7 +77,7 @@ class Hops:
     """What every stage sends on; None where headers say it."""
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError unless a chunk on this rank has declared these tensors."""
+        """Raise RankConfigError unless a chunk on this rank has declared these tensors."""
         for specs in self.mine:
             pairs = zip(specs, tensors, strict=False)
             if len(specs) == len(tensors) and all(s.matches(t) for s, t in pairs):
@@ -86,7 +86,7 @@ class Hops:
         declared = " or ".join(
             ", ".join(f"{s.shape} {s.dtype}" for s in specs) or "nothing" for specs in self.mine
         )
-        raise ValueError(
+        raise RankConfigError(
             f"a pipeline stage returned {given} but its output_specs() declares {declared}: make "
             "them agree"
         )

@@ -77,6 +77,8 @@ def test_optimizer_swap_needs_state_in_float32(dtype):
     [
         ({"mtp_num_layers": 1}, "--tiled-loss-size and --mtp-num-layers exclude each other"),
         ({"cpu_offloading": True}, "--tiled-loss-size and --cpu-offloading exclude each other"),
+        ({"use_megatron_fsdp": True}, "--tiled-loss-size and --use-megatron-fsdp exclude"),
+        ({"config_logger_dir": "logs"}, "--tiled-loss-size and --config-logger-dir exclude"),
         ({"hidden_vocab_rows": 29}, "29 of its rows are padding: use --make-vocab-size-divisible"),
     ],
     ids=str,

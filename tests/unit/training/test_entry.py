@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from mindspeed.config import ConfigError
-from mindspeed.training.entry import LAUNCHED, POLL_SECONDS, Stopped, StopRequest, run_rank
+from mindspeed.config import ConfigError, RankConfigError
+from mindspeed.training.entry import (
+    CONFIG_ERROR,
+    LAUNCHED,
+    POLL_SECONDS,
+    Stopped,
+    StopRequest,
+    run_rank,
+)
 from tests.ranks import run_ranks
 
 
@@ -76,6 +83,22 @@ def test_no_thread_of_a_group_is_left(how: str, code: int) -> None:
     first, second = run_ranks(_fail_with_groups, 2, how)
     assert first == ("cannot be loaded (damaged)" if how == "wrong" else code, [])
     assert second == (code, [])
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_an_error_that_one_rank_knows_is_reported_by_it(
+    rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", rank)
+
+    def train() -> None:
+        raise RankConfigError("this stage returned two tensors: declare two")
+
+    assert run_rank(train) == CONFIG_ERROR
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].endswith(
+        "error: this stage returned two tensors: declare two"
+    )
 
 
 # A rank that trains until it is asked to stop, and the launcher that started it.
