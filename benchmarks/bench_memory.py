@@ -1,7 +1,7 @@
 """Benchmark what the memory features save and cost, each against the plain run.
 
     python benchmarks/bench_memory.py                             # every bar, in one call
-    python benchmarks/bench_memory.py --only long-1.5B,long-8B --limit 500   # those that take long
+    python benchmarks/bench_memory.py --only long-1.5B,long-8B    # those that take minutes each
     python benchmarks/bench_memory.py --shape tiny --steps 4      # on a cpu: that all rows run
 
 Every row is `pretrain_gpt.py` on the same generated data with some flags more, by default on 12
@@ -9,11 +9,15 @@ layers of the 8B shape at sequence 8192. The base runs before and after its rows
 row: step time over the base's, GiB saved at the peak, GiB that theory says, whether the loss of
 every step is the base's, and whether the bar is met. Rows of long sequences are one whole step of a
 whole model; they print bytes a token on device and host, and the lengths at which both are full.
+The peer row is the longest sequence of transformers with Liger and layer checkpoints on the host,
+found by bisection; the bubble row is the idle time of four pipeline stages, on a cpu anywhere.
 """
 
 import argparse
+import json
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -97,7 +101,12 @@ LONG = {
     # and backward.
     "long-8B": Long("8B", 262_144, (*FULL, *TILES, "--optimizer", "sgd", "--sgd-momentum", "0")),
 }
-ALL = (*ROWS, *LONG)
+PEER, BUBBLE = "peer-1.5B", "zb-h1-bubble"
+ALL = (*ROWS, *LONG, PEER, BUBBLE)
+PEER_FIRST, PEER_MOST, PEER_STEP = 262_144, 2**21, 8192
+"""Lengths: the first attempt, the longest one, and the unit."""
+PEER_LAYERS = 2
+BUBBLE_BAR = 0.4
 DEVICE_GIB, HOST_GIB = 139, 128  # of the machine that the bars are about
 
 
@@ -232,6 +241,80 @@ def measure_all_long(names, options):
     return len(lines)
 
 
+def measure_peer(options):
+    """Search the longest sequence of the peer within a time; return whether there is one."""
+    shape, first, most = SHAPES[SHAPE_NAMES["1.5B"]], PEER_FIRST, PEER_MOST
+    if options.shape == "tiny":
+        shape, first, most = SHAPES["tiny"], 512, 1024
+    job = Job(shape, "1.5B", steps=1, folder=options.folder.resolve() / PEER)
+    data.write_model(shape, job.folder / "model")
+    best, refused, until = None, None, time.monotonic() + options.peer_seconds
+    length = first
+    while length <= most and (left := until - time.monotonic()) > 0:
+        try:
+            best = _peer_step(job, length, left)
+        except Failed as error:
+            if "out of memory" not in str(error).lower():
+                print(f"{PEER} at {length} failed: {error}", flush=True)
+                break
+            refused = length
+        print(f"{PEER} at {length}: {'out of memory' if refused == length else best}", flush=True)
+        length = _next_length(0 if best is None else best["length"], refused)
+        if length is None:
+            break
+    if best is None:
+        return False
+    line = {
+        "row": PEER,
+        "tokens": str(best["length"]),
+        "out_of_memory_at": str(refused),
+        "layers_computed": f"{PEER_LAYERS} of {shape.layers}",
+        "step_s": f"{best['seconds']:.1f}",
+        "peak_gib": f"{best['peak_gib']:.2f}",
+        "device_bytes_per_token": f"{best['peak_gib'] * GIB / best['length']:.0f}",
+        "host_bytes_per_token": str(WIDTH * shape.layers * shape.hidden),
+    }
+    print("  ".join(f"{key}={value}" for key, value in line.items()), flush=True)
+    record("memory_peer", [line], options.results)
+    return True
+
+
+def _peer_step(job, length, limit):
+    script = ROOT / "benchmarks" / "commands" / "hf_long.py"
+    argv = [sys.executable, str(script), "--model", str(job.folder / "model")]
+    argv += ["--length", str(length), "--layers", str(min(PEER_LAYERS, job.shape.layers))]
+    command = Command(argv, "json", env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    lines = run(command, job, f"{PEER}_{length}", limit)
+    return next(json.loads(line) for _, line in reversed(lines) if line.startswith("{"))
+
+
+def _next_length(fits, refused):
+    """Return the next length to try; None when they are near enough."""
+    if refused is None:
+        return 2 * fits
+    middle = (fits + refused) // 2 // PEER_STEP * PEER_STEP
+    return middle if middle - fits > fits // 16 and middle > 0 else None
+
+
+def measure_bubble(options):
+    """Run the schedules on four ranks of a cpu; return whether the bar is met."""
+    job = Job(SHAPES["tiny"], "tiny", steps=1, folder=options.folder.resolve() / BUBBLE)
+    script = ROOT / "benchmarks" / "commands" / "bubble.py"
+    command = Command([sys.executable, str(script)], "json", env={"MINDSPEED_DEVICE": "cpu"})
+    try:
+        lines = run(command, job, BUBBLE, options.limit)
+    except Failed as error:
+        print(f"{BUBBLE} failed: {error}", flush=True)
+        return False
+    found = next(json.loads(line) for _, line in reversed(lines) if line.startswith("{"))
+    ratio = found["idle_zb_h1"] / found["idle_1f1b"]
+    line = {"row": BUBBLE, **{key: f"{value:g}" for key, value in found.items()}}
+    line |= {"ratio": f"{ratio:.3f}", "bar": "met" if ratio <= BUBBLE_BAR else "missed"}
+    print("  ".join(f"{key}={value}" for key, value in line.items()), flush=True)
+    record("memory_bubble", [line], options.results)
+    return ratio <= BUBBLE_BAR
+
+
 def _options():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", metavar="ROW,...", help=", ".join(ALL))
@@ -239,7 +322,10 @@ def _options():
     parser.add_argument("--layers", type=int, help="12 of the 8B shape by default")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3, help="steps that are not measured")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that one row may take")
+    parser.add_argument("--limit", type=float, default=540, help="seconds that one row may take")
+    parser.add_argument(
+        "--peer-seconds", type=float, default=180, help="seconds for all lengths of the peer"
+    )
     default = Path(tempfile.gettempdir()) / "bench_memory"
     parser.add_argument("--folder", type=Path, default=default, help="for inputs and logs")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
@@ -253,8 +339,11 @@ def main():
     if unknown := [name for name in asked if name not in ALL]:
         sys.exit(f"--only {','.join(unknown)}: use rows of {', '.join(ALL)}")
     chosen, long = ([n for n in asked if n in rows] for rows in (ROWS, LONG))
-    is_complete = _race(chosen, options) if chosen else True
-    return None if measure_all_long(long, options) == len(long) and is_complete else 1
+    is_complete = [_race(chosen, options) if chosen else True]
+    is_complete.append(measure_bubble(options) if BUBBLE in asked else True)
+    is_complete.append(measure_peer(options) if PEER in asked else True)
+    is_complete.append(measure_all_long(long, options) == len(long))
+    return None if all(is_complete) else 1
 
 
 def _race(chosen, options):

@@ -160,6 +160,7 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
             f"--memory: {', '.join(map(flag_name, missing))} missing: give the flags of the run, "
             "or its YAML file; --load or --hf-cfg-dir with a config.json gives the sizes of a model"
         )
+    _check_sizes(arguments)
     context = Context(Spelling.FLAG, megatron=arguments)
     select(known, options, context)
     model = memory_model(arguments, device_name=device_name)
@@ -167,6 +168,16 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
     changes, smaller = fitting(model, available, would)
     unknown = [word for word in unread if word.startswith("-")]
     return Fit(model, available, best_savings(model, would), changes, smaller, unknown)
+
+
+def _check_sizes(arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for sizes, of flags or of a config.json, that no model has."""
+    for name, info in RunOptions.model_fields.items():
+        value = arguments.get(name)
+        if value is None or info.annotation not in (int, int | None):
+            continue
+        if not isinstance(value, int) or not 0 < value < 2**40:
+            raise ConfigError(f"{flag_name(name)} {value!r}: give a whole number above 0")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -200,6 +211,8 @@ def _model_sizes(run: RunOptions) -> Mapping[str, Any]:
             raise ConfigError(f"{path}: cannot be read ({error})") from None
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: is no config of a model")
+        if content.get("kv_lora_rank"):
+            raise ConfigError(f"{path}: latent attention has no formula here: give sizes by flags")
         found = {
             ours: next((content[name] for name in theirs if content.get(name)), None)
             for ours, theirs in HUGGING_FACE.items()

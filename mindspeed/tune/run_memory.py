@@ -32,11 +32,14 @@ def memory_model(
     here = device_name or device.current().name
     fused = get("use_fused_swiglu")
     count, trained = _count(parameters, arguments)
+    query, kv, attention = _attention(arguments)
     return MemoryModel(
         num_layers=get("num_layers"),
         hidden_size=get("hidden_size"),
         mlp_size=_mlp_size(arguments),
-        **_attention(arguments),
+        query_size=query,
+        kv_size=kv,
+        attention_size=attention,
         num_heads=get("num_attention_heads"),
         vocab_size=_vocabulary(arguments),
         num_parameters=count,
@@ -72,10 +75,9 @@ def count_parameters(arguments: Mapping[str, Any]) -> int:
         get("tensor_model_parallel_size", 1),
         get("pipeline_model_parallel_size", 1),
     )
-    sizes = _attention(arguments)
-    width = sizes["query_size"] + 2 * sizes["kv_size"] + sizes["attention_size"]
+    query, kv, attention = _attention(arguments)
     gate = 3 if get("swiglu", False) else 2
-    layer = hidden * width // tp
+    layer = hidden * (query + 2 * kv + attention) // tp
     if experts := get("num_experts"):
         expert_tp = get("expert_tensor_parallel_size") or tp
         local = experts // get("expert_model_parallel_size", 1)
@@ -106,24 +108,16 @@ def _count(parameters: Iterable[Any] | None, arguments: Mapping[str, Any]) -> tu
     return count, sum(size for size, is_trained in sizes if is_trained) / max(count, 1)
 
 
-def _attention(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return the widths of queries, keys and attention's output."""
+def _attention(arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the widths of all query heads, of all key heads, and of attention's output."""
     get = _getter(arguments)
     heads = get("num_attention_heads")
     if get("multi_latent_attention", False):
         query = heads * (get("qk_head_dim", 128) + get("qk_pos_emb_head_dim", 64))
-        return {
-            "query_size": query,
-            "kv_size": query,
-            "attention_size": heads * get("v_head_dim", 128),
-        }
+        return query, query, heads * get("v_head_dim", 128)
     head = get("kv_channels") or get("hidden_size") // heads
     groups = get("num_query_groups") if get("group_query_attention", False) else None
-    return {
-        "query_size": heads * head,
-        "kv_size": (groups or heads) * head,
-        "attention_size": heads * head,
-    }
+    return heads * head, (groups or heads) * head, heads * head
 
 
 def _dense_width(arguments: Mapping[str, Any]) -> int:

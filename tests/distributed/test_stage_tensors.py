@@ -204,7 +204,7 @@ def _undeclared(kind):
         ("empty", r"declares 0 tensors: use 1 to 8"),
         (
             "wrong",
-            r"RankConfigError: a pipeline stage returned .* but its output_specs\(\) declares .*: make",
+            r"RankConfigError: a pipeline stage returned .* but its output_specs\(\) declares .*:",
         ),
         ("varies", r"a size of None, which needs --variable-seq-lengths"),
     ],

@@ -87,14 +87,31 @@ def test_a_file_and_flags_after_it(tmp_path):
     assert (fit.model.seq_length, fit.model.swap_optimizer, fit.model.width) == (256, True, 2)
 
 
+def test_a_model_without_a_formula_and_a_damaged_one(tmp_path):
+    file = tmp_path / "config.json"
+    for text, reason in (
+        ('{"kv_lora_rank": 512}', "latent attention has no formula here"),
+        ("{", "cannot be read"),
+        ("[]", "is no config of a model"),
+        (
+            '{"num_hidden_layers": "x", "hidden_size": 8, "num_attention_heads": 2}',
+            "--num-layers 'x'",
+        ),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            examine(["--load", str(tmp_path), "--seq-length", "8"], GIB)
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         ([], "--num-layers, --hidden-size, --num-attention-heads, --seq-length missing"),
         ([*LLAMA, "--swap-layer-input"], "--swap-layer-input needs --recompute-granularity full"),
+        ([*LLAMA, "--tensor-model-parallel-size", "0"], "size 0: give a whole number above 0"),
         (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
     ],
-    ids=["missing", "refused", "no file"],
+    ids=["missing", "refused", "no ranks", "no file"],
 )
 def test_what_cannot_be_examined(words, reason):
     with pytest.raises(ConfigError, match=reason) as error:
