@@ -166,14 +166,14 @@ def freeze(chunks: list[Any], config: Any) -> list[Any]:
     return _in_precision(chunks, config)
 
 
-def freeze_routers(chunks: list[Any]) -> None:
-    """Keep the weights of all routers as they are."""
+def set_routers_trained(chunks: list[Any], is_trained: bool) -> None:
+    """Train the weights of all routers, or keep them as they are."""
     from megatron.core.transformer.moe.router import Router
 
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Router):
-                module.requires_grad_(False)
+                module.requires_grad_(is_trained)
 
 
 def _in_precision(chunks: list[Any], config: Any) -> list[Any]:
@@ -264,7 +264,8 @@ def _auxiliary_loss(
 
 def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:
     """Keep the bias of routers where they are not trained: it is a buffer that steps change."""
-    is_frozen = options.freeze_router or options.lora_r is not None
+    has_adapters = options.lora_r is not None or options.lora_load is not None
+    is_frozen = options.freeze_router or (has_adapters and not options.lora_train_router)
     return {"moe_router_bias_update_rate": 0.0} if shape.moe is not None and is_frozen else {}
 
 

@@ -185,7 +185,10 @@ class LoraOptions(Options):
     lora_dropout: float = 0.0
     """Share of an adapter's input that is dropped."""
     lora_target_modules: tuple[str, ...] = LORA_TARGETS
-    """What gets adapters: Megatron's modules, or HF's such as q_proj and v_proj."""
+    """What gets adapters: Megatron's modules, or HF's such as q_proj and v_proj; those of experts
+    need --moe-grouped-gemm."""
+    lora_train_router: bool = False
+    """Train the routers of a mixture of experts beside the adapters; without it they are frozen."""
     lora_load: str | None = None
     """Folder with adapters in peft's format to begin with; they have to fit the other options."""
     lora_fusion: bool = False

@@ -278,7 +278,7 @@ def _make_trainable(
     if not role.trainable:
         return RoleModel(role, config, chunks, model.freeze(chunks, config))
     if options.freeze_router:
-        model.freeze_routers(chunks)
+        model.set_routers_trained(chunks, False)
     with model.accepted_by_megatron():
         wrapped = model.wrap(chunks, config, options)
         optimizer = model.make_optimizer(wrapped, options)
