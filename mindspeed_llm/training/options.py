@@ -210,6 +210,8 @@ class ParallelOptions(Options):
     """Ranks that share each sequence; --context-parallel-algo says how."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices. Default: --tensor-model-parallel-size."""
     sequence_parallel: bool = False
     """Tensor-parallel ranks also share the activations between matrices."""
     use_distributed_optimizer: bool = False

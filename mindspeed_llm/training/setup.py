@@ -121,6 +121,8 @@ def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
         num_query_groups=shape.num_query_groups,
         ffn_hidden_size=shape.ffn_hidden_size,
         num_experts=shape.moe.num_experts if shape.moe else 0,
+        etp=options.expert_tensor_parallel_size,
+        moe_ffn_hidden_size=shape.moe.ffn_hidden_size if shape.moe else None,
     )
     return ParallelDims(
         world=world,
@@ -130,6 +132,7 @@ def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
         vpp=virtual_stages(layers, pp, options.num_layers_per_virtual_pipeline_stage),
         cp=options.context_parallel_size,
         ep=ep,
+        etp=options.expert_tensor_parallel_size,
         micro_batch_size=options.micro_batch_size,
         # None: one micro-batch of every data-parallel rank
         global_batch_size=options.global_batch_size,  # type: ignore[arg-type]

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2": (2, TP2),
     "TP2 EP2, router": (4, TP2 | EP2 | {"lora_train_router": True}),
     "TP-extend-EP after TP2 EP2": (4, TP2 | EP2 | {"moe_tp_extend_ep": True}),
+    "EP2, split experts": (4, EP2 | {"expert_tensor_parallel_size": 2}),
     "PP2 EP2, overlaps": (
         4,
         EP2 | SHARED | {"pipeline_model_parallel_size": 2, "overlap_param_gather": True},

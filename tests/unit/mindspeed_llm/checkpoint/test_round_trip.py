@@ -28,6 +28,13 @@ MOE_LAYOUTS = {
     "ep2_pp2_grouped": {EP: 2, PP: 2, "moe_grouped_gemm": True},
     "tp2_ep2_grouped": {TP: 2, EP: 2, "moe_grouped_gemm": True},
     "etp1": {TP: 2, EP: 4, "expert_tensor_parallel_size": 1},
+    "tp2_pp2_ep2_etp1_te": {
+        TP: 2,
+        PP: 2,
+        EP: 2,
+        "expert_tensor_parallel_size": 1,
+        "transformer_impl": "transformer_engine",
+    },
     "te_grouped": {EP: 2, "moe_grouped_gemm": True, "transformer_impl": "transformer_engine"},
 }
 MOE = {"qwen3_moe", "mixtral", "deepseek2", "deepseek2_lite", "deepseek3"}
