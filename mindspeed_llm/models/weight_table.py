@@ -5,13 +5,19 @@ the expert in the full layer.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 from mindspeed.checkpoint.tensor_slice import TensorSlice, full_slice
 from mindspeed_llm.models.config import ModelConfig
 
 ALWAYS = "hidden_size"
+Experts = Literal["each", "fused"]
+"""How HF tensors hold experts: one for each projection of each expert, as most models are
+published, or one for all experts of a layer, as transformers 5 has them in memory."""
+FUSED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+"""The HF tensors of all experts: each expert's matrix in them is the one that Megatron has."""
 
 
 class TPSplit(Enum):
@@ -26,7 +32,10 @@ class TPSplit(Enum):
 
 @dataclass(frozen=True)
 class SliceMap:
-    """Slice `mcore_slice` of a Megatron tensor is slice `hf_slice` of the HF tensor `hf_name`."""
+    """Slice `mcore_slice` of a Megatron tensor is slice `hf_slice` of the HF tensor `hf_name`.
+
+    The HF tensor may have more dimensions in front; `hf_slice` has size one in those.
+    """
 
     hf_name: str
     hf_slice: TensorSlice
@@ -125,11 +134,29 @@ class WeightTable:
     mtp_copies: tuple[tuple[str, str], ...] = ()
     """HF tensors of such a layer that repeat a Megatron tensor outside the layers."""
     hf_layer: str = "model.layers.{layer}."
+    fused_names: tuple[tuple[str, str], ...] = ()
+    """Parts of HF names that are others where experts are fused."""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Suffixes of HF tensors that are not weights."""
 
-    def weights(self, model: ModelConfig) -> Iterator[Weight]:
+    def weights(self, model: ModelConfig, experts: Experts = "each") -> Iterator[Weight]:
         """Yield every tensor of a model."""
+        for weight in self._weights(model):
+            yield weight if experts == "each" else self._fused(weight)
+
+    def _fused(self, weight: Weight) -> Weight:
+        """Return a weight with the HF tensors of fused experts."""
+        maps = weight.slice_maps
+        for each, fused in self.fused_names:
+            maps = tuple(replace(m, hf_name=m.hf_name.replace(each, fused)) for m in maps)
+        if (number := weight.expert) is not None:
+            layer = maps[0].hf_name.partition(f".experts.{number}.")[0]
+            name = f"{layer}.experts.{FUSED[weight.name.split('.')[-2]]}"
+            region = full_slice(weight.shape)
+            maps = (SliceMap(name, ((number, number + 1), *region), region),)
+        return replace(weight, slice_maps=maps)
+
+    def _weights(self, model: ModelConfig) -> Iterator[Weight]:
         yield from _named(self.model, model)
         for layer in range(model.num_layers):
             yield from self._layer(model, layer, f"decoder.layers.{layer}.")

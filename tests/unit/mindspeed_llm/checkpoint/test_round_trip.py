@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from mindspeed_llm.checkpoint import ConvertOptions
@@ -52,8 +53,8 @@ def to_mcore(source, target, **options):
     return target
 
 
-def to_hf(source, target):
-    options = {"load_model_type": "mg", "save_model_type": "hf"}
+def to_hf(source, target, **more):
+    options = {"load_model_type": "mg", "save_model_type": "hf"} | more
     convert(ConvertOptions(load_dir=str(source), save_dir=str(target), **options))
     return load_file(target / "model.safetensors")
 
@@ -93,6 +94,19 @@ def test_result_is_a_model_for_transformers(models, tmp_path):
     to_mcore(models["qwen3_moe"], tmp_path / "mg", **{TP: 2, EP: 2})
     to_hf(tmp_path / "mg", tmp_path / "hf")
     assert torch.equal(tiny.logits(tmp_path / "hf"), tiny.logits(models["qwen3_moe"]))
+
+
+@pytest.mark.parametrize("name", sorted(MOE))
+def test_experts_of_either_layout(models, tmp_path, name):
+    """Fused experts are those that transformers 5 itself writes, and reads back."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
+    model.save_pretrained(tmp_path / "theirs", save_original_format=False)
+    fused = load_file(tmp_path / "theirs/model.safetensors")
+    assert any(tensor.ndim == 3 for tensor in fused.values()), "transformers fused nothing"
+    mg = to_mcore(tmp_path / "theirs", tmp_path / "mg", **{TP: 2, EP: 2})
+    assert_same(to_hf(mg, tmp_path / "each"), load_file(models[name] / "model.safetensors"))
+    assert_same(to_hf(mg, tmp_path / "fused", hf_experts="fused"), fused)
+    assert torch.equal(tiny.logits(tmp_path / "fused"), tiny.logits(models[name]))
 
 
 def test_types(tmp_path):
