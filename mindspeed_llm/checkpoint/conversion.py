@@ -106,6 +106,11 @@ def _to_mcore(
     source = _open(options, found, configs)
     config, tp = source.config, options.target_tensor_parallel_size
     layout = _requested_layout(options, source)
+    if config.moe and config.linear_bias and _style(options).experts == "joined":
+        raise ConfigError(
+            "--moe-grouped-gemm: the experts have biases, which Megatron's local grouped experts "
+            "have not: drop it, or add --transformer-impl transformer_engine"
+        )
     rows = padded_vocab_size(config.vocab_size, options.make_vocab_size_divisible_by, tp)
     final = root / f"iter_{ITERATION:07d}"
     verify_source(found, source, enabled=not options.no_verify)

@@ -72,10 +72,13 @@ def hf_tensors(config: ModelConfig, experts: Experts = "each") -> list[StoredTen
         full_weights[weight.name] = copies[weight.slice_maps[0].hf_name]
     for name, original in table.hf_copies(config).items():
         copies[name], is_float32[name] = full_weights[original], False
-    return [
-        StoredTensor(name, _extent(parts), tuple(parts), None, is_float32[name])
-        for name, parts in copies.items()
-    ]
+    stored = []
+    for name, parts in copies.items():
+        shape, split, order = _extent(parts), None, ()
+        if (view := table.hf_view(name)) is not None:
+            (shape, split), order = view.shapes(shape), view.order
+        stored.append(StoredTensor(name, shape, tuple(parts), split, is_float32[name], order))
+    return stored
 
 
 def _tensors(folder: Path) -> tuple[dict[str, torch.Tensor], list[MappedFile]]:
@@ -106,15 +109,18 @@ def _full_tensors(
     copies = set(table.hf_copies(config)) | ({"lm_head.weight"} if config.tied else set())
     left = {name for name in tensors if not name.endswith(table.ignored) and name not in copies}
     experts = _experts_of(tensors)
-    shapes = {t.name: t.shape for t in hf_tensors(config, experts) if t.name not in copies}
-    check_names(left, shapes, str(folder))
-    for name, shape in shapes.items():
-        check_shape(str(folder), name, tensors[name], shape)
+    wanted = {t.name: t for t in hf_tensors(config, experts) if t.name not in copies}
+    check_names(left, wanted, str(folder))
+    seen = {}
+    for name, stored in wanted.items():
+        check_shape(str(folder), name, tensors[name], stored.shape)
+        seen[name] = tensors[name].view(stored.view_shape)
+        seen[name] = seen[name].permute(stored.order) if stored.order else seen[name]
     found = {}
     for weight in table.weights(config, experts):
         shards = []
         for m in weight.slice_maps:
-            values = tensors[m.hf_name][to_index(m.hf_slice)]
+            values = seen[m.hf_name][to_index(m.hf_slice)]
             shards.append(Shard(m.mcore_slice, values.reshape(slice_shape(m.mcore_slice))))
         found[weight.name] = FullTensor(shards)
     return found

@@ -161,6 +161,7 @@ def adaptable_weights(shape: ModelConfig) -> list[Weight]:
         if weight.name.startswith("decoder.")
         and weight.name.endswith(tuple(f".{target}.weight" for target in LORA_TARGETS))
         and ".shared_experts." not in weight.name
+        and len(weight.slice_maps[0].hf_slice) == 2  # not of all experts in one tensor
     ]
     if shape.moe is not None:
         found = [w for w in found if ".self_attention." in w.name or w.expert is not None]

@@ -79,8 +79,9 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             recompute_granularity=recompute,
             gradient_accumulation_fusion=_fuses_gradients(options),
             # Megatron's scripts set these; TransformerConfig itself defaults to the unfused paths.
-            bias_activation_fusion=not options.no_bias_swiglu_fusion,
-            bias_dropout_fusion=not options.no_bias_dropout_fusion,
+            bias_activation_fusion=_fuses_activation(options, shape),
+            bias_dropout_fusion=not options.no_bias_dropout_fusion
+            and not _has_biased_experts(shape),
             **_auxiliary_loss(options, shape, dims),
             **_frozen_bias(options, shape),
         )
@@ -276,6 +277,16 @@ def _is_first_and_last(dims: ParallelDims, stage: int | None) -> tuple[bool, boo
     rank = parallel_state.get_pipeline_model_parallel_rank()
     last = (dims.vpp or 1) - 1
     return rank == 0 and stage in (None, 0), rank == dims.pp - 1 and stage in (None, last)
+
+
+def _fuses_activation(options: TrainOptions, shape: ModelConfig) -> bool:
+    """Return whether Megatron's fused activation is used: it clamps before it adds the bias."""
+    return not options.no_bias_swiglu_fusion and shape.swiglu_limit is None
+
+
+def _has_biased_experts(shape: ModelConfig) -> bool:
+    """Return whether experts have biases, which Megatron's grouped ones add by themselves."""
+    return shape.moe is not None and shape.linear_bias
 
 
 def _fuses_gradients(options: TrainOptions) -> bool:

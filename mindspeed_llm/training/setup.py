@@ -92,6 +92,8 @@ def prepare(
         context = chosen(options, dict(options))
         if dims.cp > 1:
             check_context(options, shape, splits_sequences)
+        if shape.attention_sinks:
+            _check_sinks(options, is_sampled=not is_training or options.stage in ONLINE)
         activate_features(options, shape, dims)
         if is_training:
             check_experts(options, shape)
@@ -153,6 +155,21 @@ def check_context(options: TrainOptions, shape: ModelConfig, splits_sequences: b
         raise ConfigError(f"{CP} {size}: --stage {options.stage} needs whole sequences: use 1")
 
 
+def _check_sinks(options: TrainOptions, *, is_sampled: bool) -> None:
+    """Refuse what Megatron's own attention, the one that has sinks, does not compute."""
+    if is_sampled:
+        raise ConfigError(
+            "tokens are not sampled from a model with attention sinks: convert it, and sample with "
+            "transformers"
+        )
+    names = ("neat_pack", "variable_seq_lengths", "reset_attention_mask", "reset_position_ids")
+    given = [Spelling.FLAG.name_of(name) for name in names if getattr(options, name)]
+    if options.context_parallel_size > 1:
+        given.append(f"{CP} {options.context_parallel_size}")
+    if given:
+        raise ConfigError(f"{given[0]}: attention with sinks needs whole, single samples: drop it")
+
+
 def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> None:
     """Put the features in force that the options ask for."""
     current().activate(*requested_features(options, shape, dims))
@@ -186,6 +203,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         _check_has_no_experts(options)
     else:
         _check_dispatch(options)
+        _check_biases(options, shape)
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
@@ -198,6 +216,19 @@ def _check_has_no_experts(options: TrainOptions) -> None:
         if getattr(options, name) != info.default:
             flag = Spelling.FLAG.name_of(name)
             raise ConfigError(f"{flag}: the model has no experts: drop it")
+
+
+def _check_biases(options: TrainOptions, shape: ModelConfig) -> None:
+    """Refuse to split experts with biases, which every rank would add, and local ones."""
+    if shape.linear_bias and options.transformer_impl == "local":
+        # Megatron adds the bias in place to a view that autograd does not allow to be changed.
+        raise ConfigError("experts with biases need --transformer-impl transformer_engine")
+    size = options.expert_tensor_parallel_size or options.tensor_model_parallel_size
+    if shape.linear_bias and size > 1 and not options.moe_tp_extend_ep:
+        raise ConfigError(
+            f"experts with biases cannot be split over {size} ranks: add "
+            "--expert-tensor-parallel-size 1, or --moe-tp-extend-ep"
+        )
 
 
 def _check_dispatch(options: TrainOptions) -> None:

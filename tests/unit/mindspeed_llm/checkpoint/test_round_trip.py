@@ -41,6 +41,7 @@ MOE_LAYOUTS = {
 MOE = {"qwen3_moe", "mixtral", "deepseek2", "deepseek2_lite", "deepseek3"}
 CASES = [(name, layout) for name in tiny.MODELS for layout in LAYOUTS]
 CASES += [(name, layout) for name in tiny.MODELS if name in MOE for layout in MOE_LAYOUTS]
+CASES += [("gpt_oss", layout) for layout in ("ep2", "etp1", "tp2_pp2_ep2_etp1_te", "te_grouped")]
 CASES += [(name, "joined_mla") for name in ("deepseek2", "deepseek2_lite", "deepseek3")]
 ALL_LAYOUTS = LAYOUTS | MOE_LAYOUTS | {"joined_mla": {TP: 2, "join_mla_down_proj": True}}
 
