@@ -1,6 +1,7 @@
 """Fine-tuning mixtures of experts: the steps and the reported load of one rank, in every layout."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
     write_samples,
 )
 
-STEPS = 3
+STEPS = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 3
 ASYNC = {"moe_permutation_async_comm": True}
 ALL_GATHER = ASYNC | {"moe_token_dispatcher_type": "allgather"}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -27,6 +28,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "recompute": (1, {"moe_adaptive_recompute_activation": True}),
     "allgather, TP2 EP2": (4, ALL_GATHER | TP2 | EP2),
+    "EP4": (4, {"expert_model_parallel_size": 4}),
     "alltoall, TP-extend-EP": (4, ASYNC | TP2 | EP2 | {"moe_tp_extend_ep": True}),
     "TP2, whole experts": (4, TP2 | {"expert_tensor_parallel_size": 1}),
     "TP2 EP2, whole experts": (4, TP2 | EP2 | {"expert_tensor_parallel_size": 1}),
@@ -89,7 +91,7 @@ def test_steps_and_loads_are_those_of_one_rank(inputs: tuple[Path, str, str]) ->
         assert len(steps) == STEPS
         for found, want in zip(steps, expected, strict=True):
             for key in ("lm loss", "grad norm"):
-                assert found[key] == pytest.approx(want[key], rel=2e-5), (name, key)
+                assert found[key] == pytest.approx(want[key], rel=1e-6), (name, key)
         loads, expected = ([x for x in y if "moe load" in x] for y in (lines, logs["plain"]))
         assert len(loads) == STEPS and loads[0]["moe layers"] == [1, 2]
         # Samples are padded to other lengths where ranks share a sequence.
