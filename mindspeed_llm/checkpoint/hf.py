@@ -1,6 +1,7 @@
 """Read the weights of an HF model directory, and plan the files of one to write."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,10 +75,11 @@ def hf_tensors(config: ModelConfig, experts: Experts = "each") -> list[StoredTen
         copies[name], is_float32[name] = full_weights[original], False
     stored = []
     for name, parts in copies.items():
-        shape, split, order = _extent(parts), None, ()
+        tensor = StoredTensor(name, _extent(parts), tuple(parts), None, is_float32[name])
         if (view := table.hf_view(name)) is not None:
-            (shape, split), order = view.shapes(shape), view.order
-        stored.append(StoredTensor(name, shape, tuple(parts), split, is_float32[name], order))
+            shape, split = view.shapes(tensor.shape)
+            tensor = replace(tensor, shape=shape, view=split, order=view.order)
+        stored.append(tensor)
     return stored
 
 
