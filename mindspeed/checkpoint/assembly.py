@@ -113,6 +113,9 @@ class StoredTensor:
     view: tuple[int, ...] | None = None
     """The shape that the copies refer to, where it is not the tensor's."""
     is_float32: bool = False
+    order: tuple[int, ...] = ()
+    """The dimensions of that shape in the order in which the copies name them; none for as they
+    are."""
 
     @property
     def view_shape(self) -> tuple[int, ...]:
@@ -127,7 +130,8 @@ class StoredTensor:
             for shard in _full_tensor(copy, tensors, self.name).shards:
                 if (shared := intersection(shard.region, copy.source)) is not None:
                     at = translate(shared, shard.region, full_slice(shard.values.shape))
-                    found.append(copy.to_stored(shared, shard.values[to_index(at)]))
+                    piece = copy.to_stored(shared, shard.values[to_index(at)])
+                    found.append(self._in_order(*piece))
                     held += slice_numel(shared)
             if held != (total := slice_numel(copy.source)):
                 raise ConfigError(
@@ -135,6 +139,15 @@ class StoredTensor:
                     "source file"
                 )
         return found
+
+    def _in_order(
+        self, region: TensorSlice, values: torch.Tensor
+    ) -> tuple[TensorSlice, torch.Tensor]:
+        """Return a piece with the dimensions as they are stored."""
+        if not self.order:
+            return region, values
+        back = [self.order.index(dim) for dim in range(len(self.order))]
+        return tuple(region[dim] for dim in back), values.permute(back)
 
     def dtype(self, tensors: FullTensors, requested: torch.dtype | None) -> torch.dtype:
         """Return the dtype it is stored in: the requested one, else that of its source."""

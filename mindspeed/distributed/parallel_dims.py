@@ -111,6 +111,8 @@ def check_model(
     num_query_groups: int | None = None,
     ffn_hidden_size: int | None = None,
     num_experts: int | None = None,
+    etp: int | None = None,
+    moe_ffn_hidden_size: int | None = None,
 ) -> None:
     """Raise ConfigError, with sizes that do, if these cannot share a model.
 
@@ -124,9 +126,13 @@ def check_model(
     }
     _check_shares(PP, pp, {"--num-layers": num_layers}, world, tp * cp)
     _check_shares(TP, tp, widths, world, pp * cp)
-    if num_experts == 0 and ep > 1:
-        raise ConfigError(f"{EP} {ep}: the model has no experts: use 1")
-    _check_shares(EP, ep, {"--num-experts": num_experts or None}, world, tp * pp)
+    for flag, given in ((EP, ep), (ETP, etp or 1)):
+        if num_experts == 0 and given > 1:
+            raise ConfigError(f"{flag} {given}: the model has no experts: use 1")
+    expert_tp = tp if etp is None else etp
+    _check_shares(EP, ep, {"--num-experts": num_experts or None}, world, expert_tp * pp)
+    widths = {"--moe-ffn-hidden-size": moe_ffn_hidden_size}
+    _check_shares(TP if etp is None else ETP, expert_tp, widths, world, ep * pp)
 
 
 def _check_shares(

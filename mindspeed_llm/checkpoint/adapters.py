@@ -17,7 +17,12 @@ from mindspeed.checkpoint.detection import ADAPTER_CONFIG, CheckpointDir, read_a
 from mindspeed.checkpoint.tensor_slice import full_slice, to_index
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.source import WeightSource
-from mindspeed_llm.checkpoint.torch_dist import ADAPTERS, adapter_ranges, read_adapters
+from mindspeed_llm.checkpoint.torch_dist import (
+    ADAPTERS,
+    adapter_ranges,
+    open_torch_dist,
+    read_adapters,
+)
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.registry import family_named
 
@@ -49,11 +54,16 @@ def saved_adapters(folder: Path, model_config: ModelConfig) -> Adapters | None:
     factors = {}
     for weight in family_named(model_config.family).table.weights(model_config):
         layer = weight.name.removesuffix(".weight") + ADAPTERS
+        if weight.expert is not None:  # all experts in one tensor
+            layer = layer.replace(f".experts.{weight.expert}.", ".experts.experts.")
         for hf in {m.hf_name.removesuffix(".weight") for m in weight.slice_maps}:
             short = hf.rpartition(".")[2]
             names = [f"{layer}.{short}.lora_{letter}.weight" for letter in "AB"]
             if all(name in tensors for name in names):
-                factors[hf] = (tensors[names[0]], tensors[names[1]])
+                a, b = (tensors[name] for name in names)
+                factors[hf] = (
+                    (a, b) if weight.expert is None else (a[weight.expert], b[weight.expert])
+                )
     return Adapters(config, factors)
 
 
@@ -92,7 +102,8 @@ def export(
             f"{found.folder}: has a value head, which is no adapter: export the whole model with "
             "--merge"
         )
-    ranges = adapter_ranges(found.folder) if verify else None
+    has_more = bool(read_adapter_config(found.folder).get("modules_to_save"))
+    ranges = adapter_ranges(found.folder) if verify and not has_more else None
     digests.verify(found.folder, enabled=verify, ranges=ranges)
     adapters = saved_adapters(found.folder, model_config)
     assert adapters is not None
@@ -100,12 +111,31 @@ def export(
     for name, factors in sorted(adapters.factors.items()):
         for letter, factor in zip("AB", factors):
             tensors[f"{PEFT_PREFIX}{name}.lora_{letter}.weight"] = factor.contiguous()
+    tensors |= _whole_modules(found.folder, model_config, adapters.config)
     with staged_directory(target) as staging:
         save_file(tensors, staging / WEIGHTS, {"format": "pt"})
         text = json.dumps(adapters.config, indent=2, sort_keys=True)
         (staging / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
         digests.write_digests(staging, {}, {"kind": "adapters"})
     return len(adapters.factors)
+
+
+def _whole_modules(
+    folder: Path, model_config: ModelConfig, config: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return the weights that were trained whole beside the adapters, as peft names them."""
+    modules = tuple(config.get("modules_to_save") or ())
+    if not modules:
+        return {}
+    source = open_torch_dist(folder, model_config)
+    found = {}
+    for weight in family_named(model_config.family).table.weights(source.config):
+        name = weight.slice_maps[0].hf_name
+        if weight.expert is None and name.split(".")[-2] in modules:
+            stored = source.tensors[weight.name]
+            values = _assembled(stored, weight.shape).to(stored.dtype)
+            found[PEFT_PREFIX + name] = values
+    return found
 
 
 def check_present(found: CheckpointDir) -> None:

@@ -69,6 +69,8 @@ def _check_given(options: ConvertOptions) -> None:
     for flag, path in (("--load-dir", options.load_dir), ("--save-dir", options.save_dir)):
         if not path:
             raise ConfigError(f"{flag} is missing: give a directory")
+    if options.hf_experts != "each" and options.save_model_type != "hf":
+        raise ConfigError("--hf-experts fused: is for --save-model-type hf: drop it")
     if Path(options.save_dir).is_file():
         raise ConfigError(f"--save-dir {options.save_dir}: is a file: give a directory")
     if options.make_vocab_size_divisible_by < 1:
@@ -104,6 +106,11 @@ def _to_mcore(
     source = _open(options, found, configs)
     config, tp = source.config, options.target_tensor_parallel_size
     layout = _requested_layout(options, source)
+    if config.moe and config.linear_bias and _style(options).experts == "joined":
+        raise ConfigError(
+            "--moe-grouped-gemm: the experts have biases, which Megatron's local grouped experts "
+            "have not: drop it, or add --transformer-impl transformer_engine"
+        )
     rows = padded_vocab_size(config.vocab_size, options.make_vocab_size_divisible_by, tp)
     final = root / f"iter_{ITERATION:07d}"
     verify_source(found, source, enabled=not options.no_verify)
@@ -129,7 +136,7 @@ def _to_hf(options: ConvertOptions, found: CheckpointDir, progress: Progress | N
     source = _open(options, found, configs)
     verify_source(found, source, enabled=not options.no_verify)
     with staged_directory(final, options.overwrite) as staging:
-        outputs = hf_outputs(staging, source, _dtype(options))
+        outputs = hf_outputs(staging, source, _dtype(options), experts=options.hf_experts)
         written = write_outputs(
             outputs, source, final.parent, progress, check_finite=options.check_finite
         )

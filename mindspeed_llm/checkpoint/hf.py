@@ -1,6 +1,7 @@
 """Read the weights of an HF model directory, and plan the files of one to write."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,13 +25,14 @@ from mindspeed.checkpoint.hf_folder import (
 )
 from mindspeed.checkpoint.output import with_dtypes
 from mindspeed.checkpoint.safetensors_file import read_safetensors
-from mindspeed.checkpoint.tensor_slice import to_index
+from mindspeed.checkpoint.tensor_slice import slice_shape, to_index
 from mindspeed.config import ConfigError, one_of
 from mindspeed_llm.checkpoint.pt_file import read_pt
 from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.hf_config import HfConfig
 from mindspeed_llm.models.registry import family_named, read_model_config
+from mindspeed_llm.models.weight_table import FUSED, Experts
 
 
 def open_hf(
@@ -45,20 +47,24 @@ def open_hf(
 
 
 def hf_outputs(
-    folder: Path, source: WeightSource, dtype: torch.dtype | None, shard_size: int = SHARD_SIZE
+    folder: Path,
+    source: WeightSource,
+    dtype: torch.dtype | None,
+    shard_size: int = SHARD_SIZE,
+    experts: Experts = "each",
 ) -> list[SafetensorsOutput]:
     """Plan the files of a model."""
-    typed = with_dtypes(hf_tensors(source.config), source.tensors, dtype)
+    typed = with_dtypes(hf_tensors(source.config, experts), source.tensors, dtype)
     return shard_outputs(folder, typed, shard_size)
 
 
-def hf_tensors(config: ModelConfig) -> list[StoredTensor]:
+def hf_tensors(config: ModelConfig, experts: Experts = "each") -> list[StoredTensor]:
     """Return the tensors of an HF model, in the order of its layers."""
     table = family_named(config.family).table
     copies: dict[str, list[SliceCopy]] = {}
     is_float32 = {}
     full_weights = {}
-    for weight in table.weights(config):
+    for weight in table.weights(config, experts):
         for m in weight.slice_maps:
             copies.setdefault(m.hf_name, []).append(
                 SliceCopy(weight.name, m.mcore_slice, m.hf_slice)
@@ -67,10 +73,14 @@ def hf_tensors(config: ModelConfig) -> list[StoredTensor]:
         full_weights[weight.name] = copies[weight.slice_maps[0].hf_name]
     for name, original in table.hf_copies(config).items():
         copies[name], is_float32[name] = full_weights[original], False
-    return [
-        StoredTensor(name, _extent(parts), tuple(parts), None, is_float32[name])
-        for name, parts in copies.items()
-    ]
+    stored = []
+    for name, parts in copies.items():
+        tensor = StoredTensor(name, _extent(parts), tuple(parts), None, is_float32[name])
+        if (view := table.hf_view(name)) is not None:
+            shape, split = view.shapes(tensor.shape)
+            tensor = replace(tensor, shape=shape, view=split, order=view.order)
+        stored.append(tensor)
+    return stored
 
 
 def _tensors(folder: Path) -> tuple[dict[str, torch.Tensor], list[MappedFile]]:
@@ -100,20 +110,28 @@ def _full_tensors(
     table = family_named(config.family).table
     copies = set(table.hf_copies(config)) | ({"lm_head.weight"} if config.tied else set())
     left = {name for name in tensors if not name.endswith(table.ignored) and name not in copies}
-    weights = list(table.weights(config))
-    wanted = {m.hf_name for weight in weights for m in weight.slice_maps}
+    experts = _experts_of(tensors)
+    wanted = {t.name: t for t in hf_tensors(config, experts) if t.name not in copies}
     check_names(left, wanted, str(folder))
+    seen = {}
+    for name, stored in wanted.items():
+        check_shape(str(folder), name, tensors[name], stored.shape)
+        seen[name] = tensors[name].view(stored.view_shape)
+        seen[name] = seen[name].permute(stored.order) if stored.order else seen[name]
     found = {}
-    for weight in weights:
-        sizes = {m.hf_name: tuple(stop for _, stop in m.hf_slice) for m in weight.slice_maps}
-        for name, size in sizes.items():  # the last slice of each tensor ends where it ends
-            check_shape(str(folder), name, tensors[name], size)
-        shards = [
-            Shard(m.mcore_slice, tensors[m.hf_name][to_index(m.hf_slice)])
-            for m in weight.slice_maps
-        ]
+    for weight in table.weights(config, experts):
+        shards = []
+        for m in weight.slice_maps:
+            values = seen[m.hf_name][to_index(m.hf_slice)]
+            shards.append(Shard(m.mcore_slice, values.reshape(slice_shape(m.mcore_slice))))
         found[weight.name] = FullTensor(shards)
     return found
+
+
+def _experts_of(names: Iterable[str]) -> Experts:
+    """Return how the tensors of a model hold experts."""
+    ending = f".experts.{FUSED['linear_fc1']}"
+    return "fused" if any(name.endswith(ending) for name in names) else "each"
 
 
 def _refuse_quantized(folder: Path) -> None:

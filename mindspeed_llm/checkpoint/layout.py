@@ -111,6 +111,12 @@ class LayoutRequest:
             if size < 1:
                 raise ConfigError(f"{flag} {size} is too small: it must be at least 1")
         self._check_widths(config, etp)
+        if self.tp % etp:
+            raise ConfigError(
+                f"{ETP} {etp}: the files of ranks are named by their numbers in TP, PP and EP, so "
+                f"it must divide {TP} {self.tp}; a training run takes any, and loads what is "
+                "converted to another size"
+            )
         numbers = _numbered(config.num_layers, self.noop_layers)
         starts = [0, *accumulate(self._chunk_sizes(len(numbers)))]
         chunks = [numbers[a:b] for a, b in zip(starts, starts[1:])]

@@ -51,6 +51,9 @@ class ConvertOptions(Options):
     """Weight names of mg: those of Megatron's local or transformer_engine layer specs."""
     moe_grouped_gemm: bool = False
     """Write the experts of a rank as one tensor, as grouped-GEMM layers store them."""
+    hf_experts: Literal["each", "fused"] = "each"
+    """Experts of hf output: one tensor for each projection of each expert, as models are published,
+    or fused in one for all experts of a layer, as transformers 5 has them; input has either."""
     join_mla_down_proj: bool = False
     """Write the down projections of latent attention as one linear_qkv, as MindSpeed-LLM does."""
     no_verify: bool = False

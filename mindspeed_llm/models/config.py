@@ -31,6 +31,8 @@ class RotaryConfig(Options):
     """Weight of the attention temperature (yarn)."""
     mscale_all_dim: float = 0.0
     """Weight of the temperature taken out of the rotation and put on the softmax (yarn)."""
+    truncate: bool = True
+    """The first and the last scaled dimension are whole numbers (yarn)."""
 
 
 class MoEConfig(Options):
@@ -127,6 +129,12 @@ class ModelConfig(Options):
     """Query and key heads are normalized."""
     sliding_window: int | None = None
     """Positions a query sees; None where it sees all before it."""
+    window_layers: tuple[bool, ...] = ()
+    """For each layer: whether it has the sliding window; empty where all have it."""
+    attention_sinks: bool = False
+    """Every head has a trained logit that takes a share of its softmax and has no value."""
+    swiglu_limit: float | None = None
+    """Clamp of gate and up, with gpt-oss' activation: quick GELU of the gate times up + 1."""
     rotary: RotaryConfig = RotaryConfig()
     """Rotary position embedding."""
     moe: MoEConfig | None = None

@@ -68,7 +68,7 @@ NEUTRAL: Mapping[str, Any] = {
 CLASSIFIER = "ForSequenceClassification"
 """How the name of a class with a head for scores ends, as in LlamaForSequenceClassification."""
 ROTARY = frozenset(["finetuned"])
-ROTARY_NEUTRAL: Mapping[str, Any] = {"partial_rotary_factor": 1, "truncate": True}
+ROTARY_NEUTRAL: Mapping[str, Any] = {"partial_rotary_factor": 1}
 
 
 class HfConfig:
@@ -190,6 +190,7 @@ class HfConfig:
             beta_slow=rope.number("beta_slow", 1.0),
             mscale=rope.number("mscale", 1.0),
             mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+            truncate=rope.flag("truncate", True),
         )
         _check_temperature(rope, rotary)
         refuse_unread(rope.source, f"{kind} rope", rope._unread(), ROTARY, ROTARY_NEUTRAL)

@@ -41,6 +41,7 @@ def transformer_config(
 
     fields = _dense_fields(model_config)
     kind = megatron.TransformerConfig
+    fields |= _gpt_oss_fields(model_config, {field.name for field in dataclasses.fields(kind)})
     if model_config.mla is not None:
         kind = megatron.MLATransformerConfig
         fields |= _latent_fields(model_config, {field.name for field in dataclasses.fields(kind)})
@@ -110,11 +111,14 @@ def layer_spec(config: Any, impl: Impl, vp_stage: int | None = None) -> Any:
 
     stage = _stage(get_gpt_decoder_block_spec, vp_stage)
     if impl == "transformer_engine":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, **stage)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, **stage)
+        if _has_sinks(config):
+            _use_local_attention(spec)
+        return spec
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, **stage
     )
-    if config.multi_latent_attention or config.window_size is not None:
+    if config.multi_latent_attention or config.window_size is not None and not _has_sinks(config):
         _use_te_attention(spec)
     # Megatron chooses the final norm by what is installed, not by what is requested.
     return dataclasses.replace(spec, layer_norm=WrappedTorchNorm)
@@ -126,6 +130,18 @@ def _use_te_attention(spec: Any) -> None:
 
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+
+
+def _has_sinks(config: Any) -> bool:
+    return getattr(config, "softmax_type", "vanilla") != "vanilla"
+
+
+def _use_local_attention(spec: Any) -> None:
+    """Use Megatron's own, which alone has a softmax with a trained offset."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = DotProductAttention
 
 
 def _mtp_spec(config: Any, spec: Any, impl: Impl, vp_stage: int | None) -> Any:
@@ -162,6 +178,28 @@ def _dense_fields(model_config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _gpt_oss_fields(model_config: ModelConfig, known: set[str]) -> dict[str, Any]:
+    """Return the fields of sinks, alternating windows and clamped activations, where there are."""
+    fields: dict[str, Any] = {}
+    if model_config.window_layers:
+        fields["window_attn_skip_freq"] = [int(has) for has in model_config.window_layers]
+    if model_config.attention_sinks:
+        fields["softmax_type"] = "learnable"
+    if model_config.swiglu_limit is not None:
+        fields["activation_func_clamp_value"] = model_config.swiglu_limit
+        fields["glu_linear_offset"] = 1.0
+    if missing := sorted(fields.keys() - known):
+        raise ConfigError(
+            f"this megatron-core has no {', '.join(missing)}, which {model_config.family} needs: "
+            "update it (0.16 has them)"
+        )
+    if model_config.swiglu_limit is not None:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        fields["activation_func"] = quick_gelu
+    return fields
+
+
 def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
     if moe.score_function == "sigmoid" and not moe.normalize_topk:
         raise ConfigError("Megatron normalizes the weights of experts chosen by sigmoid scores")
@@ -195,6 +233,10 @@ def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
 def _latent_fields(model_config: ModelConfig, known: set[str]) -> dict[str, Any]:
     mla, rotary = model_config.mla, model_config.rotary
     assert mla is not None
+    if rotary.scaling == "yarn" and not rotary.truncate:
+        raise ConfigError(
+            "latent attention in Megatron rounds the range of yarn: truncate is false"
+        )
     if rotary.scaling not in ("none", "yarn"):
         raise ConfigError(f"latent attention in Megatron has no rotary scaling {rotary.scaling}")
     # The name of the length changed, and with it which factor tempers the softmax.
@@ -254,7 +296,7 @@ def _yarn(model_config: ModelConfig) -> dict[str, Any]:
         "yarn_beta_slow": rotary.beta_slow,
         "yarn_mscale": rotary.mscale,
         "yarn_mscale_all_dim": rotary.mscale_all_dim,
-        "yarn_correction_range_round_to_int": True,
+        "yarn_correction_range_round_to_int": rotary.truncate,
     }
 
 

@@ -10,6 +10,8 @@ from mindspeed.config import Options
 class ExpertOptions(Options):
     """How tokens reach experts, and what is reported and trained of routers."""
 
+    moe_grouped_gemm: bool = False
+    """Multiply by the weights of all experts of a rank in one grouped GEMM."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach the ranks of their experts."""
     moe_expert_capacity_factor: Annotated[float, Field(gt=0)] | None = None

@@ -6,8 +6,6 @@ projections. Each layer's are a module beside it, and the names of its weights s
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,12 +24,15 @@ from mindspeed_llm.checkpoint.adapters import Factors, read_peft
 from mindspeed_llm.checkpoint.torch_dist import ADAPTERS
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.weight_table import TPSplit, Weight
+from mindspeed_llm.training.expert_lora import ExpertLora
+from mindspeed_llm.training.lora_factors import Adapter, Factor, first_values
 from mindspeed_llm.training.lora_plan import (
     LoraPlan,
     adaptable_weights,
     projection_names,
     projections,
 )
+from mindspeed_llm.training.model import set_routers_trained
 from mindspeed_llm.training.options import TrainOptions
 
 
@@ -40,10 +41,12 @@ def add_adapters(
 ) -> None:
     """Freeze the weights and put adapters beside the layers that the plan names."""
     loaded = read_peft(options.lora_load) if options.lora_load else None
-    weights = {w.name.removesuffix(".weight"): w for w in adaptable_weights(shape)}
+    weights = _by_module(shape)
     used: set[str] = set()
     for chunk in chunks:
         chunk.requires_grad_(False)
+        if plan.routers:
+            set_routers_trained([chunk], True)
         if shape.num_labels and chunk.post_process:
             chunk.output_layer.requires_grad_(True)
         for layer in chunk.decoder.layers:
@@ -52,10 +55,15 @@ def add_adapters(
                 continue
             number -= sum(noop < number for noop in options.noop_layers)
             for name, module in list(layer.named_modules()):
-                weight = weights.get(f"decoder.layers.{number}.{name}")
-                if weight is None or not set(projection_names(weight)) & set(plan.modules):
+                found = weights.get(f"decoder.layers.{number}.{name}", [])
+                if not found or not set(projection_names(found[0])) & set(plan.modules):
                     continue
-                adapters = LoraLinear(module, weight, plan, options.seed, loaded)
+                is_experts = found[0].expert is not None
+                adapters: Adapter = (
+                    ExpertLora(module, found, plan, options.seed, loaded)
+                    if is_experts
+                    else LoraLinear(module, found[0], plan, options.seed, loaded)
+                )
                 used |= adapters.hf_names
                 parent, _, last = name.rpartition(".")
                 layer.get_submodule(parent).add_module(last + ADAPTERS, adapters)
@@ -66,10 +74,29 @@ def add_adapters(
         raise ConfigError("this rank has no layer for adapters: use fewer pipeline stages")
 
 
+def _by_module(shape: ModelConfig) -> dict[str, list[Weight]]:
+    """Return the weights that adapters are made for by module, those of experts of this rank."""
+    from megatron.core import parallel_state
+
+    found: dict[str, list[Weight]] = {}
+    for weight in adaptable_weights(shape):
+        name = weight.name.removesuffix(".weight")
+        if weight.expert is not None:
+            name = name.replace(f".experts.{weight.expert}.", ".experts.")
+        found.setdefault(name, []).append(weight)
+    rank = parallel_state.get_expert_model_parallel_rank()
+    count = parallel_state.get_expert_model_parallel_world_size()
+    for name, weights in found.items():
+        if weights[0].expert is not None:
+            local = len(weights) // count
+            found[name] = weights[rank * local : (rank + 1) * local]
+    return found
+
+
 @contextmanager
 def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
     """Run models as they are without their adapters."""
-    found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LoraLinear)]
+    found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Adapter)]
     for adapters in found:
         adapters.is_used = False
     try:
@@ -79,7 +106,7 @@ def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
             adapters.is_used = True
 
 
-class LoraLinear(nn.Module):
+class LoraLinear(Adapter):
     """The adapters of one linear layer.
 
     They take part in its GEMM where the layer lets them; with dropout, which the GEMM's own
@@ -107,15 +134,13 @@ class LoraLinear(nn.Module):
         self._sizes = projections(weight)
         self.hf_names = {n for n in self._sizes if n.rpartition(".")[2] in plan.modules}
         for name in (name for name in self._sizes if name in self.hf_names):
-            factors = _first_values(name, self._sizes[name], plan.r, seed, loaded)
+            factors = first_values(name, self._sizes[name], plan.r, seed, loaded)
             # Layers of their own, since a gather of weights that overlaps ends as a layer begins.
             part = nn.Module()
-            part.lora_A, part.lora_B = map(_Factor, self._local(factors, linear))
+            part.lora_A, part.lora_B = map(Factor, self._local(factors, linear))
             self._mark(part.lora_A.weight, part.lora_B.weight)
             self.add_module(name.rpartition(".")[2], part)
         self._blocks = self._plan_blocks(_local_order(weight, self._sizes, self._tp), linear)
-        self.is_used = True
-        """Whether the layer adds what the adapters make of its input."""
         if self._is_inside:
             linear.low_rank = self.factors
         else:
@@ -273,18 +298,6 @@ class _Join(Function):
         return None, *inner.split(blocks.rank), *parts
 
 
-class _Factor(nn.Module):
-    """A weight that is asked for by a call, so that hooks that bring it can run before."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self) -> Tensor:
-        """Return the weight."""
-        return self.weight
-
-
 def _local_order(weight: Weight, sizes: Mapping[str, tuple[int, int]], tp: int) -> Tensor | None:
     """Return which row of the projections, one behind the other, each row of a rank's layer is.
 
@@ -303,28 +316,3 @@ def _local_order(weight: Weight, sizes: Mapping[str, tuple[int, int]], tp: int) 
     if weight.split is TPSplit.COLUMNS or order == sorted(order):
         return None
     return torch.tensor(order)
-
-
-def _first_values(
-    name: str,
-    size: tuple[int, int],
-    rank: int,
-    seed: int,
-    loaded: Mapping[str, Factors] | None,
-) -> Factors:
-    """Return the initial factors; new ones depend on the name and the seed only."""
-    rows, columns = size
-    if loaded is not None:
-        if name not in loaded:
-            raise ConfigError(f"--lora-load: has no adapter for {name}: it is of another model")
-        a, b = loaded[name]
-        if a.shape != (rank, columns) or b.shape != (rows, rank):
-            raise ConfigError(
-                f"--lora-load: the adapter for {name} is {tuple(b.shape)} x {tuple(a.shape)}, not "
-                f"{(rows, rank)} x {(rank, columns)}"
-            )
-        return a, b
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    bound = 1 / math.sqrt(columns)
-    a = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
-    return a, torch.zeros(rows, rank)

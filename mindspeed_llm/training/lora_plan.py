@@ -26,9 +26,12 @@ class LoraPlan:
     modules: tuple[str, ...]
     """Last parts of their HF names, such as q_proj."""
     base: str | None
+    routers: tuple[str, ...] = ()
+    """Last parts of the HF names of routers that are trained, whole, beside the adapters."""
 
     def as_peft(self) -> dict[str, Any]:
         """Return what peft's adapter_config.json says."""
+        whole = {"modules_to_save": list(self.routers)} if self.routers else {}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -39,6 +42,7 @@ class LoraPlan:
             "target_modules": list(self.modules),
             "bias": "none",
             "inference_mode": True,
+            **whole,
         }
 
 
@@ -54,9 +58,8 @@ def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
         )
     if options.lora_load is not None:
         _check_loaded(Path(options.lora_load), rank, options.lora_alpha)
-    parts = {
-        weight.name.split(".")[-2]: projection_names(weight) for weight in adaptable_weights(shape)
-    }
+    weights = adaptable_weights(shape)
+    parts = {weight.name.split(".")[-2]: projection_names(weight) for weight in weights}
     known = [*parts, *(name for names in parts.values() for name in names)]
     modules: set[str] = set()
     for target in options.lora_target_modules:
@@ -68,9 +71,46 @@ def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
         modules |= set(parts.get(target, [target]))
     if not modules:
         raise ConfigError(f"--lora-target-modules is empty: choose from {', '.join(known)}")
+    if any(w.expert is not None and modules & set(projection_names(w)) for w in weights):
+        _check_experts(options)
     return LoraPlan(
-        rank, options.lora_alpha, options.lora_dropout, tuple(sorted(modules)), options.load
+        rank,
+        options.lora_alpha,
+        options.lora_dropout,
+        tuple(sorted(modules)),
+        options.load,
+        _trained_routers(options, shape),
     )
+
+
+def _check_experts(options: TrainOptions) -> None:
+    """Refuse adapters of experts where these are no grouped linear layers."""
+    without = "or leave experts out of --lora-target-modules (linear_qkv linear_proj)"
+    if not options.moe_grouped_gemm:
+        raise ConfigError(f"adapters of experts need --moe-grouped-gemm: add it, {without}")
+    if options.transformer_impl == "local":
+        raise ConfigError(
+            "adapters of experts need --transformer-impl transformer_engine, not local: change "
+            f"it, {without}"
+        )
+    if options.lora_dropout:
+        raise ConfigError(
+            f"--lora-dropout {options.lora_dropout:g}: adapters of experts have no dropout, as in "
+            f"peft: use 0, {without}"
+        )
+
+
+def _trained_routers(options: TrainOptions, shape: ModelConfig) -> tuple[str, ...]:
+    """Return the HF modules of routers if these are trained beside adapters."""
+    if not options.lora_train_router:
+        return ()
+    if shape.moe is None:
+        raise ConfigError("--lora-train-router: the model has no experts: drop it")
+    if options.freeze_router:
+        raise ConfigError("--lora-train-router and --freeze-router exclude each other: drop one")
+    table = family_named(shape.family).table
+    routers = [rule.hf[0] for rule in table.moe if rule.mcore == "mlp.router.weight"]
+    return tuple(name.split(".")[-2] for name in routers)
 
 
 def _check_loaded(folder: Path, rank: int, alpha: float) -> None:
@@ -99,6 +139,7 @@ def check_same(plan: LoraPlan | None, saved: Mapping[str, Any]) -> None:
         ("r", "--lora-r"),
         ("lora_alpha", "--lora-alpha"),
         ("target_modules", "--lora-target-modules"),
+        ("modules_to_save", "--lora-train-router"),
     ):
         if now.get(key) != saved.get(key):
             raise ConfigError(
@@ -109,17 +150,21 @@ def check_same(plan: LoraPlan | None, saved: Mapping[str, Any]) -> None:
 
 
 def adaptable_weights(shape: ModelConfig) -> list[Weight]:
-    """Return the matrices that adapters are made for; experts have none."""
+    """Return the matrices that adapters are made for.
+
+    In a mixture of experts these are attention and the routed experts: peft, too, has no adapters
+    for dense layers and shared experts beside them, whose projections have the names of experts'.
+    """
     found = [
         weight
         for weight in family_named(shape.family).table.weights(shape)
         if weight.name.startswith("decoder.")
         and weight.name.endswith(tuple(f".{target}.weight" for target in LORA_TARGETS))
         and ".shared_experts." not in weight.name
-        and weight.expert is None
+        and len(weight.slice_maps[0].hf_slice) == 2  # not of all experts in one tensor
     ]
-    if shape.moe is not None:  # dense layers among experts alone are not what --lora-* means
-        found = [weight for weight in found if ".self_attention." in weight.name]
+    if shape.moe is not None:
+        found = [w for w in found if ".self_attention." in w.name or w.expert is not None]
     return found
 
 

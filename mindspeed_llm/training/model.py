@@ -79,8 +79,9 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             recompute_granularity=recompute,
             gradient_accumulation_fusion=_fuses_gradients(options),
             # Megatron's scripts set these; TransformerConfig itself defaults to the unfused paths.
-            bias_activation_fusion=not options.no_bias_swiglu_fusion,
-            bias_dropout_fusion=not options.no_bias_dropout_fusion,
+            bias_activation_fusion=_fuses_activation(options, shape),
+            bias_dropout_fusion=not options.no_bias_dropout_fusion
+            and not _has_biased_experts(shape),
             **_auxiliary_loss(options, shape, dims),
             **_frozen_bias(options, shape),
         )
@@ -166,14 +167,14 @@ def freeze(chunks: list[Any], config: Any) -> list[Any]:
     return _in_precision(chunks, config)
 
 
-def freeze_routers(chunks: list[Any]) -> None:
-    """Keep the weights of all routers as they are."""
+def set_routers_trained(chunks: list[Any], is_trained: bool) -> None:
+    """Train the weights of all routers, or keep them as they are."""
     from megatron.core.transformer.moe.router import Router
 
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Router):
-                module.requires_grad_(False)
+                module.requires_grad_(is_trained)
 
 
 def _in_precision(chunks: list[Any], config: Any) -> list[Any]:
@@ -264,7 +265,8 @@ def _auxiliary_loss(
 
 def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:
     """Keep the bias of routers where they are not trained: it is a buffer that steps change."""
-    is_frozen = options.freeze_router or options.lora_r is not None
+    has_adapters = options.lora_r is not None or options.lora_load is not None
+    is_frozen = options.freeze_router or (has_adapters and not options.lora_train_router)
     return {"moe_router_bias_update_rate": 0.0} if shape.moe is not None and is_frozen else {}
 
 
@@ -275,6 +277,16 @@ def _is_first_and_last(dims: ParallelDims, stage: int | None) -> tuple[bool, boo
     rank = parallel_state.get_pipeline_model_parallel_rank()
     last = (dims.vpp or 1) - 1
     return rank == 0 and stage in (None, 0), rank == dims.pp - 1 and stage in (None, last)
+
+
+def _fuses_activation(options: TrainOptions, shape: ModelConfig) -> bool:
+    """Return whether Megatron's fused activation is used: it clamps before it adds the bias."""
+    return not options.no_bias_swiglu_fusion and shape.swiglu_limit is None
+
+
+def _has_biased_experts(shape: ModelConfig) -> bool:
+    """Return whether experts have biases, which Megatron's grouped ones add by themselves."""
+    return shape.moe is not None and shape.linear_bias
 
 
 def _fuses_gradients(options: TrainOptions) -> bool:

@@ -185,7 +185,10 @@ class LoraOptions(Options):
     lora_dropout: float = 0.0
     """Share of an adapter's input that is dropped."""
     lora_target_modules: tuple[str, ...] = LORA_TARGETS
-    """What gets adapters: Megatron's modules, or HF's such as q_proj and v_proj."""
+    """What gets adapters: Megatron's modules, or HF's such as q_proj and v_proj; those of experts
+    need --moe-grouped-gemm."""
+    lora_train_router: bool = False
+    """Train the routers of a mixture of experts beside the adapters; without it they are frozen."""
     lora_load: str | None = None
     """Folder with adapters in peft's format to begin with; they have to fit the other options."""
     lora_fusion: bool = False
@@ -207,6 +210,8 @@ class ParallelOptions(Options):
     """Ranks that share each sequence; --context-parallel-algo says how."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices. Default: --tensor-model-parallel-size."""
     sequence_parallel: bool = False
     """Tensor-parallel ranks also share the activations between matrices."""
     use_distributed_optimizer: bool = False

@@ -92,6 +92,8 @@ def prepare(
         context = chosen(options, dict(options))
         if dims.cp > 1:
             check_context(options, shape, splits_sequences)
+        if shape.attention_sinks:
+            _check_sinks(options, is_sampled=not is_training or options.stage in ONLINE)
         activate_features(options, shape, dims)
         if is_training:
             check_experts(options, shape)
@@ -121,6 +123,8 @@ def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
         num_query_groups=shape.num_query_groups,
         ffn_hidden_size=shape.ffn_hidden_size,
         num_experts=shape.moe.num_experts if shape.moe else 0,
+        etp=options.expert_tensor_parallel_size,
+        moe_ffn_hidden_size=shape.moe.ffn_hidden_size if shape.moe else None,
     )
     return ParallelDims(
         world=world,
@@ -130,6 +134,7 @@ def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
         vpp=virtual_stages(layers, pp, options.num_layers_per_virtual_pipeline_stage),
         cp=options.context_parallel_size,
         ep=ep,
+        etp=options.expert_tensor_parallel_size,
         micro_batch_size=options.micro_batch_size,
         # None: one micro-batch of every data-parallel rank
         global_batch_size=options.global_batch_size,  # type: ignore[arg-type]
@@ -148,6 +153,21 @@ def check_context(options: TrainOptions, shape: ModelConfig, splits_sequences: b
         raise ConfigError(f"{CP} {size}: YaRN with latent attention needs whole sequences: use 1")
     if not splits_sequences:
         raise ConfigError(f"{CP} {size}: --stage {options.stage} needs whole sequences: use 1")
+
+
+def _check_sinks(options: TrainOptions, *, is_sampled: bool) -> None:
+    """Refuse what Megatron's own attention, the one that has sinks, does not compute."""
+    if is_sampled:
+        raise ConfigError(
+            "tokens are not sampled from a model with attention sinks: convert it, and sample with "
+            "transformers"
+        )
+    names = ("neat_pack", "variable_seq_lengths", "reset_attention_mask", "reset_position_ids")
+    given = [Spelling.FLAG.name_of(name) for name in names if getattr(options, name)]
+    if options.context_parallel_size > 1:
+        given.append(f"{CP} {options.context_parallel_size}")
+    if given:
+        raise ConfigError(f"{given[0]}: attention with sinks needs whole, single samples: drop it")
 
 
 def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> None:
@@ -205,6 +225,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         _check_has_no_experts(options)
     else:
         _check_dispatch(options)
+        _check_biases(options, shape)
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
@@ -217,6 +238,19 @@ def _check_has_no_experts(options: TrainOptions) -> None:
         if getattr(options, name) != info.default:
             flag = Spelling.FLAG.name_of(name)
             raise ConfigError(f"{flag}: the model has no experts: drop it")
+
+
+def _check_biases(options: TrainOptions, shape: ModelConfig) -> None:
+    """Refuse to split experts with biases, which every rank would add, and local ones."""
+    if shape.linear_bias and options.transformer_impl == "local":
+        # Megatron adds the bias in place to a view that autograd does not allow to be changed.
+        raise ConfigError("experts with biases need --transformer-impl transformer_engine")
+    size = options.expert_tensor_parallel_size or options.tensor_model_parallel_size
+    if shape.linear_bias and size > 1 and not options.moe_tp_extend_ep:
+        raise ConfigError(
+            f"experts with biases cannot be split over {size} ranks: add "
+            "--expert-tensor-parallel-size 1, or --moe-tp-extend-ep"
+        )
 
 
 def _check_dispatch(options: TrainOptions) -> None:
@@ -300,7 +334,7 @@ def _make_trainable(
     if not role.trainable:
         return RoleModel(role, config, chunks, model.freeze(chunks, config))
     if options.freeze_router:
-        model.freeze_routers(chunks)
+        model.set_routers_trained(chunks, False)
     with model.accepted_by_megatron():
         wrapped = model.wrap(chunks, config, options)
         optimizer = model.make_optimizer(wrapped, options)

@@ -14,6 +14,13 @@ from tests.ranks import run_ranks
 TOLERANCE = 1e-5
 
 
+def is_oldest():
+    """Return whether this is megatron-core 0.12, which has yarn in latent attention only."""
+    from megatron.core import package_info
+
+    return (package_info.MAJOR, package_info.MINOR) == (0, 12)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
@@ -24,6 +31,8 @@ def models(folder):
     """Save every model once; return its folder and what transformers says."""
     found = {}
     for name in tiny.MODELS:
+        if name == "gpt_oss" and is_oldest():
+            continue  # see test_a_release_without_sinks_is_named
         path = tiny.save(name, folder)
         found[name] = (path, tiny.logits(path))
     return found
@@ -76,13 +85,6 @@ CONFIGS = {
 """What a config.json may say of the same weights; null deletes a key."""
 
 
-def is_oldest():
-    """Return whether this is megatron-core 0.12, which has yarn in latent attention only."""
-    from megatron.core import package_info
-
-    return (package_info.MAJOR, package_info.MINOR) == (0, 12)
-
-
 def test_what_a_config_may_say(models, folder):
     """Every way to say it that is accepted gives what transformers makes of it."""
     paths = {}
@@ -114,6 +116,8 @@ LAYOUTS = [
     ("mixtral", {"pp": 2, "ep": 2}, {}),
     ("deepseek2", {"tp": 2, "ep": 2}, {}),
     ("deepseek3", {"pp": 2, "ep": 2, "layers_per_chunk": 1}, {}),
+    ("gpt_oss", {"tp": 2, "ep": 2, "etp": 1}, {"expert_tensor_parallel_size": 1}),
+    ("gpt_oss", {"pp": 2, "ep": 2}, {}),
 ]
 
 
@@ -132,10 +136,13 @@ def as_flags(layout, extra):
 def test_four_ranks(models, folder, impl):
     """From a checkpoint of the same layout, of another layout, and from HF directly."""
     cases, expected = [], []
-    for name, layout, extra in LAYOUTS:
+    for number, (name, layout, extra) in enumerate(LAYOUTS):
+        if name not in models:
+            continue
         path, logits = models[name]
-        same = converted(path, folder / f"{impl}-{name}-same", **as_flags(layout, extra))
-        other = converted(path, folder / f"{impl}-{name}-other", target_pipeline_parallel_size=4)
+        target = folder / f"{impl}-{number}"
+        same = converted(path, target / "same", **as_flags(layout, extra))
+        other = converted(path, target / "other", target_pipeline_parallel_size=4)
         for source in (same, other, str(path)):
             cases.append({"source": source, "config_folder": str(path), "impl": impl, **layout})
             expected.append(logits)
@@ -149,16 +156,6 @@ def test_four_ranks(models, folder, impl):
         check([outputs[number] for outputs in per_rank], logits)
 
 
-def test_noop_layers(models, folder):
-    path, logits = models["qwen3_moe"]
-    noops = (1, 4)
-    source = converted(path, folder / "noops", target_pipeline_parallel_size=2, noop_layers=noops)
-    case = {"config_folder": str(path), "pp": 2, "noop_layers": noops}
-    cases = [case | {"source": source}, case | {"source": str(path)}]
-    for outputs in zip(*run_ranks(all_logits, 2, cases)):
-        check(outputs, logits)
-
-
 def wrong_model(path, other):
     from mindspeed.config import ConfigError
 
@@ -167,6 +164,23 @@ def wrong_model(path, other):
     except ConfigError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.skipif(not is_oldest(), reason="newer releases have sinks")
+def test_a_release_without_sinks_is_named(folder):
+    path = str(tiny.save("gpt_oss", folder))
+    (message,) = run_ranks(wrong_model, 1, path, path)
+    assert message.startswith("this megatron-core has no activation_func_clamp_value, glu_linear")
+
+
+def test_noop_layers(models, folder):
+    path, logits = models["qwen3_moe"]
+    noops = (1, 4)
+    source = converted(path, folder / "noops", target_pipeline_parallel_size=2, noop_layers=noops)
+    case = {"config_folder": str(path), "pp": 2, "noop_layers": noops}
+    cases = [case | {"source": source}, case | {"source": str(path)}]
+    for outputs in zip(*run_ranks(all_logits, 2, cases)):
+        check(outputs, logits)
 
 
 def test_weights_of_another_model_are_an_error(models):

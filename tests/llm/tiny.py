@@ -82,6 +82,26 @@ MODELS: dict[str, tuple[str, dict]] = {
         },
     ),
     "mixtral": ("MixtralConfig", _DENSE | {"num_local_experts": 4, "sliding_window": None}),
+    "gpt_oss": (
+        "GptOssConfig",
+        _DENSE
+        | {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "deepseek2": (
         "DeepseekV2Config",
         _LATENT

@@ -22,6 +22,7 @@ _EXPERT = "block_sparse_moe.experts.{expert}."
 
 TABLE = replace(
     LLAMA,
+    fused_names=(("block_sparse_moe.", "mlp."),),
     moe=(
         copy("mlp.router.weight", "block_sparse_moe.gate.weight", "moe.num_experts", "hidden_size"),
     ),

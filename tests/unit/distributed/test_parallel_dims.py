@@ -66,6 +66,16 @@ INVALID_FOR_MODEL = [
         "use 1, or another number of ranks with 2, 4 or 8$",
     ),
     ({"world": 2, "ep": 2}, {"num_experts": 0}, "the model has no experts: use 1$"),
+    (
+        {"world": 2},
+        {"num_experts": 0, "etp": 2},
+        "--expert-tensor-parallel-size 2: the model has no experts: use 1$",
+    ),
+    (
+        {"world": 2},
+        {"num_experts": 4, "etp": 2, "moe_ffn_hidden_size": 31},
+        "--expert-tensor-parallel-size 2 does not divide --moe-ffn-hidden-size 31: use 1",
+    ),
 ]
 
 

@@ -87,6 +87,43 @@ DEEPSEEK_V2 = LLAMA2 | {
     "topk_method": "greedy",
     "v_head_dim": 128,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
 PUBLISHED = {
     "Llama-2-7b": LLAMA2,
     "Llama-3.2-1B": LLAMA2
@@ -108,6 +145,7 @@ PUBLISHED = {
     "Mixtral-8x7B": LLAMA2
     | {"model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8}
     | {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None},
+    "gpt-oss-20b": GPT_OSS,
     "DeepSeek-V2-Lite": DEEPSEEK_V2,
     "DeepSeek-V3": DEEPSEEK_V2
     | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -115,7 +153,7 @@ PUBLISHED = {
     | {"num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8"}},
 }
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2"}
-CLASSES |= {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+CLASSES |= {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
 CLASSES |= {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 
 
@@ -170,7 +208,7 @@ def test_other_architectures(shape_of, config_class, named):
     with pytest.raises(ConfigError) as caught:
         shape_of(values, named)
     assert f"model_type {values['model_type']} is not supported" in str(caught.value)
-    assert "supported: deepseek_v2, deepseek_v3, llama, mistral, mixtral" in str(caught.value)
+    assert "supported: deepseek_v2, deepseek_v3, gpt_oss, llama, mistral" in str(caught.value)
     assert "did you mean" not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -197,7 +235,7 @@ KEYS = [
     ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 2}}, "only 1.13863"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": 0.5}}, "or neither"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "truncate": False}}, "truncate is False"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4, "truncate": "no"}}, "true or false"),
     ({"rope_scaling": {"mrope_section": [1, 2]}}, "mrope_section is [1, 2]"),
     ({"rope_scaling": {"full_attention": {"rope_theta": 1e6}}}, "full_attention is"),
     (

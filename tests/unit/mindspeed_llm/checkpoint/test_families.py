@@ -11,6 +11,7 @@ from mindspeed_llm.checkpoint import ConvertOptions
 from mindspeed_llm.checkpoint.conversion import convert
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek2", "deepseek3"]
+FAMILIES += ["gpt_oss"]
 SPREAD = {"target_tensor_parallel_size": 2, "target_pipeline_parallel_size": 2}
 FLOAT32 = "correction_bias"
 """The one kind of weight that stays in float32 whatever is asked for."""

@@ -100,6 +100,7 @@ def test_layouts_that_cannot_be(request_, message):
     "request_, message",
     [
         ({"ep": 4}, "does not divide the 6 experts"),
+        ({"tp": 1, "etp": 2}, "--expert-tensor-parallel-size 2: the files of ranks are named by"),
         ({"tp": 2, "etp": 5}, "--expert-tensor-parallel-size 5 does not divide the 12 columns"),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from mindspeed_llm.checkpoint import ConvertOptions
@@ -28,11 +29,19 @@ MOE_LAYOUTS = {
     "ep2_pp2_grouped": {EP: 2, PP: 2, "moe_grouped_gemm": True},
     "tp2_ep2_grouped": {TP: 2, EP: 2, "moe_grouped_gemm": True},
     "etp1": {TP: 2, EP: 4, "expert_tensor_parallel_size": 1},
+    "tp2_pp2_ep2_etp1_te": {
+        TP: 2,
+        PP: 2,
+        EP: 2,
+        "expert_tensor_parallel_size": 1,
+        "transformer_impl": "transformer_engine",
+    },
     "te_grouped": {EP: 2, "moe_grouped_gemm": True, "transformer_impl": "transformer_engine"},
 }
 MOE = {"qwen3_moe", "mixtral", "deepseek2", "deepseek2_lite", "deepseek3"}
 CASES = [(name, layout) for name in tiny.MODELS for layout in LAYOUTS]
 CASES += [(name, layout) for name in tiny.MODELS if name in MOE for layout in MOE_LAYOUTS]
+CASES += [("gpt_oss", layout) for layout in ("ep2", "etp1", "tp2_pp2_ep2_etp1_te", "te_grouped")]
 CASES += [(name, "joined_mla") for name in ("deepseek2", "deepseek2_lite", "deepseek3")]
 ALL_LAYOUTS = LAYOUTS | MOE_LAYOUTS | {"joined_mla": {TP: 2, "join_mla_down_proj": True}}
 
@@ -45,8 +54,8 @@ def to_mcore(source, target, **options):
     return target
 
 
-def to_hf(source, target):
-    options = {"load_model_type": "mg", "save_model_type": "hf"}
+def to_hf(source, target, **more):
+    options = {"load_model_type": "mg", "save_model_type": "hf"} | more
     convert(ConvertOptions(load_dir=str(source), save_dir=str(target), **options))
     return load_file(target / "model.safetensors")
 
@@ -86,6 +95,19 @@ def test_result_is_a_model_for_transformers(models, tmp_path):
     to_mcore(models["qwen3_moe"], tmp_path / "mg", **{TP: 2, EP: 2})
     to_hf(tmp_path / "mg", tmp_path / "hf")
     assert torch.equal(tiny.logits(tmp_path / "hf"), tiny.logits(models["qwen3_moe"]))
+
+
+@pytest.mark.parametrize("name", sorted(MOE))
+def test_experts_of_either_layout(models, tmp_path, name):
+    """Fused experts are those that transformers 5 itself writes, and reads back."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
+    model.save_pretrained(tmp_path / "theirs", save_original_format=False)
+    fused = load_file(tmp_path / "theirs/model.safetensors")
+    assert any(tensor.ndim == 3 for tensor in fused.values()), "transformers fused nothing"
+    mg = to_mcore(tmp_path / "theirs", tmp_path / "mg", **{TP: 2, EP: 2})
+    assert_same(to_hf(mg, tmp_path / "each"), load_file(models[name] / "model.safetensors"))
+    assert_same(to_hf(mg, tmp_path / "fused", hf_experts="fused"), fused)
+    assert torch.equal(tiny.logits(tmp_path / "fused"), tiny.logits(models[name]))
 
 
 def test_types(tmp_path):

@@ -138,11 +138,13 @@ def read_checkpoint(saved: Path) -> dict[str, torch.Tensor]:
 
 def plain_loop(model: str, samples: list[Sample], steps: int, batch: int) -> tuple[list, Any]:
     """Train with transformers and torch only; return the losses and the trained model."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    llama = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).train()
-    decayed = [p for p in llama.parameters() if p.ndim > 1]
-    others = [p for p in llama.parameters() if p.ndim == 1]
+    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    named = list(llama.named_parameters())
+    # Biases of all experts are one matrix here.
+    decayed = [p for name, p in named if p.ndim > 1 and not name.endswith("_bias")]
+    others = [p for name, p in named if p.ndim == 1 or name.endswith("_bias")]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE)
     losses = []
