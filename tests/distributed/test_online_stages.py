@@ -1,5 +1,6 @@
 """PPO and GRPO: the numbers of plain torch on recorded rollouts, layouts, resume, a solved task."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,58 @@ def test_a_resumed_run_is_bit_exact(task: _Task, tmp_path: Path, stage: dict[str
     assert one.keys() == other.keys()
     assert all(torch.equal(values, other[name]) for name, values in one.items())
     assert any(name.startswith("critic.") for name in one) == ("stage" in stage)
+
+
+BAD_UPDATE = 1
+REWARDS = ((1e5, 1e5 + 1.5, 1e5 - 0.25), (1e5 + 0.5, 1e5 - 2.0))
+"""The rewards of each rank: in float32 their squares differ by no more than they are rounded."""
+
+
+def spoil_an_update(values: dict[str, Any]) -> tuple[list[tuple[bool, bool]], dict[str, float]]:
+    """Train as one rank; the advantages of an update are not finite on rank 1.
+
+    Returns whether the weights of actor and critic were changed by each update, and the metrics of
+    REWARDS.
+    """
+    from mindspeed_llm.generation.rollout import Completion
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.tasks.posttrain.online import ADVANTAGES
+    from mindspeed_llm.tasks.posttrain.rollouts import Prompt, Rollout
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer: Any = AutoTrainer(TrainOptions(**values)).trainer
+    update, changed = trainer.update, []
+    rank = torch.distributed.get_rank()
+
+    def weights(role: str) -> list[torch.Tensor]:
+        return [p.detach().clone() for c in trainer.model(role).chunks for p in c.parameters()]
+
+    def watched(batches: Any, stop: bool) -> Any:
+        if len(changed) == BAD_UPDATE and rank == 1:
+            batches = [{**batch, ADVANTAGES: batch[ADVANTAGES] * torch.nan} for batch in batches]
+        before = [weights(role) for role in ("policy", "critic")]
+        result = update(batches, stop)
+        after = [weights(role) for role in ("policy", "critic")]
+        changed.append(tuple(not all(map(torch.equal, *both)) for both in zip(before, after)))
+        return result
+
+    trainer.update = watched
+    trainer.train()
+    one = Prompt(0, (2,)), Completion((letters.EOS,), (0.0,)), True
+    return changed, trainer.report([Rollout(*one, reward) for reward in REWARDS[rank]])
+
+
+def test_the_critic_is_left_alone_where_the_actor_is(task: _Task, tmp_path: Path) -> None:
+    values = task.settings(tmp_path, micro_batch_size=1, train_iters=3, **PPO)
+    found = run_ranks(spoil_an_update, 2, values)
+    for changed, metrics in found:
+        assert changed == [(number != BAD_UPDATE,) * 2 for number in range(3)]
+        rewards = [reward for few in REWARDS for reward in few]
+        assert metrics["reward"] == pytest.approx(statistics.fmean(rewards), rel=1e-7)
+        assert metrics["reward std"] == pytest.approx(statistics.pstdev(rewards), rel=1e-4)
+    lines = letters.read_log(values)  # those with metrics
+    assert [line["iteration"] for line in lines] == [1, 3]
+    assert lines[-1]["number of nan iterations"] == 1
 
 
 def test_a_reward_model_gives_the_scores_of_transformers(task: _Task, tmp_path: Path) -> None:
