@@ -66,10 +66,15 @@ def add_adapters(
         raise ConfigError("this rank has no layer for adapters: use fewer pipeline stages")
 
 
+def adapters_of(chunks: Sequence[Any]) -> list[LoraLinear]:
+    """Return the adapters of models."""
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, LoraLinear)]
+
+
 @contextmanager
 def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
     """Run models as they are without their adapters."""
-    found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LoraLinear)]
+    found = adapters_of(chunks)
     for adapters in found:
         adapters.is_used = False
     try:

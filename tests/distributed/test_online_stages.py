@@ -265,6 +265,93 @@ def test_the_critic_is_left_alone_where_the_actor_is(task: _Task, tmp_path: Path
     assert lines[-1]["number of nan iterations"] == 1
 
 
+ENGINES = str(Path(__file__).parents[1] / "llm" / "other_engine.py")
+OTHER = {"rollout_engine": f"{ENGINES}:make", "temperature": 0.7}
+
+
+def live_weights(runs: list[dict[str, Any]]) -> list[bool]:
+    """Return whether the weights of each policy are, on this rank too, those of its HF files."""
+    from megatron.core import parallel_state
+    from safetensors.torch import load_file
+
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.tasks.posttrain.rollout_engine import RolloutPolicy
+    from mindspeed_llm.training.options import TrainOptions
+
+    equal = []
+    for values in runs:
+        trainer: Any = AutoTrainer(TrainOptions(**values)).trainer
+        policy = RolloutPolicy(trainer.primary, trainer.setup.shape, 8, None)
+        found, wanted = dict(policy.weights()), load_file(Path(values["load"], "model.safetensors"))
+        same = found.keys() == wanted.keys()
+        equal.append(same and all(torch.equal(found[name], wanted[name]) for name in wanted))
+        trainer._scores.close()
+        parallel_state.destroy_model_parallel()
+    return equal
+
+
+def test_another_engine_samples_what_is_trained(task: _Task, tmp_path: Path) -> None:
+    whole = task.settings(tmp_path / "one", save=str(tmp_path / "saved"), **OTHER)
+    (steps,) = run_ranks(record, 1, whole)
+    lines, model = grpo_steps(task.model, steps, whole)
+    check_lines(whole, lines)  # also: its log-probabilities are those of training, to 1e-4
+    check_weights(export(whole["save"], tmp_path / "exported"), model)
+    names = ("reward", "completion length", "policy loss", "grad norm")
+    layouts = {"dp": {"micro_batch_size": 1, **DISTRIBUTED}, "tp": TP2, "pp": PP2}
+    runs = [task.settings(tmp_path / name, **OTHER | more) for name, more in layouts.items()]
+    run_ranks(train_all, 2, runs, timeout=600)
+    for values in runs:
+        for one, other in zip(letters.read_log(whole), letters.read_log(values), strict=True):
+            for name in names:
+                assert other[name] == pytest.approx(one[name], rel=1e-3, abs=2e-5), name
+            assert other["sampling difference"] < 1e-4
+
+
+def test_an_engine_gets_the_weights_of_every_layout(task: _Task, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    deep = letters.save_model(tmp_path / "deep", num_hidden_layers=4, tie_word_embeddings=True)
+    moe = letters.save_model(tmp_path / "experts", "MixtralForCausalLM", **experts)
+    runs = [
+        task.settings(tmp_path / "run", **{"load": deep} | SP2 | VPP2),
+        task.settings(tmp_path / "run", **{"load": moe} | EP2 | PP2),
+        task.settings(tmp_path / "run", **{"load": moe} | EP2 | TP2 | {"sequence_parallel": True}),
+    ]
+    assert run_ranks(live_weights, 4, runs, timeout=600) == [[True] * 3] * 4
+
+
+def test_an_engine_that_cannot_be_used_is_one_line(task: _Task, tmp_path: Path) -> None:
+    answers = (
+        "returned 15 completions for 16 prompts: return one for each",
+        "a completion has 0 tokens: it may have 1 to 4",
+        "a completion has 2 tokens and 1 log-probabilities: return one for each token",
+        "token 99: the model has 7 tokens",
+        "the log-probability of token 1 is nan",
+        "ranks that share a model got different completions: sample on one of them",
+        "a completion is a NoneType: return Completion(tokens, log_probs)",
+    )
+    wrong = {"rollout_engine": f"{ENGINES}:make_wrong"}
+    cases = {text: wrong | {"seed": seed} for seed, text in enumerate(answers, 1)}
+    cases |= {
+        "MemoryError (line": {"rollout_engine": f"{ENGINES}:fails_on_rank_1"},
+        "has no function nothing": {"rollout_engine": f"{ENGINES}:nothing"},
+        "there is no file": {"rollout_engine": "nowhere.py:make"},
+        "give a file and a function, as in engines.py:make": {"rollout_engine": ENGINES},
+        "returned a list without the method generate": {"rollout_engine": f"{_list(tmp_path)}"},
+        "the weights of adapters are not merged": OTHER | {"lora_r": 4},
+    }
+    runs = [task.settings(tmp_path / "run", **TP2 | changes) for changes in cases.values()]
+    first, second = run_ranks(refused, 2, runs)
+    assert first == second
+    for expected, text in zip(cases, first, strict=True):
+        assert expected in text and text.startswith("--rollout-engine") and "\n" not in text
+
+
+def _list(folder: Path) -> str:
+    path = folder / "engines.py"
+    path.write_text("def make(policy):\n    return [policy]\n")
+    return f"{path}:make"
+
+
 def test_a_reward_model_gives_the_scores_of_transformers(task: _Task, tmp_path: Path) -> None:
     from transformers import LlamaForSequenceClassification
 
