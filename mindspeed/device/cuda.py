@@ -38,7 +38,8 @@ class Cuda(Accelerator):
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Capture a CUDA graph of a step, after one run that compiles its kernels."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
             step()
