@@ -1,18 +1,27 @@
-"""Open a checkpoint of any kind, and load its weights into the Megatron model of this rank."""
+"""Open a checkpoint of any kind, load its weights into the Megatron model of this rank, and gather
+them from it.
+"""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mindspeed.checkpoint.assembly import check_names, check_shape, only_tensors
+from mindspeed.checkpoint.assembly import (
+    FullTensor,
+    StoredTensor,
+    check_names,
+    check_shape,
+    gather,
+    only_tensors,
+)
 from mindspeed.checkpoint.detection import HF_FOLDER, CheckpointDir, detect
 from mindspeed.checkpoint.digests import verify as verify_digests
 from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint.adapters import merge_adapters
-from mindspeed_llm.checkpoint.hf import open_hf
+from mindspeed_llm.checkpoint.hf import hf_tensors, open_hf
 from mindspeed_llm.checkpoint.layout import Chunk, Rank
 from mindspeed_llm.checkpoint.mcore import open_mcore
 from mindspeed_llm.checkpoint.sharding import EMBEDDING, OUTPUT, NameStyle, WeightSharding
@@ -20,6 +29,7 @@ from mindspeed_llm.checkpoint.source import WeightSource
 from mindspeed_llm.checkpoint.torch_dist import open_torch_dist
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.registry import family_named, read_model_config
+from mindspeed_llm.models.weight_table import Weight
 
 
 def open_source(
@@ -106,28 +116,81 @@ def load_weights(
         _fill(_unwrapped(chunk), opened, tuple(noop_layers))
 
 
+def hf_weights(
+    model_chunks: Sequence[torch.nn.Module], config: ModelConfig, noop_layers: Sequence[int] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the full weights of a model under their HF names, on the host.
+
+    All ranks call this, and all get them; one weight at a time is gathered.
+    """
+    shards: dict[str, list[tuple[Any, torch.Tensor]]] = {}
+    for model in map(_unwrapped, model_chunks):
+        tensors = only_tensors(model.state_dict(keep_vars=True), "the model")
+        config = _without_missing_mtp(config, tensors)
+        weights = list(family_named(config.family).table.weights(config))
+        stored = _stored(model, tensors, config, weights, tuple(noop_layers))
+        for name, region, values in gather(stored, tensors):
+            shards.setdefault(name, []).append((region, values.detach()))
+    wanted = hf_tensors(config)
+    last_use = {copy.name: i for i, one in enumerate(wanted) for copy in one.copies}
+    found: dict[str, FullTensor] = {}
+    for number, one in enumerate(wanted):
+        for name in dict.fromkeys(copy.name for copy in one.copies):
+            if name not in found:
+                found[name] = _gather_full(shards.get(name, ()))
+        target = torch.empty(one.shape, dtype=one.dtype(found, None))
+        one.fill(target, found)
+        found = {name: full for name, full in found.items() if last_use[name] > number}
+        yield one.name, target
+
+
+def _gather_full(shards: Sequence[tuple[Any, torch.Tensor]]) -> FullTensor:
+    """Gather the shards of a weight from all ranks; replicas are dropped."""
+    # Copies: of a view, the values around it would be sent as well.
+    held = [(region, torch.empty(v.shape, dtype=v.dtype).copy_(v)) for region, v in shards]
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, held)
+    full = FullTensor()
+    for region, values in (shard for rank in ranks for shard in rank):
+        full.add(region, values)
+    return full
+
+
 def _fill(model: torch.nn.Module, source: WeightSource, noops: tuple[int, ...]) -> None:
-    config, rank = source.config, _current_rank()
     tensors = only_tensors(model.state_dict(keep_vars=True), "the model")
-    has_mtp = any(name.startswith("mtp.") for name in tensors)
-    if config.mtp_num_layers and not has_mtp:
-        config = config.model_copy(
-            update={"mtp_num_layers": 0}
-        )  # the model has no MTP layers to fill
+    config = _without_missing_mtp(source.config, tensors)
     weights = list(family_named(config.family).table.weights(config))
     if _has_value_head(model) and not config.num_labels:
         tensors.pop(OUTPUT)
         config = config.model_copy(update={"tied": False})
         weights = [weight for weight in weights if weight.name != OUTPUT]
-    style, rows = NameStyle.detect(tensors, config), _padded_rows(tensors, config, rank)
-    sharding = WeightSharding(config, weights, style, rows)
-    stored = sharding.stored(_chunk_of(model, noops), rank)
-    check_names(tensors, (tensor.name for tensor in stored), "the model")
     with torch.no_grad():
-        for tensor in stored:
+        for tensor in _stored(model, tensors, config, weights, noops):
             check_shape("the model", tensor.name, tensors[tensor.name], tensor.shape)
             tensor.fill(tensors[tensor.name].data, source.tensors)
     source.release_pages()
+
+
+def _without_missing_mtp(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> ModelConfig:
+    """Return the config without the layers of multi-token prediction that a model does not have."""
+    if not config.mtp_num_layers or any(name.startswith("mtp.") for name in tensors):
+        return config
+    return config.model_copy(update={"mtp_num_layers": 0})
+
+
+def _stored(
+    model: Any,
+    tensors: Mapping[str, torch.Tensor],
+    config: ModelConfig,
+    weights: Sequence[Weight],
+    noops: tuple[int, ...],
+) -> list[StoredTensor]:
+    """Return what the tensors of a model are of the full weights; raise if others are there."""
+    rank = _current_rank()
+    style, rows = NameStyle.detect(tensors, config), _padded_rows(tensors, config, rank)
+    stored = WeightSharding(config, weights, style, rows).stored(_chunk_of(model, noops), rank)
+    check_names(tensors, (tensor.name for tensor in stored), "the model")
+    return stored
 
 
 def _has_value_head(model: Any) -> bool:

@@ -13,6 +13,8 @@ from mindspeed_llm.generation.model import load_model
 from mindspeed_llm.generation.options import GenerateOptions, as_training
 from mindspeed_llm.generation.sampling import BeamParams, SamplingParams
 from mindspeed_llm.generation.text import TextCodec, TextStream
+from mindspeed_llm.models.config import language_model
+from mindspeed_llm.models.registry import read_model_config
 
 INTERACTIVE_TIMEOUT_MINUTES = 60 * 24 * 365
 """How long ranks wait for the next line of a user."""
@@ -102,8 +104,10 @@ def run_session(
     """Load the model and call `run` on rank 0; the other ranks serve its requests."""
     is_rank_zero = environment.is_rank_zero()
     assert options.load is not None  # checked with the options
-    # Before the weights, so that errors of the tokenizer or the template come at once.
+    # Before the weights, so that errors of the model, the tokenizer or the template come at once.
     folder = detect(options.load).config_folder
+    if folder is not None:
+        language_model(read_model_config(folder, named=options.model_type_hf), options.load)
     codec = TextCodec(options, folder, interactive=interactive) if is_rank_zero else None
     training = as_training(options)
     if interactive:

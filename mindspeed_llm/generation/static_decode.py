@@ -44,7 +44,8 @@ def unsupported_reason(model: LoadedModel) -> str | None:
         core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
         if not isinstance(core, DotProductAttention):
             return "--transformer-impl is local"
-        if tuple(core.window_size) not in ((-1, -1), (-1, 0)) or core.alibi_slopes is not None:
+        window: Any = core.window_size
+        if tuple(window) not in ((-1, -1), (-1, 0)) or core.alibi_slopes is not None:
             return "its attention has a window or ALiBi"
     return None
 

@@ -216,7 +216,8 @@ def language_model(config: ModelConfig, source: str | None) -> ModelConfig:
     """Return the configuration of a model that is to predict tokens; raise if it cannot."""
     if config.num_labels:
         raise ConfigError(
-            f"--load {source}: is a reward model, which has no output layer: load a language model"
+            f"--load {source}: is a reward model, which has no output layer: load a language model "
+            f"(completions are scored by posttrain_gpt.py with --reward-model {source})"
         )
     return config
 

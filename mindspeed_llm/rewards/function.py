@@ -1,7 +1,7 @@
 """A reward function that the user names: `--reward-fn path.py:function`.
 
-The file is code, and running it is what the flag asks for; no other option of any command runs a
-file.
+The file is code, and running it is what the flag asks for; beside it only --rollout-engine runs
+one.
 """
 
 import contextlib
@@ -22,13 +22,15 @@ from mindspeed_llm.rewards import worker
 LONGEST_TEXT = 60
 
 
-def split_spec(spec: str) -> tuple[Path, str]:
+def split_spec(
+    spec: str, flag: str = "--reward-fn", example: str = "rewards.py:score"
+) -> tuple[Path, str]:
     """Parse `path.py:function`, and check that the file exists."""
     path, _, name = spec.rpartition(":")
     if not path or not name.isidentifier():
-        raise ConfigError(f"--reward-fn {spec}: give a file and a function, as in rewards.py:score")
+        raise ConfigError(f"{flag} {spec}: give a file and a function, as in {example}")
     if not Path(path).is_file():
-        raise ConfigError(f"--reward-fn {spec}: there is no file {path}")
+        raise ConfigError(f"{flag} {spec}: there is no file {path}")
     return Path(path), name
 
 

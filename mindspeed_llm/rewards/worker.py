@@ -40,10 +40,10 @@ def _read(channel: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def load(path: str, name: str) -> Callable[..., Any]:
+def load(path: str, name: str, module_name: str = "reward_function") -> Callable[..., Any]:
     """Run the file and return its function."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    spec = importlib.util.spec_from_file_location("reward_function", path)
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)

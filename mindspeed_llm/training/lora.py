@@ -93,10 +93,15 @@ def _by_module(shape: ModelConfig) -> dict[str, list[Weight]]:
     return found
 
 
+def adapters_of(chunks: Sequence[Any]) -> list[Adapter]:
+    """Return the adapters of models."""
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, Adapter)]
+
+
 @contextmanager
 def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
     """Run models as they are without their adapters."""
-    found = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Adapter)]
+    found = adapters_of(chunks)
     for adapters in found:
         adapters.is_used = False
     try:

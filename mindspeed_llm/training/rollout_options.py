@@ -45,6 +45,9 @@ class RolloutOptions(Options):
     """Sample among the best tokens that together have this probability."""
     rollout_batch_size: int | None = None
     """Prompts that a rank completes at a time (default: all of a step)."""
+    rollout_engine: str | None = None
+    """Function that makes another engine to sample with, as path.py:function; the file is run. It
+    is called with the policy, and returns an object that has the method generate."""
     ppo_epochs: int = 1
     """Passes over the completions of a step."""
     num_mini_batches: int = 1
@@ -141,6 +144,11 @@ def check_rollouts(options: OnlineOptions, stage: str, timeout_minutes: float) -
         raise ConfigError(
             f"--reward-fn is missing: --stage {stage} needs rewards: give --reward-fn "
             "path.py:function or --reward-model"
+        )
+    if options.rollout_engine is not None and options.rollout_batch_size is not None:
+        raise ConfigError(
+            f"--rollout-batch-size {options.rollout_batch_size}: has no effect with "
+            "--rollout-engine, which gets all prompts of a step: drop one"
         )
     weight = "kl_coef" if stage == "trl_ppo" else "grpo_beta"
     for name in ("ref_model", "kl_target"):

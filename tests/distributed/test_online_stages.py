@@ -1,5 +1,6 @@
 """PPO and GRPO: the numbers of plain torch on recorded rollouts, layouts, resume, a solved task."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,145 @@ def test_a_resumed_run_is_bit_exact(task: _Task, tmp_path: Path, stage: dict[str
     assert one.keys() == other.keys()
     assert all(torch.equal(values, other[name]) for name, values in one.items())
     assert any(name.startswith("critic.") for name in one) == ("stage" in stage)
+
+
+BAD_UPDATE = 1
+REWARDS = ((1e5, 1e5 + 1.5, 1e5 - 0.25), (1e5 + 0.5, 1e5 - 2.0))
+"""The rewards of each rank: in float32 their squares differ by no more than they are rounded."""
+
+
+def spoil_an_update(values: dict[str, Any]) -> tuple[list[tuple[bool, bool]], dict[str, float]]:
+    """Train as one rank; the advantages of an update are not finite on rank 1.
+
+    Returns whether the weights of actor and critic were changed by each update, and the metrics of
+    REWARDS.
+    """
+    from mindspeed_llm.generation.rollout import Completion
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.tasks.posttrain.online import ADVANTAGES
+    from mindspeed_llm.tasks.posttrain.rollouts import Prompt, Rollout
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer: Any = AutoTrainer(TrainOptions(**values)).trainer
+    update, changed = trainer.update, []
+    rank = torch.distributed.get_rank()
+
+    def weights(role: str) -> list[torch.Tensor]:
+        return [p.detach().clone() for c in trainer.model(role).chunks for p in c.parameters()]
+
+    def watched(batches: Any, stop: bool) -> Any:
+        if len(changed) == BAD_UPDATE and rank == 1:
+            batches = [{**batch, ADVANTAGES: batch[ADVANTAGES] * torch.nan} for batch in batches]
+        before = [weights(role) for role in ("policy", "critic")]
+        result = update(batches, stop)
+        after = [weights(role) for role in ("policy", "critic")]
+        changed.append(tuple(not all(map(torch.equal, *both)) for both in zip(before, after)))
+        return result
+
+    trainer.update = watched
+    trainer.train()
+    one = Prompt(0, (2,)), Completion((letters.EOS,), (0.0,)), True
+    return changed, trainer.report([Rollout(*one, reward) for reward in REWARDS[rank]])
+
+
+def test_the_critic_is_left_alone_where_the_actor_is(task: _Task, tmp_path: Path) -> None:
+    values = task.settings(tmp_path, micro_batch_size=1, train_iters=3, **PPO)
+    found = run_ranks(spoil_an_update, 2, values)
+    for changed, metrics in found:
+        assert changed == [(number != BAD_UPDATE,) * 2 for number in range(3)]
+        rewards = [reward for few in REWARDS for reward in few]
+        assert metrics["reward"] == pytest.approx(statistics.fmean(rewards), rel=1e-7)
+        assert metrics["reward std"] == pytest.approx(statistics.pstdev(rewards), rel=1e-4)
+    lines = letters.read_log(values)  # those with metrics
+    assert [line["iteration"] for line in lines] == [1, 3]
+    assert lines[-1]["number of nan iterations"] == 1
+
+
+ENGINES = str(Path(__file__).parents[1] / "llm" / "other_engine.py")
+OTHER = {"rollout_engine": f"{ENGINES}:make", "temperature": 0.7}
+
+
+def live_weights(runs: list[dict[str, Any]]) -> list[bool]:
+    """Return whether the weights of each policy are, on this rank too, those of its HF files."""
+    from megatron.core import parallel_state
+    from safetensors.torch import load_file
+
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.tasks.posttrain.rollout_engine import RolloutPolicy
+    from mindspeed_llm.training.options import TrainOptions
+
+    equal = []
+    for values in runs:
+        trainer: Any = AutoTrainer(TrainOptions(**values)).trainer
+        policy = RolloutPolicy(trainer.primary, trainer.setup.shape, 8, None)
+        found, wanted = dict(policy.weights()), load_file(Path(values["load"], "model.safetensors"))
+        same = found.keys() == wanted.keys()
+        equal.append(same and all(torch.equal(found[name], wanted[name]) for name in wanted))
+        trainer._scores.close()
+        parallel_state.destroy_model_parallel()
+    return equal
+
+
+def test_another_engine_samples_what_is_trained(task: _Task, tmp_path: Path) -> None:
+    whole = task.settings(tmp_path / "one", save=str(tmp_path / "saved"), **OTHER)
+    (steps,) = run_ranks(record, 1, whole)
+    lines, model = grpo_steps(task.model, steps, whole)
+    check_lines(whole, lines)  # also: its log-probabilities are those of training, to 1e-4
+    check_weights(export(whole["save"], tmp_path / "exported"), model)
+    names = ("reward", "completion length", "policy loss", "grad norm")
+    layouts = {"dp": {"micro_batch_size": 1, **DISTRIBUTED}, "tp": TP2, "pp": PP2}
+    runs = [task.settings(tmp_path / name, **OTHER | more) for name, more in layouts.items()]
+    run_ranks(train_all, 2, runs, timeout=600)
+    for values in runs:
+        for one, other in zip(letters.read_log(whole), letters.read_log(values), strict=True):
+            for name in names:
+                assert other[name] == pytest.approx(one[name], rel=1e-3, abs=2e-5), name
+            assert other["sampling difference"] < 1e-4
+
+
+def test_an_engine_gets_the_weights_of_every_layout(task: _Task, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    deep = letters.save_model(tmp_path / "deep", num_hidden_layers=4, tie_word_embeddings=True)
+    moe = letters.save_model(tmp_path / "experts", "MixtralForCausalLM", **experts)
+    runs = [
+        task.settings(tmp_path / "run", **{"load": deep} | SP2 | VPP2),
+        task.settings(tmp_path / "run", **{"load": moe} | EP2 | PP2),
+        task.settings(tmp_path / "run", **{"load": moe} | EP2 | TP2 | {"sequence_parallel": True}),
+    ]
+    assert run_ranks(live_weights, 4, runs, timeout=600) == [[True] * 3] * 4
+
+
+def test_an_engine_that_cannot_be_used_is_one_line(task: _Task, tmp_path: Path) -> None:
+    answers = (
+        "returned 15 completions for 16 prompts: return one for each",
+        "a completion has 0 tokens: it may have 1 to 4",
+        "a completion has 2 tokens and 1 log-probabilities: return one for each token",
+        "token 99: the model has 7 tokens",
+        "the log-probability of token 1 is nan",
+        "ranks that share a model got different completions: sample on one of them",
+        "a completion is a NoneType: return Completion(tokens, log_probs)",
+    )
+    wrong = {"rollout_engine": f"{ENGINES}:make_wrong"}
+    cases = {text: wrong | {"seed": seed} for seed, text in enumerate(answers, 1)}
+    cases |= {
+        "MemoryError (line": {"rollout_engine": f"{ENGINES}:fails_on_rank_1"},
+        "has no function nothing": {"rollout_engine": f"{ENGINES}:nothing"},
+        "there is no file": {"rollout_engine": "nowhere.py:make"},
+        "give a file and a function, as in engines.py:make": {"rollout_engine": ENGINES},
+        "returned a list without the method generate": {"rollout_engine": f"{_list(tmp_path)}"},
+        "the weights of adapters are not merged": OTHER | {"lora_r": 4},
+    }
+    runs = [task.settings(tmp_path / "run", **TP2 | changes) for changes in cases.values()]
+    first, second = run_ranks(refused, 2, runs)
+    assert first == second
+    for expected, text in zip(cases, first, strict=True):
+        assert expected in text and text.startswith("--rollout-engine") and "\n" not in text
+
+
+def _list(folder: Path) -> str:
+    path = folder / "engines.py"
+    path.write_text("def make(policy):\n    return [policy]\n")
+    return f"{path}:make"
 
 
 def test_a_reward_model_gives_the_scores_of_transformers(task: _Task, tmp_path: Path) -> None:

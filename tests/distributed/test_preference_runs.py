@@ -1,5 +1,7 @@
 """Runs on preferences: resume, process rewards, new value heads, and what is refused."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mindspeed.launch.functions import call
 from tests.llm.preferences import (
     KTO_BATCH,
     SIZES,
@@ -134,7 +137,8 @@ def test_a_new_value_head_is_the_same_in_every_layout_and_exported(
     # What was trained is the start of a second run, which goes on from it.
     more = {"stage": "orm", "train_iters": 1, "no_shuffle": True}
     scores = []
-    for load in (str(tmp_path / "exported"), str(tmp_path / "two/saved")):
+    loads = [str(tmp_path / "exported"), str(tmp_path / "two/saved")]
+    for load in loads:
         values = settings(load, str(folder / "pairs"), tmp_path, finetune=True, **more)
         run_ranks(train, 1, values)
         scores.append(read_lines(values)[0]["rewards/chosen"])
@@ -142,6 +146,19 @@ def test_a_new_value_head_is_the_same_in_every_layout_and_exported(
         chosen = [torch.tensor([pair.prompt + pair.chosen]) for pair in make_pairs()[:2]]
         expected = sum(scorer(ids).logits.item() for ids in chosen) / 2
     assert scores == pytest.approx([expected] * 2, abs=1e-5)
+    for load, command in zip(loads, (["generate", "--prompt", "1"], ["chat"])):
+        ((code, printed),) = call(run_command, 1, [*command, "--load", load], timeout=120)
+        (line,) = printed.splitlines()
+        assert code == 2 and f"error: --load {load}: is a reward model, which has no" in line
+        assert f"posttrain_gpt.py with --reward-model {load}" in line
+
+
+def run_command(arguments: list[str]) -> tuple[int, str]:
+    """Run a command; return its exit code and what it prints as errors."""
+    from mindspeed_llm.cli.main import main
+
+    with io.StringIO() as printed, contextlib.redirect_stderr(printed):
+        return main(arguments), printed.getvalue()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -21,6 +21,7 @@ from mindspeed_llm.generation.text import eos_ids
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.tasks.posttrain.base import Batch
 from mindspeed_llm.tasks.posttrain.reference import ReferenceTrainer
+from mindspeed_llm.tasks.posttrain.rollout_engine import EngineMaker, RolloutPolicy
 from mindspeed_llm.tasks.posttrain.rollouts import (
     LAST_TOKENS,
     Prompt,
@@ -88,8 +89,13 @@ class SamplingTrainer(ReferenceTrainer):
         self._scores = None if self.options.reward_model else self._text_scores()
 
     def make_engine(self) -> RolloutEngine:
-        """Return what samples completions; a stage of your own may return another engine."""
+        """Return what samples completions: that of --rollout-engine, else this project's own."""
         limit = self.sampling.max_length
+        if self._engine_maker is not None:
+            folder, noops = self.setup.config_folder, self.options.noop_layers
+            return self._engine_maker(
+                RolloutPolicy(self.primary, self.setup.shape, limit, folder, noops)
+            )
         size = self.options.rollout_batch_size
         return MegatronRollout(self.primary, self.setup.shape, limit, size)
 
@@ -108,7 +114,9 @@ class SamplingTrainer(ReferenceTrainer):
         )
 
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
-        """Check that prompts and completions fit."""
+        """Check that prompts and completions fit, and run the file of --rollout-engine."""
+        spec = self.options.rollout_engine
+        self._engine_maker = None if spec is None else EngineMaker(spec)
         self._check_mini_batches()
         self._check_lengths(data)
         self.rows = Rows.of(self.options, self.setup.shape, data)

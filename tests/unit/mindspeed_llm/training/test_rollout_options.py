@@ -35,6 +35,10 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
             {"reward_fn": "a.py:f", "stage": "trl_ppo", "kl_coef": 0.0, "kl_target": 0.1},
             "--kl-target 0.1: has no effect with --kl-coef 0: drop it, or give a weight above 0",
         ),
+        (
+            {"reward_fn": "a.py:f", "rollout_engine": "a.py:f", "rollout_batch_size": 2},
+            "--rollout-batch-size 2: has no effect with --rollout-engine",
+        ),
         ({"reward_fn": "a.py:f", "missing_eos_penalty": float("nan")}, "--missing-eos-penalty"),
         ({"stage": "dpo", "simpo_beta": 2.0}, "--simpo-beta 2.0: is for --stage simpo, not dpo"),
         (
