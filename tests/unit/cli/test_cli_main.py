@@ -9,7 +9,6 @@ import pytest
 from mindspeed.cli import main as command
 from mindspeed.cli.main import commands, main
 
-
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
 
