@@ -30,7 +30,9 @@ for _name in (
 ):
     importlib.import_module(_name)
 
-# A rank that collects garbage would visit, and so copy, all that it shares with the server.
+# A rank that collects garbage would visit, and so copy, all that it shares with the server. A train
+# loop unfreezes at its end, the commands collect then; what is shared stays frozen.
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)  # or Triton, unloaded at the exit, complains of leaks
+gc.unfreeze = lambda: None

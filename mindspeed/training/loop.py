@@ -4,8 +4,8 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +26,6 @@ from mindspeed.training.trackers import WandbRun, board_folder
 from mindspeed.tune.flop_meter import FlopMeter
 
 logger = logging.getLogger(__name__)
-
-FROZEN_BY_PYTHON = 1000
-"""More objects than Python exempts from garbage collection by itself: 3.12 some hundred."""
 
 
 class NotFinite(RunFailed):
@@ -121,13 +118,15 @@ class TrainLoop:
             self._write_config(trainer, is_resumed=state.iteration > 0)
         self.log.start(state.iteration)
         self._bar.start(state.iteration)
+        gc.freeze()  # collections, which every save asks for, need not visit what exists now
         try:
-            with _frozen(), StopRequest() as request:
+            with StopRequest() as request:
                 state = self._run_steps(trainer, state, request)
                 self._checkpoints.finish()
                 if state.iteration < self.steps:
                     raise self._stopped(state, request.signal or signal.SIGTERM)
         finally:
+            gc.unfreeze()
             self._bar.stop()
             self.log.finish()
         if self.rank == 0:
@@ -255,19 +254,3 @@ def num_steps(options: RunOptions, samples_per_epoch: Callable[[], int], global_
         return options.train_iters
     assert options.epochs is not None  # check_run: one of the two is given
     return -(-int(samples_per_epoch() * options.epochs) // global_batch)
-
-
-@contextmanager
-def _frozen() -> Iterator[None]:
-    """Let collections, which every save asks for, visit only what steps make.
-
-    Where the process has frozen its objects, as a server does that forks ranks, they stay frozen.
-    """
-    if gc.get_freeze_count() > FROZEN_BY_PYTHON:
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
