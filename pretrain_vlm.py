@@ -2,7 +2,8 @@
 
 import sys
 
+from mindspeed.cli.main import exit_process
 from mindspeed_mm.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    exit_process(main(["train", *sys.argv[1:]]))

@@ -1,8 +1,6 @@
 """`python -m mindspeed` is the `mindspeed` command."""
 
-import sys
-
-from mindspeed.cli.main import main
+from mindspeed.cli.main import script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

@@ -5,23 +5,27 @@ or `mindspeed.enable(...)`, put others in force.
 """
 
 import argparse
-from collections.abc import Mapping
+import functools
+import logging
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mindspeed.compat import megatron
-from mindspeed.config import build
+from mindspeed.config import build, misspelt
 from mindspeed.debug import attach_if_asked
 from mindspeed.features import Context, activation
 
 __all__ = ["repatch"]
+
+logger = logging.getLogger(__name__)
 
 
 def repatch(args: Mapping[str, Any] | object) -> None:
     """Select features again from a client's own arguments, before it builds its groups and model.
 
     `args` is a mapping or an object with attributes. Names that are options of ours and not None
-    are put in force beside those set from Python; all others are the client's. Wrong values raise
-    `mindspeed.config.ConfigError` and change nothing.
+    are put in force beside those set from Python; all others are the client's, with one warning for
+    a misspelt name of ours. Wrong values raise `mindspeed.config.ConfigError` and change nothing.
     """
     given = dict(args) if isinstance(args, Mapping) else vars(args)
     active = activation.current()
@@ -31,6 +35,19 @@ def repatch(args: Mapping[str, Any] | object) -> None:
     # The namespace of Megatron's parser is complete; what a dictionary lacks may still be set.
     is_complete = isinstance(args, argparse.Namespace)
     active.activate(build(options_class, values), Context(megatron=given if is_complete else None))
+    _warn_of_misspelt(named, options_class.accepted_names())
+
+
+def _warn_of_misspelt(given: Mapping[str, Any], ours: Collection[str]) -> None:
+    for name, value in given.items():
+        if value is not False and name not in ours and (meant := misspelt(name, ours)):
+            if name not in megatron.config_fields():
+                _warn_once(name, meant)
+
+
+@functools.cache
+def _warn_once(name: str, meant: str) -> None:
+    logger.warning("repatch: %s is no option of MindSpeed: did you mean %s?", name, meant)
 
 
 megatron.require()

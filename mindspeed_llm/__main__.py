@@ -1,8 +1,6 @@
 """`python -m mindspeed_llm` is the `mindspeed-llm` command."""
 
-import sys
-
-from mindspeed_llm.cli.main import main
+from mindspeed_llm.cli.main import script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

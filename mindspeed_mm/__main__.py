@@ -1,8 +1,6 @@
 """`python -m mindspeed_mm` is the `mindspeed-mm` command."""
 
-import sys
-
-from mindspeed_mm.cli.main import main
+from mindspeed_mm.cli.main import script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

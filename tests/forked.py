@@ -4,6 +4,7 @@ Every child has a limit of time and of memory; what it starts is ended with it.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import resource
@@ -78,6 +79,7 @@ def preload() -> None:
     """Import what commands import, once; a child forked later has it all."""
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # a child that collects garbage would visit, and so copy, all of it
 
 
 def command(words: list[str]) -> int:

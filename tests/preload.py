@@ -1,5 +1,7 @@
 """What every test rank needs, imported once by the server from which ranks are forked."""
 
+import atexit
+import gc
 import importlib
 import os
 
@@ -27,3 +29,10 @@ for _name in (
     "transformers.models.llama.modeling_llama",
 ):
     importlib.import_module(_name)
+
+# A rank that collects garbage would visit, and so copy, all that it shares with the server. A train
+# loop unfreezes at its end, the commands collect then; what is shared stays frozen.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)  # or Triton, unloaded at the exit, complains of leaks
+gc.unfreeze = lambda: None

@@ -1,5 +1,6 @@
 """Find the installed megatron-core and check, before any of it is imported, that it is usable."""
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -74,6 +75,16 @@ def require() -> None:
                 "and triton is not installed: pip install triton, or pip install "
                 f"megatron-core=={NEWEST_WITHOUT_TRITON}"
             )
+
+
+def config_fields() -> set[str]:
+    """Return the names of all fields of Megatron's configs: model, optimizer, data parallelism."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    return {field.name for config in configs for field in dataclasses.fields(config)}
 
 
 def serve_training() -> None:

@@ -10,7 +10,7 @@ from mindspeed.config.errors import (
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, add_options, flag_name, from_namespace, read_options
 from mindspeed.config.options import Alias, CommaSeparated, Options
-from mindspeed.config.suggest import did_you_mean, nearest, one_of, suggest_flags
+from mindspeed.config.suggest import did_you_mean, misspelt, nearest, one_of, suggest_flags
 from mindspeed.config.yaml_file import load_yaml
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "from_namespace",
     "kind_of",
     "load_yaml",
+    "misspelt",
     "nearest",
     "one_of",
     "parse_json",

@@ -14,6 +14,8 @@ LISTED = 20
 SIMILAR, SHORT_NAME, SIMILAR_IF_SHORT = 0.75, 5, 0.66
 """The share of letters in common that makes names near; in a short one a slip weighs more."""
 SIMILAR_WITH_COMMON_WORDS = 0.6
+MISSPELT, MISSPELT_WORD = 0.9, 0.6
+"""The share of letters of a misspelt name, and of each of its words, that are right."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
@@ -29,6 +31,26 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
         related = [n for n in known if (w := set(n.split("-"))) <= words or w >= words]
         found = _most_similar(typed, related, SIMILAR_WITH_COMMON_WORDS)
     return None if found is None else known[found]
+
+
+def misspelt(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that `name` is a slip of the keys away from, or None.
+
+    Stricter than `nearest`, for names that may well be other projects' own: the words are the same
+    but for letters, or only what stands between them differs.
+    """
+    known = {_plain(candidate): candidate for candidate in candidates}
+    typed = _plain(name)
+    for near in difflib.get_close_matches(typed, known, n=3, cutoff=MISSPELT):
+        pairs = list(zip(words := typed.split("-"), others := near.split("-")))
+        same_words = len(words) == len(others) and all(_ratio(*p) >= MISSPELT_WORD for p in pairs)
+        if same_words or typed.replace("-", "") == near.replace("-", ""):
+            return known[near]
+    return None
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _plain(name: str) -> str:

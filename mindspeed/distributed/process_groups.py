@@ -107,10 +107,11 @@ def destroy_distributed() -> None:
 
 def _drop_last_error() -> None:
     """Drop the frames of an error that ended the program, once it is printed."""
-    for name in ("last_exc", "last_value", "last_traceback"):
-        if hasattr(sys, name):
-            setattr(sys, name, None)
-    gc.collect()
+    kept = [n for n in ("last_exc", "last_value", "last_traceback") if hasattr(sys, n)]
+    for name in kept:
+        setattr(sys, name, None)
+    if kept:
+        gc.collect()
 
 
 def _timeout(minutes: int) -> timedelta:

@@ -114,23 +114,26 @@ class Activation:
         needed = [entry for entry in self._compat if is_enabled and not _why_off(entry)]
         wanted: dict[str, Entry | Feature] = {entry.name: entry for entry in needed}
         wanted.update((each.feature.name, each.feature) for each in choices if each.on)
-        for name, active in reversed(list(self._active.items())):
-            if name not in wanted or active.values != _values(wanted[name], options):
-                self._leave(name)
+        leaving = [
+            name
+            for name, active in reversed(list(self._active.items()))
+            if name not in wanted or active.values != _values(wanted[name], options)
+        ]
+        self.patcher.revert_all(leaving)
+        for name in leaving:
+            self._active.pop(name).undo.close()
+            logger.debug("%s is off", name)
         self.options, self._choices = options, choices
         entering = [owner for name, owner in wanted.items() if name not in self._active]
         # Effects first: a patch may import code that needs the device facade or an alias.
         for owner in entering:
             self._active[owner.name] = _Active(owner, options)
+        # The compat table before features, which may import what it makes run.
+        for kind in (Entry, Feature):
+            owners = [owner for owner in entering if isinstance(owner, kind)]
+            self.patcher.apply_all((each.name, *_patches(each, options)) for each in owners)
         for owner in entering:
-            patches, level = _patches(owner, options)
-            self.patcher.apply(owner.name, patches, level=int(level))
             logger.debug("%s is on", owner.name)
-
-    def _leave(self, name: str) -> None:
-        self.patcher.revert(name)
-        self._active.pop(name).undo.close()
-        logger.debug("%s is off", name)
 
 
 class _Active:
@@ -146,10 +149,10 @@ class _Active:
             self.undo = undo.pop_all()
 
 
-def _patches(owner: Entry | Feature, options: CommonOptions) -> tuple[Iterable[Patch], Level]:
+def _patches(owner: Entry | Feature, options: CommonOptions) -> tuple[Iterable[Patch], int]:
     if isinstance(owner, Entry):
-        return owner.patches, Level.COMPAT
-    return owner.patches(options), owner.level
+        return owner.patches, int(Level.COMPAT)
+    return owner.patches(options), int(owner.level)
 
 
 def _effects(owner: Entry | Feature, options: CommonOptions) -> Iterable[Effect]:

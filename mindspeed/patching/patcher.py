@@ -145,10 +145,15 @@ class Patcher:
 
         Wraps of one target stack by level, then by owner.
         """
+        self.apply_all([(owner, patches, level)])
+
+    def apply_all(self, owned: Iterable[tuple[str, Iterable[Patch], int]]) -> None:
+        """Apply the patches of several owners with their levels, all or none, by one search."""
         asked = []
-        for patch in patches:
-            self._count += 1
-            asked.append(Entry(owner, level, patch, self._count))
+        for owner, patches, level in owned:
+            for patch in patches:
+                self._count += 1
+                asked.append(Entry(owner, level, patch, self._count))
         entries = [*self._entries, *asked]
         for entry in asked:
             _check_module(entry)
@@ -157,7 +162,11 @@ class Patcher:
 
     def revert(self, owner: str | None = None) -> None:
         """Revert the patches of `owner`, or all, and leave everything as it was before."""
-        self._settle([each for each in self._entries if owner not in (None, each.owner)])
+        self.revert_all({each.owner for each in self._entries} if owner is None else {owner})
+
+    def revert_all(self, owners: Collection[str]) -> None:
+        """Revert the patches of several owners by one search."""
+        self._settle([each for each in self._entries if each.owner not in owners])
 
     def original(self, target: str) -> object | None:
         """Return the unpatched object of a patched "pkg.module:Qual.name", or None."""

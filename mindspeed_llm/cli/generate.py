@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed.config import add_options, read_options
 from mindspeed.distributed import environment
-from mindspeed.training.entry import run_rank
+from mindspeed.training.entry import importing, run_rank
 from mindspeed_llm.generation.options import SECTIONS, GenerateOptions, check
 
 
@@ -52,8 +52,9 @@ def run_tasks(options: GenerateOptions) -> int:
     logging.basicConfig(format="%(message)s", level=level, stream=sys.stderr)
 
     def work() -> None:
-        from mindspeed_llm import megatron_adaptor  # noqa: F401  # before anything of Megatron
-        from mindspeed_llm.generation.session import Session, run_session
+        with importing():
+            from mindspeed_llm import megatron_adaptor  # noqa: F401  # before any Megatron
+            from mindspeed_llm.generation.session import Session, run_session
 
         def lead(session: Session) -> None:
             answering = [task for task in tasks if task != "chat"]

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from mindspeed.training.entry import run_rank
+from mindspeed.training.entry import importing, run_rank
 from mindspeed_llm.training.options import add_arguments, from_arguments
 
 
@@ -21,8 +21,9 @@ def run(args: argparse.Namespace) -> int:
     options = from_arguments(args)
 
     def train() -> None:
-        from mindspeed_llm import megatron_adaptor  # noqa: F401  # before anything of Megatron
-        from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
+        with importing():
+            from mindspeed_llm import megatron_adaptor  # noqa: F401  # before any Megatron
+            from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
 
         PretrainTrainer(options).train()
 

@@ -1,11 +1,10 @@
 """Group relative policy optimization: advantages among the completions of a prompt, no critic."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-GrpoLoss = Literal["grpo", "dr_grpo", "dapo"]
+from mindspeed_llm.losses.kinds import GrpoLoss
+
 EPSILON = 1e-4
 """Added to the spread of rewards, which may be 0."""
 

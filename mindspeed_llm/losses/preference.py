@@ -4,14 +4,13 @@ Log-probabilities are those of whole completions, shape (pairs,), and so are the
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
-SimpoLoss = Literal["sigmoid", "hinge", "ipo"]
+from mindspeed_llm.losses.kinds import DpoLoss, SimpoLoss
 
 
 class Pairs(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from mindspeed.config import ConfigError, Options, Spelling
-from mindspeed_llm.losses.preference import DpoLoss, SimpoLoss
+from mindspeed_llm.losses.kinds import DpoLoss, SimpoLoss
 
 
 class ReferenceOptions(Options):

@@ -1,7 +1,7 @@
 """Typed options of post-training on sampled completions: --stage trl_ppo and grpo."""
 
 from mindspeed.config import ConfigError, Options, Spelling
-from mindspeed_llm.losses.grpo import GrpoLoss
+from mindspeed_llm.losses.kinds import GrpoLoss
 from mindspeed_llm.training.preference_options import (
     NOT_NEGATIVE,
     POSITIVE,

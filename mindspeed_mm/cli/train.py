@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from mindspeed.training.entry import run_rank
+from mindspeed.training.entry import importing, run_rank
 from mindspeed_mm.training.arguments import add_arguments, from_arguments
 
 
@@ -20,8 +20,9 @@ def run(args: argparse.Namespace) -> int:
     """Train, as one of the ranks."""
 
     def train() -> None:
-        from mindspeed_mm.training import script
-        from mindspeed_mm.training.transformers_task import callbacks
+        with importing():
+            from mindspeed_mm.training import script
+            from mindspeed_mm.training.transformers_task import callbacks
 
         script.train(from_arguments(args), callbacks())
 

@@ -1,6 +1,5 @@
 """The training loop of the first document: its tables to the letter, its loop on many ranks."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,26 +54,29 @@ def expected_lines(tp):
         yield f"{name}, {[size(entry) for entry in shape]}, torch.{dtype}, cpu"
 
 
-def run(command, folder, env=None):
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=env)
+def run(command, folder):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("ranks, tp, total", [(1, 1, 6960), (4, 2, 3948)])
 def test_the_example_prints_the_documents_tables_and_trains(tmp_path, ranks, tp, total):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(torchrun if ranks > 1 else ()), SCRIPT]  # one needs no launcher
-    done = run([*command, f"--tensor-model-parallel-size={tp}"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    flag = f"--tensor-model-parallel-size={tp}"
+    if ranks == 1:  # without a launcher
+        done = run([sys.executable, SCRIPT, flag], tmp_path)
+        code, output = done.returncode, done.stdout
+    else:
+        code, output = run_command("python", str(SCRIPT), flag, nproc=ranks, folder=tmp_path)
+    assert code == 0, output
+    lines = output.splitlines()
     table = [line for line in lines if line.endswith(", cpu")]
     assert sorted(table) == sorted(expected_lines(tp))
     assert len(table) == 29 and f"Total parameters: {total}" in lines
     for module in MODULES:
         assert any(module in line for line in lines), module
     assert "get_model made every parameter {'torch.bfloat16'}" in lines
-    losses = [float(loss) for loss in re.findall(r"'lm loss': ([\d.]+)", done.stdout)]
+    losses = [float(loss) for loss in re.findall(r"'lm loss': ([\d.]+)", output)]
     assert len(losses) == 5 and losses[-1] < losses[0]
-    assert "'losses per token': [8, 64]" in done.stdout
+    assert "'losses per token': [8, 64]" in output
     assert lines[-1] == "Saved to ckpt and loaded back."
 
 
@@ -85,10 +88,9 @@ def test_pipeline_stages_and_the_launcher_of_our_own(tmp_path):
 
 
 def test_a_layout_that_cannot_be_built_is_one_line_and_exit_code_2(tmp_path):
-    command = [sys.executable, "-m", "mindspeed", "run", "--nproc", "2", SCRIPT]
-    check_refusal(
-        run([*command, "--tensor-model-parallel-size=4"], tmp_path), "multiple of 4 ranks"
-    )
+    flag = "--tensor-model-parallel-size=4"
+    code, output = run_command("python", str(SCRIPT), flag, nproc=2, folder=tmp_path)
+    check_refusal(code, output, "multiple of 4 ranks", ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +101,16 @@ def test_a_layout_that_cannot_be_built_is_one_line_and_exit_code_2(tmp_path):
     ],
 )
 def test_a_rank_refuses_a_layout_before_it_waits_for_others(tmp_path, ranks, flag, message):
-    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
-    check_refusal(run([sys.executable, SCRIPT, flag], tmp_path, environment), message)
+    alone = {"WORLD_SIZE": str(ranks)}
+    code, output = run_command("python", str(SCRIPT), flag, folder=tmp_path, variables=alone)
+    check_refusal(code, output, message)
 
 
-def check_refusal(done, message):
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.count("error:") == 1
+def check_refusal(code, output, message, ranks=1):
+    """Check for one line a rank; a launcher shows that of the first."""
+    assert code == 2
+    assert message in output and "Traceback" not in output
+    assert output.count("error:") == ranks
 
 
 @pytest.mark.parametrize("tp", [1, 2])

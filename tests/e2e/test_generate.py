@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mindspeed_llm.cli.main import main
+from tests.commands import run_command
 from tests.small_tokenizers import byte_level
 from tests.unit.mindspeed_llm.training.tiny_run import make_model, make_samples, write_samples
 
@@ -31,10 +33,9 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-def start(*flags: str, nproc: int = 1) -> "subprocess.Popen[str]":
-    ranks = ["-m", "mindspeed", "run", "--nproc", str(nproc)] if nproc > 1 else []
+def start(*flags: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, *ranks, str(ROOT / "inference.py"), *flags],
+        [sys.executable, str(ROOT / "inference.py"), *flags],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
@@ -44,8 +45,8 @@ def start(*flags: str, nproc: int = 1) -> "subprocess.Popen[str]":
     )
 
 
-def run(*flags: str, nproc: int = 1, said: str = "") -> tuple[int, str, str]:
-    process = start(*flags, nproc=nproc)
+def run(*flags: str, said: str = "") -> tuple[int, str, str]:
+    process = start(*flags)
     output, errors = process.communicate(said, timeout=PATIENCE)
     return process.returncode, output, errors
 
@@ -72,11 +73,12 @@ def test_a_file_of_prompts_on_two_ranks(model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
     output = tmp_path / "answers.jsonl"
-    flags = f"--load {model} --prompts {prompts} --output {output} --task greedy beam_search"
-    flags += " --num-beams 1 --max-new-tokens 9 --batch-size 2 --tensor-model-parallel-size 2"
-    code, printed, errors = run(*flags.split(), nproc=2)
-    assert code == 0, errors
-    assert printed == "" and "tokens/s" in errors
+    flags = f"inference.py --load {model} --prompts {prompts} --output {output}"
+    flags += " --task greedy beam_search --num-beams 1 --max-new-tokens 9 --batch-size 2"
+    flags += " --tensor-model-parallel-size 2"
+    code, printed = run_command("python", *flags.split(), nproc=2)
+    assert code == 0 and re.search(r"^54 tokens in .* tokens/s$", printed, re.MULTILINE), printed
+    assert not any(text in printed for text in QUESTIONS)
     records = [json.loads(line) for line in output.read_text().splitlines()]
     wanted = [(text, expected(model, text, count=9)) for text in QUESTIONS]
     assert [(one["prompt"], one["text"]) for one in records] == wanted * 2
@@ -103,9 +105,10 @@ def test_a_conversation_through_a_pipe(model):
 
 
 def test_old_turns_make_way_and_questions_can_be_too_long(model):
-    flags = f"--load {model} --prompt-type chatml --temperature 0 --max-new-tokens 8 --task chat"
-    code, output, errors = run(*flags.split(), "--max-length", "36", said=f"a\nb\n{'x ' * 60}\n")
-    assert code == 0, errors
+    flags = f"chat --load {model} --prompt-type chatml --temperature 0 --max-new-tokens 8"
+    said = f"a\nb\n{'x ' * 60}\n"
+    code, output = run_command("mindspeed-llm", *flags.split(), "--max-length", "36", said=said)
+    assert code == 0, output
     assert "(too long: the 1 oldest turn(s) were dropped)" in output
     assert "there may be 36: shorten it" in output
 
@@ -131,9 +134,8 @@ def test_ctrl_c_stops_the_answer_only(model):
 def test_a_training_checkpoint_answers_like_its_model(model, tmp_path):
     data = write_samples(tmp_path / "data", make_samples(4))
     trained = f"posttrain --load {model} --data-path {data} --save {tmp_path}/saved --lr 1e-30"
-    command = [sys.executable, "-m", "mindspeed_llm", *trained.split(), "--train-iters", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = run_command("mindspeed-llm", *trained.split(), "--train-iters", "1")
+    assert code == 0, output
     flags = f"--load {tmp_path}/saved --tokenizer-name-or-path {model} --max-new-tokens 6"
     code, output, errors = run(*flags.split(), "--prompt", QUESTIONS[0])
     assert code == 0, errors
@@ -177,8 +179,8 @@ def test_misuse_is_one_line(model, tmp_path, capsys, flags, words):
 
 
 def test_errors_that_need_the_loaded_model(model):
-    code, _, errors = run("--load", model, "--prompt", "x " * 600)
-    assert code == 2 and "tokens, and with its completion there may be 512: shorten it" in errors
-    flags = f"--load {model} --prompt a --tensor-model-parallel-size 4"
-    code, _, errors = run(*flags.split(), nproc=4)
-    assert code == 2 and "4" in errors and "Traceback" not in errors
+    command = ["python", "inference.py", "--load", model, "--prompt"]
+    code, output = run_command(*command, "x " * 600)
+    assert code == 2 and "tokens, and with its completion there may be 512: shorten it" in output
+    code, output = run_command(*command, "a", "--tensor-model-parallel-size", "4", nproc=4)
+    assert code == 2 and "4" in output and "Traceback" not in output

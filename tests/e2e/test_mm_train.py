@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.mm.folder import make_folder
 from tests.unit.mindspeed_llm.training.tiny_run import read_losses
 
@@ -77,8 +78,10 @@ def test_one_file_trains_stops_and_resumes(tmp_path: Path) -> None:
     done = len(read_losses_only(log))
     # The saved config is runnable: here on one rank, with a flag after it.
     saved = str(tmp_path / "saved/config.yaml")
-    code, output = run("pretrain_vlm.py", saved, "--train-iters", str(done + 2))
+    flags = ["pretrain_vlm.py", saved, "--train-iters", str(done + 2)]
+    code, output = run_command("python", *flags)
     assert code == 0 and f"resuming after iteration {done}" in output, output
     assert len(read_losses_only(log)) == done + 2
-    code, output = run("pretrain_transformers.py", str(file), "--load", str(tmp_path / "none"))
+    flags = ["pretrain_transformers.py", str(file), "--load", str(tmp_path / "none")]
+    code, output = run_command("python", *flags)
     assert code == 2 and output.count("\n") == 1 and "does not exist" in output, output

@@ -17,6 +17,7 @@ import torch
 from mindspeed_llm.data.indexed import TokenWriter
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.preprocess import preprocess
+from tests.commands import run_command
 from tests.small_tokenizers import byte_level
 from tests.sockets import descendants
 from tests.unit.mindspeed_llm.training.tiny_run import (
@@ -60,7 +61,12 @@ def _start(script: str, *flags: str, nproc: int = 1, dies: bool = False) -> subp
 
 
 def _run(script: str, *flags: str, nproc: int = 1) -> tuple[int, str]:
-    process = _start(script, *flags, nproc=nproc)
+    """Run a command to its end, in processes that have imported what it needs."""
+    return run_command("python", script, *flags, nproc=nproc, timeout=PATIENCE)
+
+
+def _run_apart(script: str, *flags: str) -> tuple[int, str]:
+    process = _start(script, *flags)
     output, _ = process.communicate(timeout=PATIENCE)
     return process.returncode, output
 
@@ -74,18 +80,17 @@ def _wait_for(log: Path, lines: int, process: subprocess.Popen[str]) -> None:
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(inputs: list[str], tmp_path: Path) -> None:
-    """Two ranks; killed twice, at moments that may lie inside a save."""
+    """Two ranks, killed at a moment that may lie inside a save; the drill does it repeatedly."""
     flags = [*inputs, "--train-iters", str(STEPS), "--global-batch-size", "4"]
     flags += "--save-interval 2 --keep-last 2 --use-distributed-optimizer".split()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     code, output = _run("posttrain_gpt.py", *flags, "--save", str(whole), nproc=2)
     assert code == 0, output
-    for moment in (3, 8):
-        process = _start("posttrain_gpt.py", *flags, "--save", str(broken), nproc=2, dies=True)
-        _wait_for(broken / "log.jsonl", moment, process)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        assert len(read_losses(str(broken / "log.jsonl"))) < STEPS, "killed too late"
+    process = _start("posttrain_gpt.py", *flags, "--save", str(broken), nproc=2, dies=True)
+    _wait_for(broken / "log.jsonl", 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert len(read_losses(str(broken / "log.jsonl"))) < STEPS, "killed too late"
     code, output = _run("posttrain_gpt.py", *flags, "--save", str(broken), nproc=2)
     assert code == 0 and "resuming after iteration" in output, output
     assert read_losses(str(broken / "log.jsonl")) == read_losses(str(whole / "log.jsonl"))
@@ -167,7 +172,7 @@ def test_pretraining_learns_a_repeated_text_with_every_fused_operator(tmp_path: 
     flags += " --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4"
     flags += f" --vocab-size {VOCABULARY} --lr 1e-2 --train-iters 30 --global-batch-size 4"
     flags += " --split 90,10,0 --eval-interval 30 --eval-iters 1 --log-interval 10"
-    code, output = _run("pretrain_gpt.py", *flags.split(), *FUSED.split())
+    code, output = _run_apart("pretrain_gpt.py", *flags.split(), *FUSED.split())
     assert code == 0, output
     assert "model throughput per GPU (TFLOP/s/GPU): " in output
     assert "lm loss is the mean over micro-batches" in output
@@ -224,6 +229,11 @@ def test_misuse_is_one_line_and_leaves_nothing(
     assert code == 2, output
     assert words in output and "Traceback" not in output
     assert not list(tmp_path.iterdir())
+
+
+def test_misuse_of_the_script_itself(tmp_path: Path) -> None:
+    code, output = _run_apart("posttrain_gpt.py", "--load", str(tmp_path / "none"))
+    assert code == 2 and output.count("\n") == 1 and "Traceback" not in output
 
 
 def test_the_python_of_the_page_logs_as_the_command_does(tmp_path: Path) -> None:

@@ -1,52 +1,19 @@
 """The commands of the page on preferences, and of the example, with a random model."""
 
 import json
-import os
-import re
 import runpy
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from mindspeed.launch import call
+from tests.commands import ROOT, run_page
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE, EXAMPLE = ROOT / "docs/llm/preferences.md", ROOT / "examples/dpo/README.md"
-SCRIPTS = {
-    "preprocess_data.py": "preprocess",
-    "posttrain_gpt.py": "posttrain",
-    "convert_ckpt.py": "convert",
-    "inference.py": "generate",
-}
 RECORDS = {
     "pairs.jsonl": {"instruction": "Who are you?", "chosen": "A fox.", "rejected": "A dog."},
     "judged.jsonl": {"prompt": "Who are you?", "completion": "A fox.", "label": True},
     "steps.jsonl": {"input": "12 + 30x It is 42.x", "value": ["+", "("]},
 }
-
-
-def run_commands(page: Path, folder: str) -> None:
-    """Run the commands of a page in this process, as the only rank."""
-    from mindspeed_llm.cli.main import main
-
-    os.chdir(folder)
-    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            program, *arguments = shlex.split(line)
-            if program == "mindspeed":
-                assert arguments[:3] == ["run", "--nproc", "2"]
-                program, arguments = "python", arguments[3:]
-            if program == "mindspeed-llm":
-                command = arguments
-            elif arguments[0] in SCRIPTS:
-                command = [SCRIPTS[arguments[0]], *arguments[1:]]
-            else:
-                sys.argv = arguments
-                runpy.run_path(arguments[0], run_name="__main__")
-                continue
-            assert main(command) == 0, line
 
 
 def make_folder(folder: Path, model: str) -> None:
@@ -62,13 +29,13 @@ def make_folder(folder: Path, model: str) -> None:
 def test_every_command_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make_folder(tmp_path, "model")
-    call(run_commands, 1, PAGE, str(tmp_path), timeout=300, preload=["tests.preload"])
+    run_page(PAGE, tmp_path)
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"dpo", "orm", "simpo"}
 
 
 def test_every_command_of_the_example_works(tmp_path: Path) -> None:
     make_folder(tmp_path, "out/dpo/model")
-    call(run_commands, 1, EXAMPLE, str(tmp_path), timeout=300, preload=["tests.preload"])
+    run_page(EXAMPLE, tmp_path)
     out = tmp_path / "out/dpo"
     lines = [json.loads(line) for line in (out / "trained/log.jsonl").read_text().splitlines()]
     pairs = lines[0]["lm loss"] - lines[0]["sft loss"]

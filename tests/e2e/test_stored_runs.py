@@ -1,17 +1,14 @@
 """Checkpoints, data and configs written by an earlier version load and resume as they did then."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.commands import ROOT, run_command
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint, read_losses
 
-ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "tests/assets/stored_runs"
 LLM_LOSSES = [4.610125541687012, 4.570518493652344]
 """Of iterations 3 and 4, resumed by the version that wrote the checkpoints; the second one depends
@@ -25,24 +22,16 @@ def stored(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *command: str) -> str:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    code, output = run_command("python", *command, folder=folder)
+    assert code == 0, output
+    return output
 
 
 def test_a_fine_tuning_resumes(stored: Path) -> None:
     before = read_checkpoint(stored / "llm/saved")
     flags = "--load hf --data-path data --lr 1e-3 --lr-decay-style constant --global-batch-size 4"
     flags += " --save saved --use-distributed-optimizer --train-iters 4"
-    run(stored / "llm", str(ROOT / "posttrain_gpt.py"), *flags.split())
+    run(stored / "llm", "posttrain_gpt.py", *flags.split())
     losses = read_losses(str(stored / "llm/saved/log.jsonl"))
     assert len(losses) == 4 and losses[2:] == pytest.approx(LLM_LOSSES, rel=1e-6)
     after = read_checkpoint(stored / "llm/saved")
@@ -53,7 +42,7 @@ def test_a_stored_checkpoint_exports_bit_for_bit(stored: Path) -> None:
     from safetensors.torch import load_file
 
     flags = "--load-model-type mg --save-model-type hf --load-dir saved --save-dir out"
-    run(stored / "llm", str(ROOT / "convert_ckpt.py"), *flags.split())
+    run(stored / "llm", "convert_ckpt.py", *flags.split())
     exported = load_file(stored / "llm/out/model.safetensors")
     kept = read_checkpoint(stored / "llm/saved")
     embedding = kept["embedding.word_embeddings.weight"][:99]
@@ -68,7 +57,7 @@ def test_a_stored_config_still_runs(stored: Path) -> None:
     (stored / "llm/saved/latest_checkpointed_iteration.txt").unlink()
     config = shutil.move(stored / "llm/saved/config.yaml", stored / "llm/config.yaml")
     shutil.rmtree(stored / "llm/saved")
-    run(stored / "llm", str(ROOT / "posttrain_gpt.py"), "--config", str(config))
+    run(stored / "llm", "posttrain_gpt.py", "--config", str(config))
     kept = read_losses(str(STORED / "llm/saved/log.jsonl"))
     found = read_losses(str(stored / "llm/saved/log.jsonl"))
     assert found == pytest.approx(kept, rel=1e-6)

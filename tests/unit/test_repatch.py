@@ -55,6 +55,30 @@ def test_none_is_not_set_and_each_call_starts_from_what_python_set():
     assert is_on("fused_swiglu") and not is_on("flash_attention")
 
 
+def test_a_misspelt_name_is_one_warning(caplog):
+    names = ("use_fused_swigul", "use_flash_atn", "noop_layres", "use-fused-swiglu")
+    for _ in range(2):
+        repatch(dict.fromkeys(names, True))
+    assert not is_on("fused_swiglu")
+    text = "repatch: {} is no option of MindSpeed: did you mean {}?"
+    ours = ("use_fused_swiglu", "use_flash_attn", "noop_layers", "use_fused_swiglu")
+    assert [r.getMessage() for r in caplog.records] == [*map(text.format, names, ours)]
+
+
+def test_names_of_megatron_and_of_clients_are_not_warned_of(caplog):
+    others = {
+        "gradient_accumulation_fusion": True,  # Megatron's; gemm_gradient_accumulation_fusion
+        "recompute_num_layers": 1,
+        "num_shared_experts": 2,  # clients'; n_shared_experts
+        "csa_window_size": 4,
+        "no_rope_layers": [1],
+        "use_fused_swiglus": False,  # not set
+        "use_flash_attm": None,
+    }
+    repatch(others)
+    assert not caplog.records
+
+
 def test_wrong_values_change_nothing():
     repatch({"use_flash_attn": True})
     with pytest.raises(ConfigError, match="optimization_level=7 is not allowed"):

@@ -9,6 +9,8 @@ import pytest
 from mindspeed.cli import main as command
 from mindspeed.cli.main import commands, main
 
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
 
 def run(*words):
     return subprocess.run(
@@ -76,10 +78,53 @@ def test_interrupt_is_quiet(monkeypatch, capsys):
 def test_a_reader_that_leaves_is_no_error(is_unbuffered):
     # Both with and without the buffer that is written at the end.
     unbuffered = {"PYTHONUNBUFFERED": "1"} if is_unbuffered else {}
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     pipe = f"{sys.executable} -m mindspeed features | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", pipe], env=env | unbuffered, capture_output=True, text=True, timeout=120
+        ["bash", "-c", pipe], env=BUFFERED | unbuffered, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines()[-1] == "0"
     assert done.stderr == ""
+
+
+ENDS = """
+import atexit, ctypes, sys, threading, time, types
+from mindspeed.cli.main import exit_process
+
+class Module:
+    def __del__(self):
+        print("unloaded")
+
+def late():
+    time.sleep(0.1)
+    print("joined")
+
+module = Module()
+module.itself = module  # Python finds it only when it unloads everything
+torch = types.SimpleNamespace(accelerator=types.SimpleNamespace(is_available=lambda: {accelerated}))
+sys.modules["torch"] = torch
+atexit.register(lambda: print("handled"))
+threading.Thread(target=late).start()
+ctypes.CDLL(None).puts(b"by the C library")
+exit_process(3)
+"""
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_a_process_exits_with_all_its_output_and_unloads_nothing(accelerated):
+    code = ENDS.format(accelerated=accelerated)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
+    unloaded = ["unloaded"] if accelerated else []
+    assert sorted(done.stdout.splitlines()) == sorted(
+        ["joined", "handled", "by the C library", *unloaded]
+    )
+
+
+def test_output_that_cannot_be_written_is_an_error_of_the_exit():
+    code = ENDS.format(accelerated=False)
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, env=BUFFERED, stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert done.returncode == 120 and b"No space left on device" in done.stderr

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mindspeed.patching import Patch
+from mindspeed.patching import Patch, PatchError
 from tests.unit.patching.samples import tagging
 
 
@@ -101,3 +101,20 @@ def test_add_creates_and_revert_removes(shop, patcher):
     assert (shop.discount, shop.Counter.tax(-2)) == (3, 2)
     patcher.revert("extra")
     assert not hasattr(shop, "discount") and not hasattr(shop.Counter, "tax")
+
+
+def test_several_owners_at_once(shop, patcher):
+    wraps = [("b", 2), ("a", 1), ("c", 1)]
+    patcher.apply_all((name, [Patch.wrap("shop:price", tagging(name))], n) for name, n in wraps)
+    assert shop.price("x").startswith("b<c<a<")
+    patcher.revert_all({"b", "a"})
+    assert shop.price("x").startswith("c<") and [r.owner for r in patcher.report()] == ["c"]
+
+
+def test_several_owners_are_all_or_none(shop, patcher):
+    good = ("good", [Patch.wrap("shop:price", tagging("good"))], 0)
+    before = shop.price
+    with pytest.raises(PatchError, match="bad: .*pric"):
+        patcher.apply_all([good, ("bad", [Patch.wrap("shop:pric", tagging("bad"))], 0)])
+    assert shop.price is before and not patcher.report()
+    patcher.revert_all(())
