@@ -68,8 +68,8 @@ def add_rows(
     total, x, first = (one.contiguous() for one in tensors)
     num_columns = total[:1].numel()
     if rows is None and x.numel():
-        grid = (triton.cdiv(x.numel(), TILE),)
-        launch(_add_all_rows, grid, total, x, first, x.numel(), BLOCK=TILE, num_warps=NUM_WARPS)
+        tiles = (triton.cdiv(x.numel(), TILE),)
+        launch(_add_all_rows, tiles, total, x, first, x.numel(), BLOCK=TILE, num_warps=NUM_WARPS)
     elif x.numel():
         block_rows = TILE // BLOCK_COLUMNS
         grid = triton.cdiv(len(x), block_rows), triton.cdiv(num_columns, BLOCK_COLUMNS)
