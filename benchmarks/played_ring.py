@@ -72,10 +72,12 @@ class _RingTotals(ReturningGradients):
 
 
 class _GatheringRank(_PlayedRank):
+    def order(self, device):
+        return sequence_order(self.layout, device)
+
     def arriving(self, k, v):
-        """Yield what an all-gather brings, put in order as after a real one."""
-        layout, blocks = self.layout, zip(*self.ring.blocks)
-        yield layout.covered, [layout.unshard(torch.cat(block)) for block in blocks]
+        """Yield what an all-gather brings, joined as after a real one."""
+        yield self.layout.covered, [torch.cat(block) for block in zip(*self.ring.blocks)]
 
     def returning(self, k, v):
         return _GatheredTotals(self)
@@ -91,9 +93,7 @@ class _GatheredTotals(ReturningGradients):
         return RowSums(self._kv, sum(self._rank.rows))
 
     def send(self, step, sums):
-        order = sequence_order(self._rank.layout, self._kv[0].device)
-        back = None if order is None else torch.argsort(order)
-        self._grads = [x if back is None else x.index_select(0, back) for x in sums.totals()]
+        self._grads = sums.totals()
 
     def result(self):
         rows, number = self._rank.rows, self._rank.number

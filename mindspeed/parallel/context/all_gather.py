@@ -24,8 +24,12 @@ from mindspeed.parallel.context.merge import RowSums, pack, packed_size, unpack
 class Gather(Exchange):
     """Ranks that gather all keys and values, in one step."""
 
+    def order(self, device: torch.device) -> Tensor | None:
+        """Return where each row of the sequence is: calls take what they need of it."""
+        return sequence_order(self.layout, device)
+
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Range, ...], list[Tensor]]]:
-        """Yield the keys and values of all ranks in the order of the sequence."""
+        """Yield the keys and values of all ranks, one rank after the other."""
         yield self.layout.covered, gather_rows([k, v], self)
 
     def returning(self, k: Tensor, v: Tensor) -> ReturningGradients:
@@ -49,10 +53,6 @@ class _ScatteredGradients(ReturningGradients):
     def result(self) -> list[Tensor]:
         """Sum over the ranks, and return the gradients of this rank's rows."""
         members, grads = self._members, self._sums.totals()
-        order = sequence_order(members.layout, grads[0].device)
-        if order is not None:
-            back = torch.argsort(order)
-            grads = [x.index_select(0, back) for x in grads]
         parts = [pack(*pair) for pair in zip(*(x.split(members.rows) for x in grads))]
         total = reduce_scatter_uneven(parts, resolve_group(members.group))
         mine = unpack(total, grads, members.rows[members.rank])
@@ -60,8 +60,8 @@ class _ScatteredGradients(ReturningGradients):
 
 
 def gather_rows(tensors: Sequence[Tensor], members: Members) -> list[Tensor]:
-    """Return the rows of all ranks in the order of the sequence; one message for all tensors."""
+    """Return the rows of all ranks, one rank after the other; one message for all tensors."""
     sizes = [packed_size(tensors, n) for n in members.rows]
     flat = all_gather_uneven(pack(*tensors), sizes, resolve_group(members.group))
     parts = zip(*(unpack(x, tensors, n) for x, n in zip(flat, members.rows)))
-    return [members.layout.unshard(torch.cat(part)) for part in parts]
+    return [torch.cat(part) for part in parts]

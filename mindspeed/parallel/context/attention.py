@@ -155,7 +155,7 @@ def largest_scores(
         place = place // group.size()
         first = place * group.size()
         members = Members(group, Layout(layout.ranges[first : first + group.size()]))
-        k = gather_rows([k], members)[0]
+        k = members.layout.unshard(gather_rows([k], members)[0])
         layout = layout.merge(group.size())
     largest = rule.largest(q, k, rule.calls(ranges, layout.covered, q))
     for group in groups:

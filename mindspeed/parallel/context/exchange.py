@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -60,6 +61,10 @@ class ReturningGradients(ABC):
 class Exchange(Members, ABC):
     """Brings keys and values to this rank, in steps."""
 
+    def order(self, device: torch.device) -> Tensor | None:
+        """Return where the rows of a step are in its tensors; None if in the sequence's order."""
+        return None
+
     @abstractmethod
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Range, ...], list[Tensor]]]:
         """Yield the rows of each step in the sequence, and their keys and values."""
@@ -88,7 +93,8 @@ class _ExchangedAttention(Function):
     ) -> Tensor:
         exchange, rule = ctx.job = job
         rule = replace(rule, bias=bias, slopes=slopes)
-        attention, mine = Attention(rule, q, v.shape[-1]), exchange.layout.ranges[exchange.rank]
+        attention = Attention(rule, q, v.shape[-1], exchange.order(q.device))
+        mine = exchange.layout.ranges[exchange.rank]
         for ranges, kv in exchange.arriving(k, v):
             for call in rule.calls(mine, ranges, q):
                 attention.add(call, kv)
@@ -102,7 +108,8 @@ class _ExchangedAttention(Function):
         q, k, v, bias, slopes, out, lse = ctx.saved_tensors
         exchange, rule = ctx.job
         rule = replace(rule, bias=bias, slopes=slopes)
-        grads, mine = Gradients(rule, q, grad, out, lse), exchange.layout.ranges[exchange.rank]
+        grads = Gradients(rule, q, grad, out, lse, exchange.order(q.device))
+        mine = exchange.layout.ranges[exchange.rank]
         returning = exchange.returning(k, v)
         for step, (ranges, kv) in enumerate(exchange.arriving(k, v)):
             sums = returning.sums(step)

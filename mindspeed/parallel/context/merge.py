@@ -37,9 +37,15 @@ class Rows:
         found = tuple(joined(ranges))
         return cls(found, None if len(found) == 1 else index_of(found, device))
 
+    @classmethod
+    def in_order(cls, ranges: Sequence[Range], order: Tensor) -> Rows:
+        """Describe ranges of a sequence; `order` says where each of its rows is."""
+        found = tuple(joined(ranges))
+        return cls(found, order.index_select(0, index_of(found, order.device)))
+
     def is_all(self, num_rows: int) -> bool:
-        """Whether a tensor of so many rows has no others."""
-        return self.ranges == ((0, num_rows),)
+        """Whether they are all rows of a tensor of so many, in its order."""
+        return self.index is None and self.ranges == ((0, num_rows),)
 
     def view(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return the range as a view; with an index, all rows, to which it applies."""
@@ -85,9 +91,10 @@ class Placement:
 
     @staticmethod
     @functools.lru_cache(maxsize=512)
-    def of(call: Call, device: torch.device) -> Placement:
+    def of(call: Call, device: torch.device, order: Tensor | None) -> Placement:
         """Return what a call needs on a device: every layer makes the same calls."""
-        rows = Rows.of(call.q, device), Rows.of(call.k, device)
+        of_keys = Rows.of(call.k, device) if order is None else Rows.in_order(call.k, order)
+        rows = Rows.of(call.q, device), of_keys
         if len(call.blocks) == 1:
             return Placement(*rows, None)
         lengths = [[end - start for start, end in ranges] for ranges in (call.q, call.k)]
@@ -117,8 +124,9 @@ class Taken:
 class Attention:
     """The output and log-sum-exp of queries (S, B, N, H) over the keys seen so far."""
 
-    def __init__(self, rule: Rule, q: Tensor, value_size: int) -> None:
-        self._rule, self._dtype, self._device = rule, q.dtype, q.device
+    def __init__(self, rule: Rule, q: Tensor, value_size: int, order: Tensor | None = None) -> None:
+        """Take where the keys of a sequence are in their tensors; None if in its order."""
+        self._rule, self._dtype, self._device, self._order = rule, q.dtype, q.device, order
         self._shape = *q.shape[:-1], value_size
         self._queries, self._seen = Taken(q, dims=[0]), Seen()
         self._out: Tensor | None = None
@@ -126,7 +134,7 @@ class Attention:
 
     def add(self, call: Call, kv: Sequence[Tensor]) -> None:
         """Attend to more keys and values."""
-        where = Placement.of(call, self._device)
+        where = Placement.of(call, self._device, self._order)
         (q,) = self._queries.rows(call, where.q)
         k, v = (where.k.take(x) for x in kv)
         options = {"scale": self._rule.scale, "window": call.window}
@@ -243,16 +251,24 @@ class RowSums:
 class Gradients:
     """The gradients of a rank's queries and bias, summed over calls."""
 
-    def __init__(self, rule: Rule, q: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        q: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        order: Tensor | None = None,
+    ) -> None:
         """Take the gradient and the output (S, B, N, V), and the log-sum-exp, over all keys."""
-        self._rule, self._device = rule, q.device
+        self._rule, self._device, self._order = rule, q.device, order
         self._queries = Taken(grad.contiguous(), q, out, lse, dims=[0, 0, 0, -1])
         self._dq = RowSums([q], len(q))
         self._dbias = None if rule.bias is None else torch.zeros_like(rule.bias)
 
     def add(self, call: Call, kv: Sequence[Tensor], sums: RowSums) -> None:
         """Compute the gradients of one call; those of keys and values are added to `sums`."""
-        where = Placement.of(call, self._device)
+        where = Placement.of(call, self._device, self._order)
         grad, q, out, lse = self._queries.rows(call, where.q)
         k, v = (where.k.take(x) for x in kv)
         options = {"scale": self._rule.scale, "window": call.window}
