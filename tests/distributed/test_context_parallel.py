@@ -47,10 +47,12 @@ class Case:
         draw = random.Random(seed)
         self.heads, self.groups = draw.choice([(4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (1, 1)])
         self.batch, self.value_size = draw.choice([1, 2]), draw.choice([HEAD, 4])
-        self.window = draw.choice([FULL, CAUSAL, CAUSAL, (3, 0), (2, 2)])
+        self.window = draw.choice([FULL, CAUSAL, CAUSAL, (3, 0), (2, 2), (9, 0), (11, 3)])
         if draw.random() < 0.6:
             self.batch = 1
-            lengths = [draw.choice([0, 1, 2, 3, 5, 7, 8, 16]) for _ in range(draw.randint(1, 5))]
+            lengths = [
+                draw.choice([0, 1, 2, 3, 5, 7, 8, 16, 23]) for _ in range(draw.randint(1, 5))
+            ]
             padded = [n + draw.choice([0, 0, 3]) for n in lengths]
             bounds, padded = ([0, *itertools.accumulate(n)] for n in (lengths, padded))
             self.spans, self.layout = (

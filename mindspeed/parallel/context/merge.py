@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -74,10 +74,15 @@ class Seen:
 
     def add(self, rows: Rows) -> bool:
         """Add rows, and return whether all of them are new."""
-        ranges = joined(sorted((*self._ranges, *rows.ranges)))
-        is_new = all(one[1] <= other[0] for one, other in pairwise(ranges))
-        if is_new:
-            self._ranges = tuple(ranges)
+        ranges, is_new = sorted((*self._ranges, *rows.ranges)), True
+        union: list[Range] = []
+        for start, end in ranges:
+            if union and start <= union[-1][1]:
+                is_new = is_new and start == union[-1][1]
+                union[-1] = union[-1][0], max(end, union[-1][1])
+            else:
+                union.append((start, end))
+        self._ranges = tuple(union)
         return is_new
 
 
@@ -90,7 +95,7 @@ class Placement:
     documents: Documents | None
 
     @staticmethod
-    @functools.lru_cache(maxsize=512)
+    @functools.lru_cache(maxsize=128)
     def of(call: Call, device: torch.device, order: Tensor | None) -> Placement:
         """Return what a call needs on a device: every layer makes the same calls."""
         of_keys = Rows.of(call.k, device) if order is None else Rows.in_order(call.k, order)
