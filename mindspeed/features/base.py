@@ -32,6 +32,8 @@ class Context:
     spelling: Spelling = Spelling.KEYWORD
     megatron: Mapping[str, Any] | None = None
     """Megatron's parsed arguments; None outside a Megatron-LM script, where they are not known."""
+    device: str | None = None
+    """The device of the run; None for the one here."""
 
     def argument(self, name: str, default: Any = None) -> Any:
         """Return one of Megatron's arguments, or `default` where it is not known or not set."""
