@@ -34,7 +34,8 @@ def repatch(args: Mapping[str, Any] | object) -> None:
     values = options_class.merge(dict(active.preset), named)
     # The namespace of Megatron's parser is complete; what a dictionary lacks may still be set.
     is_complete = isinstance(args, argparse.Namespace)
-    active.activate(build(options_class, values), Context(megatron=given if is_complete else None))
+    context = Context(megatron=given) if is_complete else Context(client=given)
+    active.activate(build(options_class, values), context)
     _warn_of_misspelt(named, options_class.accepted_names())
 
 

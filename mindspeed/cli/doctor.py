@@ -48,6 +48,9 @@ def _examine(flags: Sequence[str], gib: float | None) -> "Fit":
     from mindspeed import device
     from mindspeed.doctor.memory import examine
 
+    for flag in ("--json", "--device-gib"):
+        if flag in (word.partition("=")[0] for word in flags):
+            raise ConfigError(f"{flag} after --memory is no flag of the run: put it before")
     if gib is not None and not 0 < gib < 2**20:
         raise ConfigError(f"--device-gib {gib:g}: give the GiB of a device, as 80")
     if gib is None:

@@ -44,12 +44,16 @@ def exit_process(code: int) -> NoReturn:
     """Exit as `sys.exit` does, but do not unload modules one by one: a second with torch loaded.
 
     Threads are joined, exit handlers run and output is flushed as always. With an accelerator the
-    exit is Python's own: profilers read their buffers in exit handlers of the C library.
+    exit is Python's own: profilers read their buffers in exit handlers of the C library. So it is
+    under a profiler or a debugger of Python, which reports when the program returns to it.
     """
     torch = sys.modules.get("torch")
-    if torch is None or torch.accelerator.is_available():
+    if torch is None or torch.accelerator.is_available() or _is_observed():
         sys.exit(code)
-    threading._shutdown()  # type: ignore[attr-defined]
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except KeyboardInterrupt:
+        sys.exit(code)  # no thread is waited for any longer, and Python ends the others
     atexit._run_exitfuncs()
     try:
         for stream in (sys.stdout, sys.stderr):
@@ -59,6 +63,13 @@ def exit_process(code: int) -> NoReturn:
         sys.exit(code)  # Python reports what cannot be written
     ctypes.CDLL(None).fflush(None)
     os._exit(code)
+
+
+def _is_observed() -> bool:
+    """Return whether a profiler, tracer or debugger watches this process."""
+    monitoring = getattr(sys, "monitoring", None)  # since 3.12, where cProfile uses it
+    tools = monitoring is not None and any(map(monitoring.get_tool, range(6)))
+    return bool(tools or sys.getprofile() or sys.gettrace())
 
 
 def _run(argv: Sequence[str], package: ModuleType, description: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 
 from mindspeed.device.accelerator import Accelerator
+from mindspeed.device.base import DeviceError
+
+logger = logging.getLogger(__name__)
 
 _CHANNEL_BYTES = 4 << 20
 """NCCL's buffer of one channel, unless NCCL_BUFFSIZE says otherwise."""
@@ -71,14 +75,32 @@ class Cuda(Accelerator):
         return torch.cuda.get_device_capability(self.index())
 
     def group_options(self, buffer_mib: int, options: Any = None) -> Any:
-        """Bound the channels: a communicator has no buffer size of its own, a channel has one."""
+        """Bound the channels: a communicator has no buffer size of its own, a channel has one.
+
+        Bounds in `options`, which come from a file of the user, stay.
+        """
         nccl: Any = torch.distributed.ProcessGroupNCCL.Options  # type: ignore[attr-defined]
         options = nccl() if options is None else options
-        size = int(os.environ.get("NCCL_BUFFSIZE") or _CHANNEL_BYTES)
-        options.config.max_ctas = min(max((buffer_mib << 20) // size, 1), _MAX_CHANNELS)
+        config, channels = options.config, (buffer_mib << 20) // _channel_bytes()
+        # One that is not set is negative; Megatron 0.12 sets the largest where the file has none.
+        if config.max_ctas > 0 and config.max_ctas != _MAX_CHANNELS:
+            logger.warning("%d MiB: max_ctas %d stays, as it is set", buffer_mib, config.max_ctas)
+        else:
+            config.max_ctas = min(max(channels, config.min_ctas, 1), _MAX_CHANNELS)
         return options
 
     def make_deterministic(self) -> None:
         """Also keep cuDNN from choosing kernels by timing them."""
         super().make_deterministic()
         torch.backends.cudnn.benchmark = False
+
+
+def _channel_bytes() -> int:
+    text = os.environ.get("NCCL_BUFFSIZE") or str(_CHANNEL_BYTES)
+    try:
+        size = int(text, 0)
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise DeviceError(f"NCCL_BUFFSIZE={text}: give a number of bytes above 0, or unset it")
+    return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -147,11 +148,18 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
     ConfigError is raised for sizes that are missing and for what the features of the run refuse.
     """
     known, parser = registry(), _parser()
-    _take_file(parser, words)
-    namespace, unread = parser.parse_known_args(words)
+    has_file = bool(words) and not words[0].startswith("-")
+    others = _take_file(parser, words[0]) if has_file else {}
+    namespace, rest = parser.parse_known_args(words[has_file:])
+    others |= _named(rest)
     options = from_namespace(known.options_class, namespace)
     run = from_namespace(RunOptions, namespace)
-    arguments = {**vars(namespace), **dict(run)}
+    arguments = {**others, **vars(namespace), **dict(run)}
+    if arguments.get("multi_latent_attention"):
+        raise ConfigError(
+            "--multi-latent-attention: latent attention has no formula here: drop it for the "
+            "memory of a model with attention of full width"
+        )
     for name, value in _model_sizes(run).items():
         if not arguments.get(name):
             arguments[name] = value
@@ -161,13 +169,16 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
             "or its YAML file; --load or --hf-cfg-dir with a config.json gives the sizes of a model"
         )
     _check_sizes(arguments)
-    context = Context(Spelling.FLAG, megatron=arguments)
-    select(known, options, context)
+    context = Context(Spelling.FLAG, megatron=arguments, device=device_name)
+    try:
+        select(known, options, context)
+    except TypeError as error:  # a number that is none, of a flag that is not declared here
+        raise ConfigError(f"--memory: a value of the run is wrong: correct it ({error})") from None
     model = memory_model(arguments, device_name=device_name)
     would = functools.partial(accepts, known, options, context)
     changes, smaller = fitting(model, available, would)
-    unknown = [word for word in unread if word.startswith("-")]
-    return Fit(model, available, best_savings(model, would), changes, smaller, unknown)
+    unread = list(map(flag_name, others))
+    return Fit(model, available, best_savings(model, would), changes, smaller, unread)
 
 
 def _check_sizes(arguments: Mapping[str, Any]) -> None:
@@ -184,19 +195,42 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mindspeed doctor --memory", add_help=False, allow_abbrev=False
     )
-    parser.add_argument("file", nargs="?", help="YAML file of the run")
     add_flags(parser, RunOptions)
     add_flags(parser, registry().options_class)
     return parser
 
 
-def _take_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Make the values of a YAML file the defaults of flags."""
-    if not words or words[0].startswith("-"):
-        return
+def _take_file(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
+    """Make the values of a YAML file the defaults of flags; return those of no flag."""
     fields = {action.dest for action in parser._actions}
-    values = {key.replace("-", "_"): value for key, value in read_yaml(words[0]).items()}
+    values = {key.replace("-", "_"): value for key, value in read_yaml(path).items()}
     parser.set_defaults(**{key: value for key, value in values.items() if key in fields})
+    return {key: value for key, value in values.items() if key not in fields}
+
+
+def _named(words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of flags that are not declared here, by name: features check some."""
+    found: dict[str, list[Any]] = {}
+    for word in words:
+        if word.startswith("--"):
+            flag, sign, value = word.partition("=")
+            values = found.setdefault(flag.lstrip("-").replace("-", "_"), [])
+            values[:] = [_literal(value)] if sign else []
+        elif not found:
+            raise ConfigError(f"--memory: {word!r} belongs to no flag: a YAML file comes first")
+        else:
+            values.append(_literal(word))
+    return {
+        name: values if len(values) > 1 else values[0] if values else True
+        for name, values in found.items()
+    }
+
+
+def _literal(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
 
 
 def _model_sizes(run: RunOptions) -> Mapping[str, Any]:

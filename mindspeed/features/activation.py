@@ -120,10 +120,12 @@ class Activation:
             if name not in wanted or active.values != _values(wanted[name], options)
         ]
         self.patcher.revert_all(leaving)
-        for name in leaving:
-            self._active.pop(name).undo.close()
-            logger.debug("%s is off", name)
         self.options, self._choices = options, choices
+        # All that leave are off from here on; one that cannot be undone keeps no other on.
+        with ExitStack() as undo:
+            for name in reversed(leaving):
+                undo.callback(logger.debug, "%s is off", name)
+                undo.callback(self._active.pop(name).undo.close)
         entering = [owner for name, owner in wanted.items() if name not in self._active]
         # Effects first: a patch may import code that needs the device facade or an alias.
         for owner in entering:

@@ -32,6 +32,10 @@ class Context:
     spelling: Spelling = Spelling.KEYWORD
     megatron: Mapping[str, Any] | None = None
     """Megatron's parsed arguments; None outside a Megatron-LM script, where they are not known."""
+    client: Mapping[str, Any] | None = None
+    """Arguments of a client's dictionary, under Megatron's names; others may be set elsewhere."""
+    device: str | None = None
+    """The device of the run; None for the one here."""
 
     def argument(self, name: str, default: Any = None) -> Any:
         """Return one of Megatron's arguments, or `default` where it is not known or not set."""

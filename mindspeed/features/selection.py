@@ -29,7 +29,19 @@ class Choice:
 
 
 def select(registry: Registry, options: Any, context: Context) -> list[Choice]:
-    """Choose the features that are asked for and whose level is within the requested one."""
+    """Choose the features that are asked for and whose level is within the requested one.
+
+    Options that have no effect are logged.
+    """
+    choices = _choose_all(registry, options, context)
+    for choice in choices:
+        _warn_level(choice, options, context)
+        _warn_idle(choice, options, context)
+    return choices
+
+
+def _choose_all(registry: Registry, options: Any, context: Context) -> list[Choice]:
+    """Choose and check; log nothing."""
     chosen: dict[str, Choice] = {}
 
     def choose(feature: Feature) -> Choice:
@@ -40,8 +52,6 @@ def select(registry: Registry, options: Any, context: Context) -> list[Choice]:
 
     choices = [choose(feature) for feature in registry]
     _check([choice.feature for choice in choices if choice.on], registry, options, context)
-    for choice in choices:
-        _warn_idle(choice, options, context)
     return choices
 
 
@@ -50,10 +60,21 @@ def accepts(registry: Registry, options: Any, context: Context, changes: Mapping
     ours = {name: value for name, value in changes.items() if name in type(options).model_fields}
     megatron = None if context.megatron is None else {**context.megatron, **changes}
     try:
-        select(registry, options.model_copy(update=ours), replace(context, megatron=megatron))
+        _choose_all(registry, options.model_copy(update=ours), replace(context, megatron=megatron))
     except ConfigError:
         return False
     return True
+
+
+def _warn_level(choice: Choice, options: Any, context: Context) -> None:
+    feature = choice.feature
+    is_asked_for = not (feature.is_native or feature.is_undecided(options))
+    if choice.on or feature.level <= options.optimization_level or not is_asked_for:
+        return
+    if feature.is_on(options, context):
+        switch = feature.spelled(options, context)
+        asked = context.spelling.with_value("optimization_level", options.optimization_level)
+        logger.warning("%s has no effect: it is level %d, above %s", switch, feature.level, asked)
 
 
 def _warn_idle(choice: Choice, options: Any, context: Context) -> None:
@@ -79,9 +100,9 @@ def _choose(feature: Feature, needs: list[Choice], options: Any, context: Contex
         return Choice(feature, False, f"{switch} is not set")
     if feature.level > options.optimization_level:
         asked = context.spelling.with_value("optimization_level", options.optimization_level)
-        logger.warning("%s has no effect: it is level %d, above %s", switch, feature.level, asked)
         return Choice(feature, False, f"level {feature.level:d} is above {asked}")
-    if feature.devices != ALL_DEVICES and (name := device_name()) not in feature.devices:
+    name = "" if feature.devices == ALL_DEVICES else context.device or device_name()
+    if name and name not in feature.devices:
         reason = f"for {one_of(feature.devices)}, not {name}"
         if feature.enabled_by is not None:
             raise ConfigError(f"{switch} is {reason}: drop it on this machine")
@@ -92,7 +113,7 @@ def _choose(feature: Feature, needs: list[Choice], options: Any, context: Contex
 def _choose_by_device(
     feature: Feature, needs: list[Choice], options: Any, context: Context
 ) -> Choice:
-    name = device_name()
+    name = context.device or device_name()
     if name not in feature.default_devices:
         return Choice(feature, False, f"{feature.spelled(options, context)} is not set")
     if feature.level > options.optimization_level:

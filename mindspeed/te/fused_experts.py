@@ -9,6 +9,7 @@ Megatron's again.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,16 +24,28 @@ from mindspeed.te.fused_mlp import has_global_hooks, is_untouched, run_forward_p
 from mindspeed.te.pytorch.module.base import activation_dtype
 from mindspeed.te.pytorch.module.grouped_linear import GroupedLinear
 
+logger = logging.getLogger(__name__)
+
 
 def wrap_experts_init(original: Callable[..., None]) -> Callable[..., None]:
     """Choose the path of experts: `fused_linears` are the classes of their linears if fused."""
+    warn_once = functools.cache(_warn)
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.fused_linears = _classes(self) if is_fusible(self) else None
+        if self.fused_linears is None:
+            warn_once()
 
     return __init__
+
+
+def _warn() -> None:
+    logger.warning(
+        "--moe-fused-experts has no effect on experts of this model: they have a bias, an "
+        "activation that is no plain SwiGLU, FP8, offloading, or linears of another class"
+    )
 
 
 def wrap_experts_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,9 +61,7 @@ def wrap_experts_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         x, counts, probs = permuted_local_hidden_states, tokens_per_expert, permuted_probs
         if _is_as_built(self) and len(x) and not torch.compiler.is_compiling():
             rows = counts if isinstance(counts, ExpertRows) else _numbers(x, counts)
-            out = _forward(self, x, rows, probs.flatten())
-            if out is not None:
-                return out, None
+            return _forward(self, x, rows, probs.flatten()), None
         if isinstance(counts, ExpertRows):
             return _apart(functools.partial(original, self), x, counts, probs), None
         return original(self, x, counts, probs)
@@ -58,13 +69,11 @@ def wrap_experts_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _forward(experts: Any, x: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor | None:
-    """Run all of it, or nothing where a hook changes the input of a linear."""
+def _forward(experts: Any, x: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
     fc1, fc2 = experts.linear_fc1, experts.linear_fc2
     counts = rows.cu_seqlens.diff()
-    given = run_forward_pre_hooks(fc1, x, counts)
-    if given is not x or run_forward_pre_hooks(fc2, x, counts) is not x:
-        return None
+    for linear in (fc1, fc2):
+        run_forward_pre_hooks(linear, x, counts)
     x = x.to(activation_dtype(x, fc1.weight0))
     return expert_mlp(x, probs, rows, fc1.matrices(), fc2.matrices())
 
@@ -88,6 +97,7 @@ CHANGES = (
     "use_te_activation_func",
     "activation_func_fp8_input_store",
     "activation_func_clamp_value",
+    "glu_linear_offset",
 )
 """Fields of Megatron's config that change what experts compute, or what they store."""
 
@@ -131,10 +141,22 @@ def _is_as_built(experts: Any) -> bool:
     """Return whether experts are fused and nothing since then sees the tensors between linears."""
     return (
         getattr(experts, "fused_linears", None) == _classes(experts)
-        and is_untouched(experts.linear_fc1)
-        and is_untouched(experts.linear_fc2)
+        and all(is_untouched(each) and _has_known_hooks(each) for each in _linears(experts))
         and not has_global_hooks()
     )
+
+
+WEIGHT_HOOKS = "megatron.core.distributed.distributed_data_parallel"
+"""The module whose forward pre-hooks wait for weights and leave the input as it is."""
+
+
+def _has_known_hooks(module: nn.Module) -> bool:
+    """Return whether no forward pre-hook needs, or may return, an input that is never made."""
+    return all(hook.__module__ == WEIGHT_HOOKS for hook in module._forward_pre_hooks.values())
+
+
+def _linears(experts: Any) -> tuple[nn.Module, nn.Module]:
+    return experts.linear_fc1, experts.linear_fc2
 
 
 def _classes(experts: Any) -> tuple[type, type]:

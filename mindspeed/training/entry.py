@@ -185,8 +185,10 @@ def exit_on_config_error() -> Iterator[None]:
     """Exit a user's own script as the commands exit: one line for what a user can correct."""
     try:
         yield
-    except (ConfigError, RunFailed) as error:
-        _report(error)
+    except (ConfigError, RunFailed, OutOfMemory) as error:
+        # What only some ranks know each of them reports.
+        is_local = isinstance(error, (RankConfigError, OutOfMemory))
+        (_report_here if is_local else _report)(error)
         raise SystemExit(CONFIG_ERROR if isinstance(error, ConfigError) else FAILED) from None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mindspeed import device
+from mindspeed.distributed.attention_widths import attention_widths
 from mindspeed.tune.memory_model import MemoryModel
 
 NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -32,7 +33,7 @@ def memory_model(
     here = device_name or device.current().name
     fused = get("use_fused_swiglu")
     count, trained = _count(parameters, arguments)
-    query, kv, attention = _attention(arguments)
+    query, kv, attention = attention_widths(arguments)
     return MemoryModel(
         num_layers=get("num_layers"),
         hidden_size=get("hidden_size"),
@@ -75,7 +76,7 @@ def count_parameters(arguments: Mapping[str, Any]) -> int:
         get("tensor_model_parallel_size", 1),
         get("pipeline_model_parallel_size", 1),
     )
-    query, kv, attention = _attention(arguments)
+    query, kv, attention = attention_widths(arguments)
     gate = 3 if get("swiglu", False) else 2
     layer = hidden * (query + 2 * kv + attention) // tp
     if experts := get("num_experts"):
@@ -106,18 +107,6 @@ def _count(parameters: Iterable[Any] | None, arguments: Mapping[str, Any]) -> tu
     sizes = [(p.numel(), p.requires_grad) for p in parameters]
     count = sum(size for size, _ in sizes)
     return count, sum(size for size, is_trained in sizes if is_trained) / max(count, 1)
-
-
-def _attention(arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the widths of all query heads, of all key heads, and of attention's output."""
-    get = _getter(arguments)
-    heads = get("num_attention_heads")
-    if get("multi_latent_attention", False):
-        query = heads * (get("qk_head_dim", 128) + get("qk_pos_emb_head_dim", 64))
-        return query, query, heads * get("v_head_dim", 128)
-    head = get("kv_channels") or get("hidden_size") // heads
-    groups = get("num_query_groups") if get("group_query_attention", False) else None
-    return heads * head, (groups or heads) * head, heads * head
 
 
 def _dense_width(arguments: Mapping[str, Any]) -> int:

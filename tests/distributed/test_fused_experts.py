@@ -45,11 +45,13 @@ def counted(cases):
 
 def others():
     """Return the bytes that a layer keeps with and without the path, and what hooks change."""
+    from megatron.core.transformer import TransformerConfig
+
     from tests.gpt.saved import SavedTensors
 
     probs, mask = (each[dist.get_rank()] for each in routing("random", 2, 1))
     router = Fixed(probs.requires_grad_(), mask)
-    found = {}
+    found, calls = {}, []
     for name, case in (("one path", ONE), ("apart", replace(ONE, one_path=False))):
         layer = build(case, torch.float64)
         layer.router = router
@@ -60,14 +62,20 @@ def others():
             kept = sum(each.bytes for each in saved.kept() if each.dtype.is_floating_point)
         found[name] = (type(layer.token_dispatcher).__name__, kept, out.detach())
         if case is ONE:
+            layer.experts.linear_fc1.register_forward_pre_hook(lambda *_: calls.append(1))
             layer.experts.linear_fc2.register_forward_pre_hook(
                 lambda _, args: (2 * args[0], args[1])
             )
-            found["hook"] = layer(x)[0].detach()
+            found["hook"] = layer(x)[0].detach(), len(calls)
             layer = build(case, torch.float64)
             layer.router = router
             layer.experts.linear_fc1.register_forward_hook(lambda _, args, out: None)
             found["observed"] = layer(x)[0].detach()
+    if "glu_linear_offset" in TransformerConfig.__dataclass_fields__:
+        for name, case in (("offset", ONE), ("offset apart", replace(ONE, one_path=False))):
+            layer = build(case, torch.float64, glu_linear_offset=1.0)
+            layer.router = router
+            found[name] = layer(x)[0].detach()
     return found
 
 
@@ -79,7 +87,13 @@ def test_every_layout_equals_a_loop_over_the_experts():
     assert dispatcher == "LocalDispatcher"
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found["observed"], want, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found["hook"], 2 * want, rtol=1e-12, atol=1e-12)
+    doubled, calls = found["hook"]
+    torch.testing.assert_close(doubled, 2 * want, rtol=1e-12, atol=1e-12)
+    assert calls == 1
+    if "offset" in found:
+        expected = found["offset apart"]
+        torch.testing.assert_close(found["offset"], expected, rtol=1e-12, atol=1e-12)
+        assert not torch.equal(expected, want)
     rows = 2 * TOKENS
     floor = 8 * (TOKENS * HIDDEN + rows * 2 * FFN)
     assert floor <= kept <= floor + 8 * rows  # a weight of each row

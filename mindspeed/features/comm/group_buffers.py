@@ -3,11 +3,13 @@
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import config
 from mindspeed.config import ConfigError, flag_name
 from mindspeed.distributed import group_buffers as buffers
+from mindspeed.distributed.attention_widths import attention_widths
 from mindspeed.distributed.environment import is_rank_zero
 from mindspeed.distributed.group_buffers import Messages
 from mindspeed.features.base import Context, Feature, Level
@@ -68,11 +70,11 @@ class GroupBuffers(Feature):
                 f"{spelled}: give a number above 0 (1 for balanced experts), or -1 to leave expert "
                 "groups alone"
             )
-        if context.megatron is None:
-            return
-        if factor != UNKNOWN_FACTOR and not context.argument("num_experts"):
+        is_known = context.megatron is not None
+        if is_known and factor != UNKNOWN_FACTOR and not context.argument("num_experts"):
             raise ConfigError(f"{spelled}: the model has no experts: drop it")
-        messages_of(options, context)
+        if is_known or context.client is not None:  # else the script may still come
+            messages_of(options, context)
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Wrap the function that returns the options of a group."""
@@ -98,7 +100,10 @@ def wrap_get_nccl_options(
         sizes = plan(active.options, active.context)
         _report(sizes, here, said)
         found = original(pg_name, nccl_comm_cfgs)
-        return here.group_options(sizes[pg_name], found) if pg_name in sizes else found
+        try:
+            return here.group_options(sizes[pg_name], found) if pg_name in sizes else found
+        except device.DeviceError as error:
+            raise ConfigError(str(error)) from None
 
     return get_nccl_options
 
@@ -125,17 +130,19 @@ def plan(options: Any, context: Context) -> dict[str, int]:
 
 def messages_of(options: Any, context: Context) -> Messages:
     """Return what the messages of a run follow from; ConfigError if that is not known."""
+    arguments = context.megatron if context.megatron is not None else context.client or {}
+    context = replace(context, megatron=arguments)
     missing = [name for name in _SIZES if not context.argument(name)]
     if missing:
         flag = context.name_of(options, "hccl_group_buffer_adaptive")
         raise ConfigError(
-            f"{flag} needs {', '.join(map(flag_name, missing))}: add what is missing, or give "
-            "sizes by --hccl-group-buffer"
+            f"{flag} needs {', '.join(map(flag_name, missing))}, from the arguments of a "
+            "Megatron-LM script or those given to repatch: add what is missing, or give sizes by "
+            "--hccl-group-buffer"
         )
     get = context.argument
-    heads, tp = get("num_attention_heads"), get("tensor_model_parallel_size", 1)
-    has_groups = get("group_query_attention", False) and get("num_query_groups")
-    head_size = get("kv_channels") or get("hidden_size") // heads
+    tp = get("tensor_model_parallel_size", 1)
+    query_size, kv_size, _ = attention_widths(arguments)
     width = 2 if get("bf16", False) or get("fp16", False) else buffers.FLOAT
     stage_width = buffers.FLOAT if get("fp32_residual_connection", False) else width
     declared = options.use_multiparameter_pipeline_model_parallel
@@ -145,9 +152,9 @@ def messages_of(options: Any, context: Context) -> Messages:
         seq_length=get("seq_length"),
         micro_batch_size=get("micro_batch_size"),
         hidden_size=get("hidden_size"),
-        query_size=heads * head_size,
-        kv_size=(get("num_query_groups") if has_groups else heads) * head_size,
-        head_size=head_size,
+        query_size=query_size,
+        kv_size=kv_size,
+        head_size=query_size // get("num_attention_heads"),
         width=width,
         stage_width=None if declared else stage_width,
         tp=tp,
@@ -156,7 +163,7 @@ def messages_of(options: Any, context: Context) -> Messages:
         ep=get("expert_model_parallel_size", 1) * (tp if is_extended else 1),
         expert_tp=1 if is_extended else get("expert_tensor_parallel_size", tp),
         sequence_parallel=get("sequence_parallel", False),
-        cp_comm_type=chosen(options, context.megatron or {}).comm_type,
+        cp_comm_type=chosen(options, arguments).comm_type,
         has_mask=get("create_attention_mask_in_dataloader", False),
         topk=get("moe_router_topk", 2) if get("num_experts") else 0,
         dispatcher=get("moe_token_dispatcher_type", "allgather"),

@@ -120,6 +120,39 @@ def test_a_process_exits_with_all_its_output_and_unloads_nothing(accelerated):
     )
 
 
+ENDS_AT_ONCE = """
+import sys, threading, types
+from mindspeed.cli.main import exit_process
+accelerator = types.SimpleNamespace(is_available=lambda: False)
+sys.modules["torch"] = types.SimpleNamespace(accelerator=accelerator)
+{before}
+exit_process(3)
+"""
+INTERRUPTED = """
+def interrupted(original=threading._shutdown):
+    threading._shutdown = original
+    raise KeyboardInterrupt
+threading._shutdown = interrupted
+"""
+
+
+@pytest.mark.parametrize("observer", ["cProfile", "trace"])
+def test_a_profiler_reports_when_a_process_exits(observer, tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS_AT_ONCE.format(before=""))
+    options = ["-l", "-C", str(tmp_path)] if observer == "trace" else []
+    command = [sys.executable, "-m", observer, *options, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = "functions called:" if observer == "trace" else "function calls"
+    assert said in done.stdout, done.stderr
+
+
+def test_an_interrupt_while_threads_are_joined_ends_the_process():
+    code = ENDS_AT_ONCE.format(before=INTERRUPTED)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 def test_output_that_cannot_be_written_is_an_error_of_the_exit():
     code = ENDS.format(accelerated=False)
     with open("/dev/full", "w") as full:

@@ -5,6 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
+from mindspeed.cli.main import main
 from mindspeed.config import ConfigError
 from mindspeed.doctor.memory import examine
 from mindspeed.tune.memory_model import GIB
@@ -85,6 +86,42 @@ def test_a_file_and_flags_after_it(tmp_path):
     )
     fit = examine([str(file), "--seq-length", "256"], GIB)
     assert (fit.model.seq_length, fit.model.swap_optimizer, fit.model.width) == (256, True, 2)
+    assert fit.unread == ["--lr"]
+
+
+def test_features_see_flags_that_no_formula_has():
+    experts = [*LLAMA, *"--num-experts 8 --moe-grouped-gemm --moe-fused-experts".split()]
+    assert examine(experts, GIB).unread == ["--moe-grouped-gemm"]
+    assert examine([*experts, "--offload-modules", "core_attn", "attn_proj"], GIB)
+    with pytest.raises(ConfigError, match="--offload-modules moe_act exclude each other"):
+        examine([*experts, "--offload-modules", "core_attn", "moe_act"], GIB)
+    with pytest.raises(ConfigError, match="a value of the run is wrong: correct it"):
+        examine([*LLAMA, "--world-size", "2", "--global-batch-size", "x"], GIB)
+
+
+def test_the_device_is_the_one_that_is_asked_about():
+    """Tiled loss needs linear cross entropy, which is on by default on cuda."""
+    fit = examine([*LLAMA, "--tiled-loss-size", "128"], GIB, device_name="cuda")
+    assert fit.model.tiled_loss_size == 128
+    assert "tiled_loss_size" in examine(LLAMA, GIB, device_name="cuda").changes
+    with pytest.raises(ConfigError, match="--tiled-loss-size needs --linear-cross-entropy"):
+        examine([*LLAMA, "--tiled-loss-size", "128"], GIB, device_name="cpu")
+
+
+def test_latent_attention_has_no_formula(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("multi_latent_attention: true\n")
+    for words in ([*LLAMA, "--multi-latent-attention"], [str(file), *LLAMA]):
+        with pytest.raises(ConfigError, match="latent attention has no formula here"):
+            examine(words, GIB)
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--device-gib", "80"], ["--device-gib=80"]])
+def test_a_flag_of_the_command_among_those_of_the_run(words, capsys):
+    assert main(["doctor", "--memory", *LLAMA, *words]) == 2
+    said = capsys.readouterr().err
+    assert "after --memory is no flag of the run: put it before" in said
+    assert said.count("\n") == 1
 
 
 def test_a_model_without_a_formula_and_a_damaged_one(tmp_path):
@@ -110,8 +147,9 @@ def test_a_model_without_a_formula_and_a_damaged_one(tmp_path):
         ([*LLAMA, "--swap-layer-input"], "--swap-layer-input needs --recompute-granularity full"),
         ([*LLAMA, "--tensor-model-parallel-size", "0"], "size 0: give a whole number above 0"),
         (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        ([*LLAMA, "--bf16", "run.yaml"], "'run.yaml' belongs to no flag: a YAML file comes first"),
     ],
-    ids=["missing", "refused", "no ranks", "no file"],
+    ids=["missing", "refused", "no ranks", "no file", "file behind flags"],
 )
 def test_what_cannot_be_examined(words, reason):
     with pytest.raises(ConfigError, match=reason) as error:

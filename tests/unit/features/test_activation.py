@@ -73,6 +73,23 @@ class Broken(Feature):
         yield Patch.replace(f"{UPSTREAM}:volume", lambda: 0)
 
 
+class Stuck(Feature):
+    name, title, group, level = "stuck", "Stuck", "Algorithm", Level.ALGORITHM
+    enabled_by = "stuck"
+
+    class Options(config.Options):
+        stuck: bool = False
+        """Cannot be undone."""
+
+    def effects(self, options):
+        @contextmanager
+        def switched():
+            yield
+            raise OSError("busy")
+
+        yield Effect("it sticks", switched())
+
+
 @pytest.fixture
 def upstream():
     module = types.ModuleType(UPSTREAM)
@@ -106,6 +123,17 @@ def test_on_again_with_other_options_and_off(activation, upstream):
     activation.deactivate()
     assert upstream.area is plain
     assert activation.options == options(activation)
+
+
+def test_one_that_cannot_be_undone_keeps_no_other_on(upstream):
+    activation, plain = Activation(Registry([Scale(), Stuck()]), [base()]), upstream.area
+    for _ in range(2):
+        activation.activate(options(activation, scale=2, stuck=True))
+        assert upstream.area(2, 3) == 12
+        with pytest.raises(OSError, match="busy"):
+            activation.deactivate()
+        assert upstream.area is plain and not activation.report().on
+    assert log == ["base on", "base off"] * 2
 
 
 def test_what_does_not_change_is_not_touched(activation, upstream):

@@ -5,16 +5,19 @@ import sys
 import types
 
 import pytest
+import torch
 from megatron.core import parallel_state
 
 import mindspeed
 from mindspeed import device
 from mindspeed.config import ConfigError, Spelling, build
 from mindspeed.distributed.group_buffers import Messages, parse
+from mindspeed.features import activation
 from mindspeed.features.base import Context
-from mindspeed.features.comm.group_buffers import plan
+from mindspeed.features.comm.group_buffers import plan, wrap_get_nccl_options
 from mindspeed.features.registry import registry
 from mindspeed.features.selection import select
+from mindspeed.megatron_adaptor import repatch
 
 # Llama-8B shape, TP 4, PP 2, CP 2, sequence 32768.
 SCRIPT = {
@@ -27,8 +30,20 @@ EXPERTS = SCRIPT | {
     **{"context_parallel_size": 1, "num_experts": 8, "moe_router_topk": 2},
     **{"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
 }
+LATENT = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64}
 SMALL = {"mp": 10, "tp_cp": 10}
+NCCL = types.SimpleNamespace(Options=None)
+"""What a torch without NCCL lacks."""
 SMALL_EP = SMALL | {"tp_ep_mp": 10, "tp_ep_pp": 10}
+
+
+@pytest.fixture(autouse=True)
+def _same_options():
+    active = activation.current()
+    options, preset = active.options, active.preset
+    yield
+    active.preset = preset
+    active.activate(options)
 
 
 def planned(options, megatron):
@@ -55,6 +70,8 @@ def planned(options, megatron):
             SCRIPT | {"create_attention_mask_in_dataloader": True},
             {"tp": 1024, "pp": 32, "cp": 32},
         ),
+        # 32 heads of 128 + 64 in keys, whatever the hidden size says.
+        ({}, SCRIPT | LATENT, {"tp": 128, "pp": 32, "cp": 192}),
         ({"hccl_group_buffer": "tp:7;dp:9"}, SCRIPT, {"tp": 7, "pp": 32, "cp": 32, "dp": 9}),
         ({}, EXPERTS, {"tp": 256, "pp": 64} | SMALL_EP),
         (
@@ -110,7 +127,7 @@ def test_sizes_that_are_not_legal(text, reason):
         ({"hccl_ep_group_buffer_adaptive_factor": 0.0}, EXPERTS, "factor 0.0: give a number above"),
         ({"hccl_ep_group_buffer_adaptive_factor": -2.0}, EXPERTS, "above 0"),
         ({"hccl_ep_group_buffer_adaptive_factor": 1.0}, SCRIPT, "the model has no experts"),
-        ({}, SCRIPT | {"seq_length": None}, "adaptive needs --seq-length: add what is missing"),
+        ({}, SCRIPT | {"seq_length": None}, "adaptive needs --seq-length, from the arguments"),
     ],
     ids=str,
 )
@@ -147,6 +164,50 @@ def test_planning_needs_the_arguments_of_a_run():
     mindspeed.enable(hccl_group_buffer_adaptive=True)
     with pytest.raises(ConfigError, match="hccl_group_buffer_adaptive needs --seq-length"):
         parallel_state.get_nccl_options("tp", {})
+
+
+def test_planning_takes_what_a_client_knows():
+    """A dictionary is not complete: what it lacks may be Megatron's default."""
+    client = {"hccl_group_buffer_adaptive": True} | SCRIPT
+    repatch(client)
+    active = activation.current()
+    assert plan(active.options, active.context) == SMALL | {"tp": 128, "pp": 32, "cp": 32}
+    with pytest.raises(ConfigError, match="adaptive needs --hidden-size, from the arguments of a"):
+        repatch({name: value for name, value in client.items() if name != "hidden_size"})
+
+
+UNSET = -(2**31)
+
+
+@pytest.mark.parametrize(
+    ("max_ctas", "min_ctas", "size", "expected"),
+    [
+        (UNSET, UNSET, "", 3),
+        (UNSET, 8, "", 8),
+        (32, 1, "", 3),  # Megatron 0.12 where the file of the user has none
+        (5, UNSET, "", 5),
+        (UNSET, UNSET, "0x200000", 6),
+    ],
+)
+def test_bounds_of_the_user_stay(monkeypatch, caplog, max_ctas, min_ctas, size, expected):
+    monkeypatch.setenv("NCCL_BUFFSIZE", size)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NCCL, raising=False)
+    config = types.SimpleNamespace(max_ctas=max_ctas, min_ctas=min_ctas)
+    found = device.known()["cuda"].group_options(12, types.SimpleNamespace(config=config))
+    assert found.config.max_ctas == expected
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (max_ctas == 5)
+
+
+@pytest.mark.parametrize("size", ["4M", "0", "-1"])
+def test_a_size_of_nccl_buffers_that_is_no_number(monkeypatch, size):
+    monkeypatch.setenv("NCCL_BUFFSIZE", size)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NCCL, raising=False)
+    mindspeed.enable(hccl_group_buffer="tp:300")
+    options = types.SimpleNamespace(config=types.SimpleNamespace(max_ctas=UNSET, min_ctas=UNSET))
+    get = wrap_get_nccl_options(lambda name, configs: options)
+    monkeypatch.setattr(device, "current", lambda: device.known()["cuda"])
+    with pytest.raises(ConfigError, match=f"NCCL_BUFFSIZE={size}: give a number of bytes above 0"):
+        get("tp", {})
 
 
 class _HcclOptions:

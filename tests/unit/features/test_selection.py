@@ -6,7 +6,7 @@ from mindspeed import config
 from mindspeed.config import ConfigError, Spelling
 from mindspeed.features.base import Context, Feature, Level
 from mindspeed.features.registry import Registry
-from mindspeed.features.selection import select
+from mindspeed.features.selection import accepts, select
 
 
 class Facade(Feature):
@@ -228,6 +228,25 @@ def test_a_default_feature_stays_off_where_its_requirement_is_off(monkeypatch):
             options(use_on_cpu=False, use_on_top=True),
             Context(Spelling.FLAG),
         )
+
+
+def test_the_device_of_the_context_comes_first():
+    options = BY_DEVICE.options_class()
+    for device, is_on in (("cuda", False), ("cpu", True)):
+        (choice,) = select(BY_DEVICE, options, Context(Spelling.FLAG, device=device))
+        assert choice.on is is_on
+    options = REGISTRY.options_class(npu_switch=True)
+    select(REGISTRY, options, Context(device="npu"))
+    with pytest.raises(ConfigError, match="is for npu, not cuda"):
+        select(REGISTRY, options, Context(device="cuda"))
+
+
+def test_a_question_logs_nothing(caplog):
+    options = REGISTRY.options_class(optimization_level=0, use_fused=True, fused_width=2)
+    assert accepts(REGISTRY, options, Context(), {"use_star": True})
+    both = {"optimization_level": 2, "use_star": True, "use_ring": True}
+    assert not accepts(REGISTRY, options, Context(), both)
+    assert not caplog.records
 
 
 def test_asked_for_and_impossible_is_an_error():

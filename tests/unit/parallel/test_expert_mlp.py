@@ -198,7 +198,13 @@ def test_the_package_is_chosen_where_it_works(monkeypatch):
     assert isinstance(quack_impl.choose(x, first, 1024), Reference)
     quack_stand_in.install(monkeypatch)
     quack_impl._configs.cache_clear()
+    plain, tiles = quack_impl._config, []
+    monkeypatch.setattr(
+        quack_impl, "_config", lambda columns: tiles.append(plain(columns).tile_n) or plain(columns)
+    )
     assert isinstance(quack_impl.choose(x, first, 1024), quack_impl.Quack)
+    # Seven GEMMs with each tile; the one of SwiGLU's gradient always takes the narrow one.
+    assert sorted(tiles) == [128] * 9 + [192] * 7
     for others in (
         (x.float(), first.float(), 1024),
         (x, first, 1023),

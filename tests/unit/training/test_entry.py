@@ -17,6 +17,7 @@ from mindspeed.training.entry import (
     POLL_SECONDS,
     Stopped,
     StopRequest,
+    exit_on_config_error,
     run_rank,
 )
 from tests.ranks import run_ranks
@@ -95,10 +96,13 @@ def test_an_error_that_one_rank_knows_is_reported_by_it(
         raise RankConfigError("this stage returned two tensors: declare two")
 
     assert run_rank(train) == CONFIG_ERROR
+    with pytest.raises(SystemExit) as exit, exit_on_config_error():
+        train()
+    assert exit.value.code == CONFIG_ERROR
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].endswith(
-        "error: this stage returned two tensors: declare two"
-    )
+    assert len(said) == 2
+    for line in said:
+        assert line.endswith("error: this stage returned two tensors: declare two")
 
 
 # A rank that trains until it is asked to stop, and the launcher that started it.

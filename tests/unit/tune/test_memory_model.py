@@ -14,6 +14,7 @@ from mindspeed.training import entry
 from mindspeed.training.out_of_memory import with_advice
 from mindspeed.tune.memory_model import FULL_RECOMPUTE as FULL
 from mindspeed.tune.memory_model import GIB, MemoryModel, advice, as_flags, fitting
+from mindspeed.tune.run_memory import memory_model
 
 # Llama-3-8B.
 MODEL = MemoryModel(
@@ -162,6 +163,28 @@ def test_the_error_holds_no_tensor_of_the_step():
     assert tensors[0]() is None
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+def test_an_error_without_advice_stays_the_same(kind):
+    def run():
+        raise kind("20.00 MiB\nsecond line")
+
+    with pytest.raises(kind) as error:  # nothing is known about the run
+        with_advice(run, lambda: memory_model({}), lambda changes: True)
+    assert type(error.value) is kind and str(error.value) == "20.00 MiB\nsecond line"
+
+
+def test_scripts_catch_the_error_as_torchs_and_it_is_advised_once():
+    def run():
+        raise torch.OutOfMemoryError("20.00 MiB")
+
+    def inner():
+        with_advice(run, lambda: MODEL, lambda changes: True)
+
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        with_advice(inner, lambda: MODEL, lambda changes: True)
+    assert str(error.value).count("a rank of this run needs") == 1
+
+
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_every_rank_without_memory_says_so_and_fails(rank, capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", rank)
@@ -170,7 +193,11 @@ def test_every_rank_without_memory_says_so_and_fails(rank, capsys, monkeypatch):
         raise entry.OutOfMemory("no memory; what would save most: --swap-optimizer")
 
     assert entry.run_rank(train) == entry.FAILED
-    assert "error: no memory; what would save most: --swap-optimizer\n" in capsys.readouterr().err
+    line = "error: no memory; what would save most: --swap-optimizer\n"
+    assert line in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit, entry.exit_on_config_error():
+        train()
+    assert exit.value.code == entry.FAILED and line in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from mindspeed.features.base import Context
 from mindspeed.features.moe.adaptive_recompute import MoeAdaptiveRecompute
 from mindspeed.features.moe.bmm_mc2 import MoeBmmMc2
 from mindspeed.features.moe.fix_router import FixRouter
+from mindspeed.features.moe.fused_experts import MoeFusedExperts
 from mindspeed.features.moe.permutation_async_comm import MoePermutationAsyncComm
 from mindspeed.features.moe.shared_experts import SharedExperts
 from mindspeed.features.moe.tp_extend_ep import MoeTpExtendEp, extended
@@ -24,6 +25,8 @@ BMM_ARGUMENTS = {
     "tensor_model_parallel_size": 2,
     "expert_model_parallel_size": 2,
 }
+FUSED = (MoeFusedExperts, {"moe_fused_experts": True})
+GROUPED = {"moe_grouped_gemm": True, "swiglu": True, "add_bias_linear": False}
 FIX = (FixRouter, {"fix_router": True})
 RECOMPUTE = (MoeAdaptiveRecompute, {"moe_adaptive_recompute_activation": True})
 TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -53,6 +56,12 @@ def check(feature, arguments):
         (BMM, BMM_ARGUMENTS | {"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
         (BMM, BMM_ARGUMENTS | {"fp8": "hybrid"}, "--fp8-format exclude each other"),
         (BMM, BMM_ARGUMENTS | {"fp4": "e2m1"}, "--fp4-format exclude each other"),
+        (FUSED, GROUPED | {"moe_grouped_gemm": False}, "needs --moe-grouped-gemm"),
+        (FUSED, GROUPED | {"add_bias_linear": True}, "add --disable-bias-linear, or drop --moe-fu"),
+        (FUSED, GROUPED | {"swiglu": False}, "add --swiglu or drop --moe-fused-experts"),
+        (FUSED, GROUPED | {"fp8": "hybrid"}, "drop --fp8-format"),
+        (FUSED, GROUPED | {"moe_use_legacy_grouped_gemm": True}, "legacy-grouped-gemm, or drop"),
+        (FUSED, GROUPED | {"offload_modules": ["moe_act"]}, "--offload-modules moe_act exclude"),
         (RECOMPUTE, {"recompute_granularity": "full"}, "no effect under"),
         (
             RECOMPUTE,
@@ -73,6 +82,8 @@ def test_what_cannot_work_is_refused(feature, arguments, said):
         (EXTEND, TP2_EP2 | {"expert_tensor_parallel_size": 2}),
         (SHARED, {"moe_ffn_hidden_size": 8, "moe_shared_expert_intermediate_size": 16}),
         (BMM, BMM_ARGUMENTS),
+        (FUSED, GROUPED | {"offload_modules": ["core_attn"]}),
+        (FUSED, {"moe_grouped_gemm": True}),
         (RECOMPUTE, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
     ],
 )

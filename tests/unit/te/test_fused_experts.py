@@ -1,0 +1,18 @@
+"""Experts that cannot be one path: Megatron's, with one warning for all layers."""
+
+from types import SimpleNamespace
+
+from mindspeed.te.fused_experts import wrap_experts_init
+
+
+def test_experts_that_are_not_fused_are_reported_once(caplog):
+    def init(self):
+        self.config = SimpleNamespace(gated_linear_unit=False)
+
+    built = wrap_experts_init(init)
+    layers = [SimpleNamespace() for _ in range(2)]
+    for layer in layers:
+        built(layer)
+    assert [layer.fused_linears for layer in layers] == [None, None]
+    (line,) = caplog.messages
+    assert line.startswith("--moe-fused-experts has no effect on experts of this model: ")
