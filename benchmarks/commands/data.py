@@ -51,7 +51,12 @@ TEMPLATE = 24
 def prepare(job, has_conversations=True):
     """Write the inputs; a folder prepared for the same settings is reused."""
     done = job.folder / "prepared.json"
-    settings = {"steps": job.steps, "layers": job.shape.layers, "conversations": has_conversations}
+    settings = {
+        "steps": job.steps,
+        "layers": job.shape.layers,
+        "global_batch": job.global_batch,
+        "conversations": has_conversations,
+    }
     if done.is_file() and json.loads(done.read_text()) == settings:
         return
     job.folder.mkdir(parents=True, exist_ok=True)

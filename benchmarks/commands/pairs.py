@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parent / "trl_dpo.py"
 
 def dpo(job, batch, *flags):
     """Build our command; a step has one micro-batch of pairs."""
-    folder = _prepare(job)
+    folder = _prepare(job, batch)
     argv = [
         *(sys.executable, str(ROOT / "posttrain_gpt.py"), "--stage", "dpo"),
         *("--load", str(folder / "model"), "--data-path", str(folder / "data"), "--no-shuffle"),
@@ -32,7 +32,7 @@ def dpo(job, batch, *flags):
 
 def trl_dpo(job, batch, *flags):
     """Build a script with TRL's DPOTrainer, its fused output layer and Liger's layer kernels."""
-    folder = _prepare(job)
+    folder = _prepare(job, batch)
     argv = [
         *(sys.executable, str(SCRIPT), "--model", str(folder / "model")),
         *("--data", str(folder / "pairs.jsonl"), "--steps", str(job.steps)),
@@ -58,14 +58,14 @@ def trl_dpo_liger(job, batch):
     return trl_dpo(job, batch, "--liger-loss")
 
 
-def _prepare(job):
-    """Write weights, tokenizer and pairs, once for a number of steps."""
+def _prepare(job, batch):
+    """Write weights, tokenizer and pairs, unless there are enough pairs for the steps already."""
     folder, done = job.folder / "pairs", job.folder / "pairs" / "prepared.json"
-    if done.is_file() and json.loads(done.read_text()) == job.steps:
+    length, count = job.shape.sequence // 2, batch * (job.steps + 2)
+    if done.is_file() and json.loads(done.read_text()) >= count:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(job, folder / "model")
-    length, count = job.shape.sequence // 2, 8 * (job.steps + 2)
     _write_pairs(job.shape.vocabulary, folder / "pairs.jsonl", length, count)
     command = [
         *(sys.executable, str(ROOT / "preprocess_data.py"), "--input", str(folder / "pairs.jsonl")),
@@ -74,7 +74,7 @@ def _prepare(job):
         *("--output-prefix", str(folder / "data")),
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    done.write_text(json.dumps(job.steps))
+    done.write_text(json.dumps(count))
     return folder
 
 

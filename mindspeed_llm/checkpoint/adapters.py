@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,16 +145,22 @@ def check_present(found: CheckpointDir) -> None:
         raise ConfigError(f"{found.folder}: holds no adapters: it was not trained with --lora-r")
 
 
+def peft_names(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the tensors that peft (or `export`) wrote, without its prefix."""
+    from safetensors import safe_open
+
+    path = Path(folder) / WEIGHTS
+    with _explained(path), safe_open(path, "pt") as file:
+        return [name.removeprefix(PEFT_PREFIX) for name in file.keys()]
+
+
 def read_peft(folder: str | os.PathLike[str]) -> dict[str, Factors]:
     """Read adapters that peft (or `export`) wrote, by HF projection."""
     from safetensors.torch import load_file
 
     path = Path(folder) / WEIGHTS
-    try:
+    with _explained(path):
         tensors = load_file(path)
-    except Exception as error:  # whatever a damaged file can cause
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{path}: cannot be read ({reason}): give a folder of peft") from None
     plain = {name.removeprefix(PEFT_PREFIX): values for name, values in tensors.items()}
     ending = ".lora_A.weight"
     layers = [name.removesuffix(ending) for name in plain if name.endswith(ending)]
@@ -162,6 +169,16 @@ def read_peft(folder: str | os.PathLike[str]) -> dict[str, Factors]:
         for layer in layers
         if f"{layer}.lora_B.weight" in plain
     }
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise what a file of peft can cause as one line."""
+    try:
+        yield
+    except Exception as error:  # whatever a damaged file can cause
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{path}: cannot be read ({reason}): give a folder of peft") from None
 
 
 def _assembled(weight: FullTensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -134,6 +134,8 @@ def _to_hf(options: ConvertOptions, found: CheckpointDir, progress: Progress | N
         final = final / "mg2hf"
         logger.info("%s is an HF model from elsewhere: writing to %s", options.save_dir, final)
     source = _open(options, found, configs)
+    if options.hf_experts != "each" and source.config.moe is None:
+        raise ConfigError(f"--hf-experts {options.hf_experts}: the model has no experts: drop it")
     verify_source(found, source, enabled=not options.no_verify)
     with staged_directory(final, options.overwrite) as staging:
         outputs = hf_outputs(staging, source, _dtype(options), experts=options.hf_experts)

@@ -123,14 +123,19 @@ def hf_weights(
 
     All ranks call this, and all get them; one weight at a time is gathered.
     """
+    models = [_unwrapped(chunk) for chunk in model_chunks]
+    states = [only_tensors(model.state_dict(keep_vars=True), "the model") for model in models]
+    # On all ranks the same: only the last pipeline stage has these layers.
+    if not _on_any_rank(any(map(_has_mtp, states))):
+        config = config.model_copy(update={"mtp_num_layers": 0})
+    weights = list(family_named(config.family).table.weights(config))
+    experts = {weight.name for weight in weights if weight.expert is not None}
     shards: dict[str, list[tuple[Any, torch.Tensor]]] = {}
-    for model in map(_unwrapped, model_chunks):
-        tensors = only_tensors(model.state_dict(keep_vars=True), "the model")
-        config = _without_missing_mtp(config, tensors)
-        weights = list(family_named(config.family).table.weights(config))
+    for model, tensors in zip(models, states):
         stored = _stored(model, tensors, config, weights, tuple(noop_layers))
         for name, region, values in gather(stored, tensors):
-            shards.setdefault(name, []).append((region, values.detach()))
+            if _is_first_replica(is_expert=name in experts):
+                shards.setdefault(name, []).append((region, values.detach()))
     wanted = hf_tensors(config)
     last_use = {copy.name: i for i, one in enumerate(wanted) for copy in one.copies}
     found: dict[str, FullTensor] = {}
@@ -144,8 +149,23 @@ def hf_weights(
         yield one.name, target
 
 
+def _on_any_rank(value: bool) -> bool:
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return any(values)
+
+
+def _is_first_replica(*, is_expert: bool) -> bool:
+    """Return whether no data-parallel rank before this one has the same part of a weight."""
+    from megatron.core import parallel_state
+
+    if is_expert:
+        return bool(parallel_state.get_expert_data_parallel_rank() == 0)
+    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
+
+
 def _gather_full(shards: Sequence[tuple[Any, torch.Tensor]]) -> FullTensor:
-    """Gather the shards of a weight from all ranks; replicas are dropped."""
+    """Gather the shards of a weight from all ranks; copies of tensor-parallel ranks are dropped."""
     # Copies: of a view, the values around it would be sent as well.
     held = [(region, torch.empty(v.shape, dtype=v.dtype).copy_(v)) for region, v in shards]
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
@@ -173,9 +193,11 @@ def _fill(model: torch.nn.Module, source: WeightSource, noops: tuple[int, ...]) 
 
 def _without_missing_mtp(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> ModelConfig:
     """Return the config without the layers of multi-token prediction that a model does not have."""
-    if not config.mtp_num_layers or any(name.startswith("mtp.") for name in tensors):
-        return config
-    return config.model_copy(update={"mtp_num_layers": 0})
+    return config if _has_mtp(tensors) else config.model_copy(update={"mtp_num_layers": 0})
+
+
+def _has_mtp(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return any(name.startswith("mtp.") for name in tensors)
 
 
 def _stored(

@@ -51,6 +51,8 @@ class Request:
     """The index of the first prompt, or that of every prompt; random seeds depend on it."""
     log_probs: bool = False
     """Whether the log-probabilities of tokens are asked for."""
+    is_streamed: bool = False
+    """Whether someone reads the tokens as they come."""
 
     def index(self, row: int) -> int:
         """Return the index of a prompt."""
@@ -244,7 +246,7 @@ def sample_static(
     decoder = decoders.get(prompts, count, request.params, log_probs=request.log_probs)
     decoder.start(prompts, padding, sampler.draw(count))
     rows = list(range(len(prompts)))
-    for tokens, log_probs in read_blocks(decoder, count):
+    for tokens, log_probs in read_blocks(decoder, count, is_streamed=request.is_streamed):
         step = [SampledToken(row, tokens[row], log_probs[row]) for row in rows]
         yield step
         for row in rows:

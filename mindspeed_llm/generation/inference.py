@@ -67,12 +67,15 @@ class KVCache(StaticInferenceContext):
     def rotation(self, angles: torch.Tensor, factor: float, like: torch.Tensor) -> Any:
         """Return the cosine and the signed sine for the new tokens, shared by all layers."""
         if self._rotation is None:
-            # Kept: a recorded step reads it, and the model drops tables of many lengths.
-            self._angles, begin = angles, self.sequence_len_offset
+            # The first table is kept and read ever after: a recorded step reads it by its address,
+            # and the model drops its own when it has made those of many other lengths.
+            if self._angles is None:
+                self._angles = angles
+            begin = self.sequence_len_offset
             if self.position is None:
-                angles = angles[begin : begin + len(like)]
+                angles = self._angles[begin : begin + len(like)]
             else:
-                angles = angles.index_select(0, self.position)
+                angles = self._angles.index_select(0, self.position)
             half = angles.shape[-1] // 2
             cosine, sine = angles.cos() * factor, angles.sin() * factor
             sine[..., :half].neg_()

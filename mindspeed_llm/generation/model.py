@@ -11,7 +11,7 @@ from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed_llm.checkpoint.loading import load_weights
-from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.megatron import gpt_model
 from mindspeed_llm.training.model import build_chunks
 from mindspeed_llm.training.options import TrainOptions
@@ -45,6 +45,7 @@ def load_model(options: TrainOptions) -> LoadedModel:
         raise ConfigError("--load is missing: give a model or a checkpoint")
     _check_ranks(options)
     setup = prepare(options, is_training=False)
+    language_model(setup.shape, options.load)  # --hf-cfg-dir may name another model's config
     seed_everything(options.seed)  # some layers fork a random generator even in inference
     setup.config.perform_initialization = False  # random weights would be overwritten at once
     (module,) = build_chunks(_provider(setup), setup.dims)

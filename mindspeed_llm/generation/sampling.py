@@ -87,19 +87,30 @@ def pick_tokens(logits: torch.Tensor, points: torch.Tensor, params: SamplingPara
         probs = F.pad(probs, (0, missing))
     # First a span of tokens, then a token of it: a running sum over a whole row is slow on a GPU.
     spans = probs.unflatten(-1, (-1, SPAN))
-    totals = spans.sum(-1).cumsum(-1)
+    return _tokens_at(points, spans, spans.sum(-1).cumsum(-1))
+
+
+def _tokens_at(points: torch.Tensor, spans: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """Return the token of each row at a point (rows, 1) of the probabilities (rows, spans, SPAN).
+
+    `totals` are the running sums of the spans (rows, spans).
+    """
     points = points * totals[:, -1:]
     index = _share_of(points, totals)
     begin = F.pad(totals, (1, 0)).gather(1, index)
     span = spans.gather(1, index[..., None].expand(-1, -1, SPAN)).squeeze(1)
-    return (index * SPAN + _share_of(points - begin, span.cumsum(-1))).squeeze(-1)
+    tokens = index * SPAN + _share_of(points - begin, span.cumsum(-1))
+    # Running sums are rounded: they may grow at a span in which no token can be chosen.
+    probs = spans.flatten(1)
+    best = probs.argmax(-1, keepdim=True)
+    return torch.where(probs.gather(1, tokens) > 0, tokens, best).squeeze(-1)
 
 
 def _share_of(points: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
     """Return the index of the share of running totals that each point falls into (rows, 1)."""
     # Rounding may bring a point up to the total, beyond the last share that is not empty.
     points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
-    return torch.searchsorted(totals, points, right=True)
+    return torch.searchsorted(totals, points, right=True).clamp(max=totals.shape[-1] - 1)
 
 
 def chosen_log_probs(

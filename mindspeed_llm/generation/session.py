@@ -77,6 +77,7 @@ class Session:
             params=params,
             beams=beams if task.startswith("beam_search") else None,
             first=first,
+            is_streamed=task == "chat",
         )
 
     def answers(self, task: str, prompts: Sequence[str]) -> Iterator[Completion]:

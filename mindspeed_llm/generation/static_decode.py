@@ -18,12 +18,15 @@ from mindspeed_llm.generation.sampling import SamplingParams, chosen_log_probs, 
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 16
-"""Tokens of a row between two synchronisations with the host."""
+BLOCK, STREAM_BLOCK = 16, 1
+"""Tokens of a row between two synchronisations with the host; fewer where someone reads along."""
 CAPACITY_MULTIPLE = 64
 """Prompts of almost the same length use the same recorded step."""
 KEPT_BYTES = 1 << 30
-"""The largest KV cache that is kept from one call to the next, for its recorded step."""
+"""The most memory that is kept from one call to the next, for its recorded step."""
+LOGITS_KEPT = 12
+"""Arrays of the logits' size in the memory of a recorded step: sorted ones with 64-bit indices and
+their workspace, probabilities, running sums and log-probabilities."""
 Block = tuple[list[list[int]], list[list[float]]]
 
 
@@ -41,7 +44,9 @@ def unsupported_reason(model: LoadedModel) -> str | None:
     if config.multi_latent_attention:
         return "it has latent attention"
     for layer in model.chunks[0].decoder.layers:
-        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        if (attention := getattr(layer, "self_attention", None)) is None:
+            continue  # a layer that does nothing
+        core = attention.core_attention
         if not isinstance(core, DotProductAttention):
             return "--transformer-impl is local"
         window: Any = core.window_size
@@ -72,12 +77,13 @@ class StaticDecoder:
         self._draws = torch.zeros(rows, count, device=here)
         self._found = torch.zeros(rows, count, dtype=torch.int64, device=here)
         self._found_log_probs = torch.zeros(rows, count, device=here)
+        self._logits_bytes = rows * model.config.vocab_size * torch.float32.itemsize
         self._replay: Any = None
 
     @property
-    def cache_bytes(self) -> int:
-        """The bytes of the KV cache."""
-        return self._state.cache_bytes
+    def kept_bytes(self) -> int:
+        """The bytes of the KV cache, and about those of what a recorded step computes."""
+        return self._state.cache_bytes + LOGITS_KEPT * self._logits_bytes
 
     @torch.no_grad()
     def start(
@@ -164,19 +170,21 @@ class StaticDecoders:
         return self._kept[1]
 
     def trim(self) -> None:
-        """Free a decoder whose KV cache is too large to be kept while the model is trained."""
-        if self._kept is not None and self._kept[1].cache_bytes > KEPT_BYTES:
+        """Free a decoder that is too large to be kept while the model is trained."""
+        if self._kept is not None and self._kept[1].kept_bytes > KEPT_BYTES:
             self._kept = None
 
 
-def read_blocks(decoder: StaticDecoder, count: int) -> Iterator[tuple[list[int], list[float]]]:
+def read_blocks(
+    decoder: StaticDecoder, count: int, *, is_streamed: bool = False
+) -> Iterator[tuple[list[int], list[float]]]:
     """Yield the tokens of all rows and their log-probabilities, step by step.
 
     `decoder` has sampled the first of `count`; a block of steps runs before the first is read.
     """
-    sampled = 1
-    for begin in range(0, count, BLOCK):
-        end = min(begin + BLOCK, count)
+    sampled, size = 1, STREAM_BLOCK if is_streamed else BLOCK
+    for begin in range(0, count, size):
+        end = min(begin + size, count)
         for _ in range(sampled, end):
             decoder.advance()
         sampled = end

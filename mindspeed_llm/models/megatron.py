@@ -306,7 +306,8 @@ def _with_noops(fields: dict[str, Any], noops: Sequence[int]) -> dict[str, Any]:
         return fields
     total = fields["num_layers"] + len(noops)
     longer = {"num_layers": total}
-    if "moe_layer_freq" in fields:
-        kinds = iter(fields["moe_layer_freq"])
-        longer["moe_layer_freq"] = [0 if i in noops else next(kinds) for i in range(total)]
+    for name in ("moe_layer_freq", "window_attn_skip_freq"):
+        if name in fields:
+            kinds = iter(fields[name])
+            longer[name] = [0 if i in noops else next(kinds) for i in range(total)]
     return fields | longer

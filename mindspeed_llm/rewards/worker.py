@@ -41,14 +41,18 @@ def _read(channel: socket.socket, size: int) -> bytes:
 
 
 def load(path: str, name: str, module_name: str = "reward_function") -> Callable[..., Any]:
-    """Run the file and return its function."""
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    """Run the file, which may import those beside it, and return its function."""
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:  # nothing else in this process is to be found there
+        sys.path.remove(folder)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
@@ -81,6 +85,7 @@ def as_numbers(found: Any) -> list[float]:
 
 def serve(channel: socket.socket, path: str, name: str) -> None:
     """Answer calls until the other end is closed."""
+    sys.path.insert(0, os.path.dirname(path))  # the function may import when it is called
     try:
         function = load(path, name)
     except BaseException as error:  # noqa: BLE001  # also SystemExit: the file is the user's

@@ -1,12 +1,13 @@
 """What adapters a run trains: which projections get one, and of what rank."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed.checkpoint.detection import ADAPTER_CONFIG, read_adapter_config
 from mindspeed.config import ConfigError, did_you_mean
+from mindspeed_llm.checkpoint.adapters import peft_names
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.registry import family_named
 from mindspeed_llm.models.weight_table import Weight
@@ -73,6 +74,8 @@ def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
         raise ConfigError(f"--lora-target-modules is empty: choose from {', '.join(known)}")
     if any(w.expert is not None and modules & set(projection_names(w)) for w in weights):
         _check_experts(options)
+    if options.lora_load is not None:
+        _check_all_used(options.lora_load, modules, weights)
     return LoraPlan(
         rank,
         options.lora_alpha,
@@ -132,21 +135,47 @@ def _check_loaded(folder: Path, rank: int, alpha: float) -> None:
             )
 
 
+def _check_all_used(folder: str, modules: Set[str], weights: Sequence[Weight]) -> None:
+    """Refuse loaded weights that this run would not train: it would go on without them."""
+    names = {name for weight in weights for name in projections(weight)}
+    expected = {name for name in names if name.rpartition(".")[2] in modules}
+    for name in peft_names(folder):
+        layer, _, factor = name.partition(".lora_")
+        if factor not in ("A.weight", "B.weight"):
+            raise ConfigError(
+                f"--lora-load {folder}: has {name}, and only adapters of linear layers are loaded: "
+                "merge it into the model (export-lora --merge, or merge_and_unload of peft) and "
+                "--load that"
+            )
+        if layer not in expected:
+            part = layer.rpartition(".")[2]
+            advice = f"add {part} to it" if layer in names else "it is of another model"
+            raise ConfigError(
+                f"--lora-load {folder}: has an adapter for {layer}, which --lora-target-modules "
+                f"does not name: {advice}"
+            )
+
+
 def check_same(plan: LoraPlan | None, saved: Mapping[str, Any]) -> None:
     """Raise if a run would resume with other adapters than it was saved with."""
     now = plan.as_peft() if plan is not None else {}
+    advice = "choose another --save, or start from that checkpoint with --finetune"
     for key, flag in (
         ("r", "--lora-r"),
         ("lora_alpha", "--lora-alpha"),
         ("target_modules", "--lora-target-modules"),
-        ("modules_to_save", "--lora-train-router"),
     ):
         if now.get(key) != saved.get(key):
             raise ConfigError(
                 f"{flag} {now.get(key, 'is not given')}: the checkpoint to resume from has "
-                f"{saved.get(key, 'no adapters')}: choose another --save, or start from that "
-                "checkpoint with --finetune"
+                f"{saved.get(key, 'no adapters')}: {advice}"
             )
+    if now.get("modules_to_save") != saved.get("modules_to_save"):
+        given, was = ("", "without") if "modules_to_save" in now else (" is not given", "with")
+        raise ConfigError(
+            f"--lora-train-router{given}: the checkpoint to resume from was trained {was} it: "
+            f"{advice}"
+        )
 
 
 def adaptable_weights(shape: ModelConfig) -> list[Weight]:

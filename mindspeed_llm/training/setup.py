@@ -256,7 +256,10 @@ def _check_biases(options: TrainOptions, shape: ModelConfig) -> None:
 def _check_dispatch(options: TrainOptions) -> None:
     """Refuse collectives of equal sizes where ranks have different numbers of tokens."""
     samples = options.stage in ONLINE
-    if options.expert_model_parallel_size > 1 and (samples or options.variable_seq_lengths):
+    tp = options.tensor_model_parallel_size
+    is_wider = (options.expert_tensor_parallel_size or tp) > tp
+    is_shared = options.expert_model_parallel_size > 1 or is_wider
+    if is_shared and (samples or options.variable_seq_lengths):
         why = f"--stage {options.stage}" if samples else "--variable-seq-lengths"
         if options.moe_token_dispatcher_type != "alltoall":
             raise ConfigError(

@@ -1,11 +1,16 @@
 """Tokens are those of transformers, in every family, layout and way to search."""
 
+import shutil
+
 import pytest
 
+from mindspeed.checkpoint.detection import HF_FOLDER
+from mindspeed_llm.checkpoint import ConvertOptions
+from mindspeed_llm.checkpoint.conversion import convert
 from mindspeed_llm.generation.sampling import BeamParams
-from tests.llm import tiny
+from tests.llm import letters, tiny
 from tests.llm.generation import PROMPTS, request, several, theirs
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 
 FAMILIES = ("qwen2", "deepseek3", "mistral_window", "qwen3_moe", "llama_all_biases")
 BEAMS = (
@@ -91,3 +96,12 @@ def test_beam_search(models, layouts):
     cases = [{"source": str(folder), "requests": asked, **layout} for layout in layouts]
     found = run_ranks(several, 2 if layouts[0] else 1, cases)[0]
     assert found == [wanted] * len(cases)
+
+
+def test_a_reward_model_that_only_its_given_config_names_is_refused(tmp_path):
+    model = letters.save_model(tmp_path / "hf", "LlamaForSequenceClassification", num_labels=1)
+    convert(ConvertOptions(load_dir=model, save_dir=str(tmp_path / "mg")))
+    shutil.rmtree(tmp_path / "mg" / HF_FOLDER)
+    case = {"source": str(tmp_path / "mg"), "requests": [request()], "hf_cfg_dir": model}
+    with pytest.raises(RankFailed, match="is a reward model, which has no output layer"):
+        run_ranks(several, 1, [case])

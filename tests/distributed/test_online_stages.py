@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.llm import letters
+from tests.llm import letters, tiny
 from tests.llm.plain_rl import Recorded, grpo_steps, ppo_steps
 from tests.ranks import run_ranks
+from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
 from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
 
 SEVERAL = {"ppo_epochs": 2, "num_mini_batches": 2, "lr": 5e-3, "clip_ratio": 0.1}
@@ -63,8 +65,6 @@ def record(values: dict[str, Any]) -> list[list[Recorded]]:
 
 
 def export(saved: str, folder: Path, role: str | None = None) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     from mindspeed_llm.checkpoint.conversion import convert
     from mindspeed_llm.checkpoint.options import ConvertOptions
 
@@ -151,6 +151,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16": (2, DISTRIBUTED, {"bf16": True}),
     "bf16, vpp": (2, VPP2, DEEP | {"bf16": True}),
     "ep": (2, EP2, {"load": "experts"}),
+    "etp": (2, {"expert_tensor_parallel_size": 2}, {"load": "experts"}),
     "ep, pp": (4, EP2 | PP2, {"load": "experts"}),
     "vpp, sp": (4, SP2 | VPP2 | VARIABLE, DEEP),
 }
@@ -269,22 +270,35 @@ ENGINES = str(Path(__file__).parents[1] / "llm" / "other_engine.py")
 OTHER = {"rollout_engine": f"{ENGINES}:make", "temperature": 0.7}
 
 
-def live_weights(runs: list[dict[str, Any]]) -> list[bool]:
-    """Return whether the weights of each policy are, on this rank too, those of its HF files."""
+def live_weights(runs: list[dict[str, Any]]) -> list[tuple[bool, int]]:
+    """Return whether the weights of each policy are, on this rank too, those of its HF files.
+
+    And how many values this rank sent for them.
+    """
     from megatron.core import parallel_state
-    from safetensors.torch import load_file
 
     from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
     from mindspeed_llm.tasks.posttrain.rollout_engine import RolloutPolicy
     from mindspeed_llm.training.options import TrainOptions
 
-    equal = []
+    gather, sent, equal = torch.distributed.all_gather_object, [0], []
+
+    def counting(found: list[Any], held: Any, *others: Any, **named: Any) -> None:
+        if isinstance(held, list):
+            sent[0] += sum(values.numel() for _, values in held)
+        gather(found, held, *others, **named)
+
     for values in runs:
         trainer: Any = AutoTrainer(TrainOptions(**values)).trainer
         policy = RolloutPolicy(trainer.primary, trainer.setup.shape, 8, None)
-        found, wanted = dict(policy.weights()), load_file(Path(values["load"], "model.safetensors"))
+        sent[0] = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "all_gather_object", counting)
+            found = dict(policy.weights())
+        wanted = load_file(Path(values["load"], "model.safetensors"))
         same = found.keys() == wanted.keys()
-        equal.append(same and all(torch.equal(found[name], wanted[name]) for name in wanted))
+        same = same and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        equal.append((same, sent[0]))
         trainer._scores.close()
         parallel_state.destroy_model_parallel()
     return equal
@@ -315,8 +329,21 @@ def test_an_engine_gets_the_weights_of_every_layout(task: _Task, tmp_path: Path)
         task.settings(tmp_path / "run", **{"load": deep} | SP2 | VPP2),
         task.settings(tmp_path / "run", **{"load": moe} | EP2 | PP2),
         task.settings(tmp_path / "run", **{"load": moe} | EP2 | TP2 | {"sequence_parallel": True}),
+        task.settings(tmp_path / "run", load=_with_mtp(tmp_path), **PP2),
     ]
-    assert run_ranks(live_weights, 4, runs, timeout=600) == [[True] * 3] * 4
+    found = run_ranks(live_weights, 4, runs, timeout=600)
+    assert all(same for rank in found for same, _ in rank)
+    wanted = load_file(Path(moe, "model.safetensors"))
+    assert sum(rank[1][1] for rank in found) == sum(each.numel() for each in wanted.values())
+
+
+def _with_mtp(folder: Path) -> str:
+    """Save a DeepSeek-V3 that predicts more tokens than the next."""
+    groups = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    sizes = tiny.MODELS["deepseek3"][1] | groups | {"vocab_size": 7}
+    source = letters.save_model(folder / "deepseek", "DeepseekV3ForCausalLM", **sizes)
+    mtp_model(Path(source), folder / "mtp")
+    return str(folder / "mtp")
 
 
 def test_an_engine_that_cannot_be_used_is_one_line(task: _Task, tmp_path: Path) -> None:
@@ -328,11 +355,13 @@ def test_an_engine_that_cannot_be_used_is_one_line(task: _Task, tmp_path: Path) 
         "the log-probability of token 1 is nan",
         "ranks that share a model got different completions: sample on one of them",
         "a completion is a NoneType: return Completion(tokens, log_probs)",
+        "a completion goes on after token 1, which ends it",
     )
     wrong = {"rollout_engine": f"{ENGINES}:make_wrong"}
     cases = {text: wrong | {"seed": seed} for seed, text in enumerate(answers, 1)}
     cases |= {
         "MemoryError (line": {"rollout_engine": f"{ENGINES}:fails_on_rank_1"},
+        "SystemExit (line": {"rollout_engine": f"{ENGINES}:exits_on_rank_1"},
         "has no function nothing": {"rollout_engine": f"{ENGINES}:nothing"},
         "there is no file": {"rollout_engine": "nowhere.py:make"},
         "give a file and a function, as in engines.py:make": {"rollout_engine": ENGINES},

@@ -20,7 +20,7 @@ from tests.llm.preferences import (
     write_unpaired,
 )
 from tests.ranks import run_ranks
-from tests.unit.mindspeed_llm.training.tiny_run import train
+from tests.unit.mindspeed_llm.training.tiny_run import make_mixtral, read_losses, train
 
 TRL = json.loads((Path(__file__).parents[1] / "assets/trl_values.json").read_text())
 STAGES: dict[str, dict[str, Any]] = {
@@ -250,3 +250,27 @@ def test_the_base_of_adapters_is_the_reference(
         one, other = ([line[name] for line in lines] for lines in runs)
         assert one == pytest.approx(other, abs=1e-6)
     assert runs[0][0]["lm loss"] == pytest.approx(0.693147, abs=1e-6) != runs[0][-1]["lm loss"]
+
+
+def list_models_of_each(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """Train several runs as one rank, and return the models that each has."""
+    from megatron.core import parallel_state
+
+    held = []
+    for values in runs:
+        held.append(train_and_list_models(values))
+        parallel_state.destroy_model_parallel()
+    return held
+
+
+def test_trained_routers_are_no_reference(tiny: _Tiny, tmp_path: Path) -> None:
+    """They are not adapters: without these the policy still has them."""
+    model = make_mixtral(tmp_path / "experts")
+    changes = LORA | {"lora_target_modules": ("linear_proj",), "lora_train_router": True} | FEW
+    runs = []
+    for reference in (None, model):
+        values = tiny.settings("dpo", tmp_path, **changes | {"load": model, "ref_model": reference})
+        runs.append(values | {"log_file": str(tmp_path / f"{len(runs)}.jsonl")})
+    assert run_ranks(list_models_of_each, 1, runs) == [[["policy", "reference"]] * 2]
+    one, other = (read_losses(values["log_file"]) for values in runs)
+    assert one == other and one[0] == pytest.approx(LN2, abs=1e-6) != one[-1]

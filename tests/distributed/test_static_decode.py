@@ -1,8 +1,13 @@
 """Decoding on fixed buffers samples the same tokens as the plain loop, token for token."""
 
+from dataclasses import replace
+
 import pytest
 
+from mindspeed_llm.generation.engine import Engine
+from mindspeed_llm.generation.model import load_model
 from mindspeed_llm.generation.sampling import SamplingParams
+from mindspeed_llm.training.options import TrainOptions
 from tests.llm import tiny
 from tests.llm.generation import PROMPTS, ours, request
 from tests.ranks import run_ranks
@@ -30,6 +35,23 @@ def both_ways(folders):
     ]
 
 
+def sampled_before_the_first_is_read(folder):
+    """Return how many tokens a model with a no-op layer decodes before one is read.
+
+    First of a request that is read at its end, then of one that someone reads along.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    engine = Engine(load_model(TrainOptions(load=folder, noop_layers=(1,))), static=True)
+    counts = []
+    for is_streamed in (False, True):
+        for _ in engine.generate(replace(request(), is_streamed=is_streamed)):
+            if len(counts) == int(is_streamed):
+                counts.append(int(engine._decoders._kept[1]._number))
+    return counts
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return [str(tiny.save(name, tmp_path_factory.mktemp("models"))) for name in FAMILIES]
@@ -42,3 +64,8 @@ def test_the_same_tokens_greedy_sampled_and_stopped(folders):
         assert {len(answer) for answer in plain[0]} == {37}
         assert len({len(answer) for answer in plain[2]}) > 1, "nothing stops"
         assert plain[1] != plain[0], "nothing is sampled"
+
+
+def test_no_ops_are_passed_over_and_a_stream_is_read_token_by_token(folders):
+    (found,) = run_ranks(sampled_before_the_first_is_read, 1, folders[0])
+    assert found == [12, 1]

@@ -52,6 +52,7 @@ class Wrong(Engine):
             5: [Completion((3, 1), (-1.0, float("nan")))],
             6: [Completion((3 + rank, 1), (-1.0, -1.0))],
             7: [None],
+            8: [Completion((3, 1, 3), (-1.0, -1.0, -1.0))],
         }[sampling.seed]
         return [*wrong, *[good] * (len(prompts) - 1)]
 
@@ -63,3 +64,10 @@ def fails_on_rank_1(policy: Any) -> None:
     """Raise on one rank; another returns no engine."""
     if torch.distributed.get_rank() == 1:
         raise MemoryError("no room for a second copy")
+
+
+def exits_on_rank_1(policy: Any) -> Any:
+    """End the process of one rank; another returns an engine."""
+    if torch.distributed.get_rank() == 1:
+        raise SystemExit(3)
+    return Engine(policy)

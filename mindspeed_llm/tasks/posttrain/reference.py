@@ -59,8 +59,12 @@ class ReferenceTrainer(BaseTrainer):
 
     @property
     def is_own_reference(self) -> bool:
-        """Whether the reference is the policy without its adapters."""
-        return self.setup.lora is not None and self.options.ref_model is None
+        """Whether the reference is the policy without its adapters.
+
+        Not where routers are trained whole: without adapters they are still trained ones.
+        """
+        lora = self.setup.lora
+        return lora is not None and not lora.routers and self.options.ref_model is None
 
     @cached_property
     def reference_fingerprint(self) -> str:

@@ -84,7 +84,7 @@ class EngineMaker:
         except ConfigError as caught:
             is_named = str(caught).startswith(FLAG)
             error = caught if is_named else ConfigError(f"{FLAG} {self._spec}: {caught}")
-        except Exception as caught:  # noqa: BLE001  # other ranks wait
+        except (Exception, SystemExit) as caught:  # noqa: BLE001  # other ranks wait
             logger.debug("rollout engine", exc_info=True)
             error = ConfigError(f"{FLAG} {self._spec}: {worker.explain(caught, self._path)}")
         raise_on_all(error)
@@ -111,13 +111,13 @@ class CheckedEngine:
                     f"returned {len(returned)} completions for {len(prompts)} prompts: return one "
                     "for each"
                 )
-            return [self._check(one, sampling.limit(p)) for one, p in zip(returned, prompts)]
+            return [self._check(one, p, sampling) for one, p in zip(returned, prompts)]
 
         found: list[Completion] = self._run(checked)
         self._run(lambda: _check_same(found))
         return found
 
-    def _check(self, one: Any, limit: int) -> Completion:
+    def _check(self, one: Any, prompt: Sequence[int], sampling: Sampling) -> Completion:
         """Return a completion as numbers of Python."""
         if not isinstance(one, Completion):
             raise ConfigError(
@@ -125,6 +125,7 @@ class CheckedEngine:
             )
         tokens = tuple(map(int, one.tokens))
         log_probs = tuple(map(float, one.log_probs))
+        limit = sampling.limit(prompt)
         if not 1 <= len(tokens) <= limit:
             raise ConfigError(f"a completion has {len(tokens)} tokens: it may have 1 to {limit}")
         if len(log_probs) != len(tokens):
@@ -137,6 +138,11 @@ class CheckedEngine:
                 raise ConfigError(f"token {token}: the model has {self._vocab_size} tokens")
             if not math.isfinite(log_prob):
                 raise ConfigError(f"the log-probability of token {token} is {log_prob}")
+        if early := sampling.stop_ids.intersection(tokens[:-1]):
+            raise ConfigError(
+                f"a completion goes on after token {min(early)}, which ends it: return the tokens "
+                "up to the first that ends it"
+            )
         return Completion(tokens, log_probs)
 
 

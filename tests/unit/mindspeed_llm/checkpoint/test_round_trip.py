@@ -5,6 +5,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.checkpoint import ConvertOptions
 from mindspeed_llm.checkpoint.conversion import convert
 from tests.llm import tiny
@@ -95,6 +96,12 @@ def test_result_is_a_model_for_transformers(models, tmp_path):
     to_mcore(models["qwen3_moe"], tmp_path / "mg", **{TP: 2, EP: 2})
     to_hf(tmp_path / "mg", tmp_path / "hf")
     assert torch.equal(tiny.logits(tmp_path / "hf"), tiny.logits(models["qwen3_moe"]))
+
+
+def test_a_model_without_experts_has_none_to_fuse(models, tmp_path):
+    mg = to_mcore(models["qwen2"], tmp_path / "mg")
+    with pytest.raises(ConfigError, match="--hf-experts fused: the model has no experts: drop it"):
+        to_hf(mg, tmp_path / "fused", hf_experts="fused")
 
 
 @pytest.mark.parametrize("name", sorted(MOE))

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from mindspeed_llm.generation.sampling import (
+    SPAN,
     BeamParams,
     BeamSearch,
     Sampler,
     SamplingParams,
+    _tokens_at,
     filter_logits,
     pick_tokens,
 )
@@ -89,6 +91,15 @@ def test_numbers_fall_into_the_share_of_their_token():
     width = shares.gather(1, tokens[:, None])
     assert (width > 0).all()
     assert ((ends - width - 1e-6 <= drawn) & (drawn <= ends + 1e-6)).all()
+
+
+def test_a_span_without_tokens_is_never_chosen():
+    """Running sums of a GPU may grow by rounding where nothing is added."""
+    spans = torch.zeros(4, 3, SPAN)
+    spans[:, 0, 3], spans[:, 1, 5] = 0.5, 0.49999994
+    totals = torch.tensor([0.5, 0.99999994, 1.0]).repeat(4, 1)
+    points = torch.tensor([[0.0], [0.7], [1 - 2**-24], [1.0]])
+    assert _tokens_at(points, spans, totals).tolist() == [3, SPAN + 5, 3, 3]
 
 
 def test_a_row_does_not_depend_on_its_batch():

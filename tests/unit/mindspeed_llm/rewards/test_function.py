@@ -2,12 +2,14 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.rewards import worker
 from mindspeed_llm.rewards.function import RewardFunction
 
 CALL = (["ask"], ["answer"], {})
@@ -32,6 +34,22 @@ def test_it_gets_texts_and_fields(tmp_path: Path) -> None:
     fields = {"answer": ["4", "\u00e9"], "level": [1, None]}
     for _ in range(2):
         assert function(["2+2", "x"], ["4", "e"], fields) == [1.0, 0.0]
+    function.close()
+
+
+def test_the_folder_of_a_file_is_searched_only_while_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("BONUS = 1\n")
+    path = tmp_path / "engine.py"
+    path.write_text("from beside_it import BONUS\ndef f(): return BONUS\n")
+    before = list(sys.path)
+    assert worker.load(str(path), "f", "engine_of_a_test")() == 1
+    assert sys.path == before
+
+
+def test_it_may_import_when_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("BONUS = 2\n")
+    function = make(tmp_path, "def f(**x):\n    from beside import BONUS\n    return [BONUS]\n")
+    assert function(*CALL) == [2.0]
     function.close()
 
 

@@ -1,5 +1,7 @@
 """Adapters before the first step, and those that a resumed run must have."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,3 +68,8 @@ def test_a_resumed_run_has_the_adapters_it_had(change, flag):
         check_same(PLAN, PLAN.as_peft() | change)
     with pytest.raises(ConfigError, match="is not given"):
         check_same(None, PLAN.as_peft())
+    trained = replace(PLAN, routers=("gate",))
+    with pytest.raises(ConfigError, match="^--lora-train-router: .* was trained without it"):
+        check_same(trained, PLAN.as_peft())
+    with pytest.raises(ConfigError, match="--lora-train-router is not given: .* trained with it"):
+        check_same(PLAN, trained.as_peft())

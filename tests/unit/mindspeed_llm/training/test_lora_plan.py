@@ -3,11 +3,20 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.training.lora_plan import plan_lora
 from mindspeed_llm.training.options import TrainOptions
 from tests.unit.mindspeed_llm.training.test_setup import SHAPE
+
+
+def save_adapter(folder, *others, layer="model.layers.0.self_attn.q_proj"):
+    """Save an adapter as peft does, and other weights beside it."""
+    names = [f"{layer}.lora_{letter}.weight" for letter in "AB"]
+    tensors = {f"base_model.model.{name}": torch.zeros(8, 8) for name in (*names, *others)}
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -23,8 +32,25 @@ from tests.unit.mindspeed_llm.training.test_setup import SHAPE
 def test_the_config_of_loaded_adapters_must_be_that_of_the_run(tmp_path, saved, message):
     config = {"r": 8, "lora_alpha": 32, "use_rslora": False, "alpha_pattern": {}}
     options = TrainOptions(lora_r=8, lora_load=str(tmp_path))
+    save_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     assert plan_lora(options, SHAPE).alpha == 32
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | saved))
+    with pytest.raises(ConfigError, match=message):
+        plan_lora(options, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("others", "changes", "message"),
+    [
+        (["model.layers.0.mlp.gate.weight"], {}, "has model.layers.0.mlp.gate.weight, and only"),
+        (["model.layers.0.self_attn.q_proj.lora_B.bias"], {}, "lora_B.bias, and only adapters"),
+        ([], {"lora_target_modules": ("v_proj",)}, "does not name: add q_proj to it"),
+        (["model.layers.9.mlp.up_proj.lora_A.weight"], {}, "does not name: it is of another model"),
+    ],
+)
+def test_loaded_weights_that_would_be_left_out_are_refused(tmp_path, others, changes, message):
+    options = TrainOptions(lora_r=8, lora_load=str(tmp_path), **changes)
+    save_adapter(tmp_path, *others)
     with pytest.raises(ConfigError, match=message):
         plan_lora(options, SHAPE)

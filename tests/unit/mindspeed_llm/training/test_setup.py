@@ -185,9 +185,9 @@ def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
     ],
 )
 def test_ranks_with_different_numbers_of_tokens(changes: dict[str, Any], words: str) -> None:
-    options = TrainOptions(load="m", expert_model_parallel_size=2, **changes)
-    with pytest.raises(ConfigError, match=words):
-        setup.check_experts(options, EXPERTS)
+    for layout in ({"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}):
+        with pytest.raises(ConfigError, match=words):
+            setup.check_experts(TrainOptions(load="m", **layout, **changes), EXPERTS)
 
 
 def test_a_dense_model_has_no_options_of_experts() -> None:
