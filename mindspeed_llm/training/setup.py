@@ -112,6 +112,7 @@ def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     layers = _num_layers(options, shape)
     ep, world = options.expert_model_parallel_size, environment.world_size()
+    are_split = shape.moe is not None and not options.moe_tp_extend_ep  # which keeps experts whole
     check_model(
         world=world,
         tp=tp,
@@ -124,7 +125,7 @@ def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
         ffn_hidden_size=shape.ffn_hidden_size,
         num_experts=shape.moe.num_experts if shape.moe else 0,
         etp=options.expert_tensor_parallel_size,
-        moe_ffn_hidden_size=shape.moe.ffn_hidden_size if shape.moe else None,
+        moe_ffn_hidden_size=shape.moe.ffn_hidden_size if shape.moe and are_split else None,
     )
     return ParallelDims(
         world=world,

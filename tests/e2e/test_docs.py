@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 READMES = [ROOT / "README.md", ROOT / "README.zh.md"]
 PAGES = [*READMES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TRAIN = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+RUN = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 32\n"
 
 
 def commands():
@@ -39,6 +40,7 @@ def test_a_shown_command_works(page, command, tmp_path):
         return
     assert program == "mindspeed", f"{page} shows a command that no test runs"
     (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "run.yaml").write_text(RUN)
     done = subprocess.run(
         [sys.executable, "-m", "mindspeed", *arguments],
         cwd=tmp_path,
