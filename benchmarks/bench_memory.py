@@ -97,7 +97,7 @@ ROWS = {
 TILES = ("--tiled-mlp-size", "4096", "--tiled-loss-size", "4096", "--swap-layer-input")
 LONG = {
     "long-1.5B": Long("1.5B", 524_288, (*FULL, *TILES, "--swap-optimizer")),
-    # The host has no room for Adam's state beside 64 GiB of layer inputs: this is about forward
+    # Adam's state does not fit the host beside 64 GiB of layer inputs: this is about forward
     # and backward.
     "long-8B": Long("8B", 262_144, (*FULL, *TILES, "--optimizer", "sgd", "--sgd-momentum", "0")),
 }

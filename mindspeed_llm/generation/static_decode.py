@@ -26,7 +26,7 @@ KEPT_BYTES = 1 << 30
 """The most memory that is kept from one call to the next, for its recorded step."""
 LOGITS_KEPT = 12
 """Arrays of the logits' size in the memory of a recorded step: sorted ones with 64-bit indices and
-their workspace, probabilities, running sums and log-probabilities."""
+their workspace, probabilities, running sums and log-probabilities: an estimate, not measured."""
 Block = tuple[list[list[int]], list[list[float]]]
 
 

@@ -63,7 +63,7 @@ make, make_wrong = Engine, Wrong
 def fails_on_rank_1(policy: Any) -> None:
     """Raise on one rank; another returns no engine."""
     if torch.distributed.get_rank() == 1:
-        raise MemoryError("no room for a second copy")
+        raise MemoryError("a second copy does not fit")
 
 
 def exits_on_rank_1(policy: Any) -> Any:
