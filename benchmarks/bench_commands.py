@@ -46,6 +46,7 @@ RATIOS = (
     ("pretrain:4", "torchtitan:4"),
     ("pretrain:1", "torchtitan:1"),
     ("pretrain-recompute:1", "torchtitan-recompute:1"),
+    ("pretrain-keep-attention:1", "torchtitan-recompute:1"),
     ("pretrain-deterministic:2", "pretrain:2"),
     ("sft-packed:2", "pretrain:2"),
     ("sft-packed:4", "pretrain:4"),

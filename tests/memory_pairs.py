@@ -40,6 +40,7 @@ SWITCHES = {
     "norm recompute": Switch({"recompute_norm": True}),
     "swap_attention": Switch({"swap_attention": True}),
     "layer input swap": Switch({"swap_layer_input": True}),
+    "recompute without attention": Switch({"recompute_keep_attention": True}),
     "optimizer swap": Switch({"swap_optimizer": True}),
     "parameter reuse": Switch({"reuse_fp32_param": True}),
     "tiled MLP": Switch({"tiled_mlp_size": 5}),
@@ -53,6 +54,7 @@ ONLY_ASKED = ("recompute in advance", "recompute in the bubble", "zero bubble")
 """What the features say is in the table; their own tests train them."""
 NEEDS = {
     "layer input swap": "full recompute, block",
+    "recompute without attention": "full recompute, block",
     "recompute in advance": "full recompute, block",
 }
 """What a feature is never used without: added where the other of a pair is no recompute."""

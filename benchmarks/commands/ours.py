@@ -32,10 +32,15 @@ def deterministic(job, batch):
     return pretrain(job, batch, "--npu-deterministic")
 
 
-def recompute(job, batch):
+def recompute(job, batch, *flags):
     """Build it with every layer recomputed in backward: for long sequences."""
-    flags = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-    return pretrain(job, batch, *flags, "--recompute-num-layers", "1")
+    full = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+    return pretrain(job, batch, *full, "--recompute-num-layers", "1", *flags)
+
+
+def keep_attention(job, batch):
+    """Build it with every layer but its attention recomputed."""
+    return recompute(job, batch, "--recompute-keep-attention")
 
 
 def first_start(job, batch):
@@ -165,6 +170,9 @@ CASES = {
     "pretrain": Case(pretrain, "pretrain_gpt.py", (2, 4), ALL),
     "pretrain-deterministic": Case(deterministic, "the same with --npu-deterministic"),
     "pretrain-recompute": Case(recompute, "the same with full recompute", (1,)),
+    "pretrain-keep-attention": Case(
+        keep_attention, "with full recompute that keeps attention's results", (1,)
+    ),
     "first-start": Case(first_start, "pretrain_gpt.py with empty caches", (2,), ALL),
     "second-start": Case(second_start, "the same once more", (2,), ALL),
     "sft-packed": Case(

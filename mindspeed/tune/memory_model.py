@@ -70,6 +70,7 @@ class MemoryModel:
     recomputed_layers: int = 0
     """Layers of a pipeline stage that are recomputed as a whole."""
     swap_layer_input: bool = False
+    recompute_keep_attention: bool = False
     swap_attention: bool = False
     recompute_norm: bool = False
     recompute_activation: bool = False
@@ -123,7 +124,10 @@ class MemoryModel:
         """Return the bytes that one layer keeps of one micro-batch on the device, by part."""
         parts = self.layer_parts()
         if is_recomputed:
-            return {"layer input": 0 if self.swap_layer_input else parts["layer input"]}
+            kept = {"layer input": 0 if self.swap_layer_input else parts["layer input"]}
+            if self.recompute_keep_attention:
+                kept["attention output"] = parts["attention output"]
+            return kept
         factors = parts["norm factors"]
         if self.recompute_norm:
             parts["norm outputs"] = 0

@@ -13,7 +13,7 @@ NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "mic
 """Arguments without which nothing is known."""
 _SAME_NAME = (
     *("sequence_parallel", "reuse_fp32_param", "swap_optimizer", "swap_layer_input"),
-    *("swap_attention", "recompute_norm"),
+    *("swap_attention", "recompute_norm", "recompute_keep_attention"),
 )
 
 

@@ -18,6 +18,7 @@ from torch.backends.cuda import flash_sdp_enabled
 from mindspeed import device
 from mindspeed.device.hopper import FLASH_ATTENTION
 from mindspeed.ops.dispatch import is_tracing
+from mindspeed.ops.fusion_attention.kept import compute_once
 
 HEAD_DIMS = (64, 128)
 MIN_TOKENS = 2048  # with fewer, the launch takes longer than the kernel
@@ -159,7 +160,7 @@ class _Flash4(torch.autograd.Function):
         is_causal: bool,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, scale, is_causal, documents)
+        out, lse = compute_once(lambda: forward(q, k, v, scale, is_causal, documents))
         bounds = documents[:2] if documents else (None, None)
         ctx.options = {"scale": scale, "is_causal": is_causal}
         ctx.longest = documents and documents[2:]

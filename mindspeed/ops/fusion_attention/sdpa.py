@@ -15,7 +15,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mindspeed.ops.fusion_attention import flash4
+from mindspeed.ops.fusion_attention import flash4, kept
 from mindspeed.ops.fusion_attention.flash4 import Documents
 
 # On an H200 (torch 2.11), 2 x 32 heads x 4096 x 128 causal, bf16, forward and backward: cuDNN 2.03
@@ -52,11 +52,15 @@ def attention(
         "enable_gqa": q.shape[1] != k.shape[1],
     }
     if mask is not None or not prefers_cudnn(q, k, v):
+        if mask is None and kept.is_active() and _supports_cpu_flash(q, k, v, dropout):
+            return _KeptOnCpu.apply(q, k, v, scale, is_causal)
         return scaled_dot_product_attention(q, k, v, **options)
     if flash4.supports(q, k, v, is_causal, dropout):
         return flash4.attention(q, k, v, scale, is_causal)
     if _supports_deterministic(q, k, v, is_causal, dropout):
         return _deterministic_attention(q, k, v, scale, is_causal)
+    if kept.is_active() and _supports_cudnn(q, k, v, is_causal, dropout):
+        return _KeptOnCudnn.apply(q, k, v, scale, is_causal)
     if torch.compiler.is_compiling():
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
             return scaled_dot_product_attention(q, k, v, **options)
@@ -102,22 +106,106 @@ def _supports_deterministic(
     return (
         torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled()
-        and not torch.compiler.is_compiling()
-        and cudnn_sdp_enabled()
         and flash_sdp_enabled()
+        and _supports_cudnn(q, k, v, is_causal, dropout)
+    )
+
+
+def _supports_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -> bool:
+    """Return whether cuDNN's own operators, which return the log-sum-exp, take this call."""
+    return (
+        not torch.compiler.is_compiling()
+        and cudnn_sdp_enabled()
         and not dropout
         and q.shape[-1] == v.shape[-1]
         and (not is_causal or q.shape[-2] == k.shape[-2])
     )
 
 
+def _supports_cpu_flash(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
+    """Return whether torch would choose its flash attention for cpus."""
+    return (
+        q.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and flash_sdp_enabled()
+        and not dropout
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-2] > 0
+        and all(x.stride(-1) == 1 for x in (q, k, v))
+    )
+
+
+def cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of (B, N, S, H) tensors and its log-sum-exp (B, N, S)."""
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return found[0], found[1].reshape(q.shape[:-1])
+
+
+def cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v for the output and log-sum-exp of any forward."""
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout
+    lengths = (None, None, None, q.shape[2], k.shape[2])
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(grad, q, k, v, out, lse.unsqueeze(-1)),
+        *(unused, unused, *lengths, 0.0, is_causal),
+        scale=scale,
+    )
+
+
+class _KeptOnCudnn(torch.autograd.Function):
+    """cuDNN's attention as torch calls it, with a forward that may be there already."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
+        out, lse = kept.compute_once(lambda: cudnn_forward(q, k, v, scale, is_causal))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = {"scale": scale, "is_causal": is_causal}
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *cudnn_backward(grad, *ctx.saved_tensors, **ctx.options), None, None
+
+
+class _KeptOnCpu(torch.autograd.Function):
+    """torch's flash attention for cpus, with a forward that may be there already."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = kept.compute_once(lambda: attention(q, k, v, 0.0, is_causal, scale=scale))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.is_causal = scale, is_causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *ctx.saved_tensors, 0.0, ctx.is_causal, scale=ctx.scale
+        )
+        return *grads, None, None
+
+
 class _CudnnThenFlash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Tensor:
-        result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, is_causal, False, scale=scale
-        )
-        out, lse = result[0], result[1].reshape(q.shape[:-1])
+        out, lse = kept.compute_once(lambda: cudnn_forward(q, k, v, scale, is_causal))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.is_causal = scale, is_causal
         return out

@@ -42,11 +42,9 @@ def partial_attention(
     if _is_flash4(q, k, v, window, documents):
         return flash4.forward(q, k, v, scale, window == CAUSAL, documents)
     if _is_cudnn(q, k, v, window, documents):
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *heads_first, None, True, 0.0, window == CAUSAL, False, scale=scale
-        )
-        return found[0].transpose(1, 2), found[1].reshape(q.shape[0], q.shape[2], q.shape[1])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = sdpa.cudnn_forward(q, k, v, scale, window == CAUSAL)
+        return out.transpose(1, 2), lse
     found = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -97,9 +95,10 @@ def partial_attention_backward(
         )
         return dq, dk, dv, None
     if _is_cudnn(q, k, v, window, documents):
-        dq, dk, dv = _cudnn_backward(
-            grad, q, k, v, out, lse, scale=scale, is_causal=window == CAUSAL
-        )
+        grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+        is_causal = window == CAUSAL
+        grads = sdpa.cudnn_backward(grad, q, k, v, out, lse, scale=scale, is_causal=is_causal)
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv, None
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(x.contiguous() for x in (grad, q, k, v, out)),
@@ -114,26 +113,6 @@ def partial_attention_backward(
         window_size_right=window[1],
     )
     return dq, dk, dv, None
-
-
-def _cudnn_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    is_causal: bool,
-) -> list[Tensor]:
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout
-    tensors = (x.transpose(1, 2) for x in (grad, q, k, v, out))
-    lengths = (None, None, None, q.shape[1], k.shape[1])
-    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *tensors, lse.unsqueeze(-1), unused, unused, *lengths, 0.0, is_causal, scale=scale
-    )
-    return [x.transpose(1, 2) for x in grads]
 
 
 def _padded(x: Tensor, like: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed.distributed.collectives import group_rank
+from mindspeed.ops.fusion_attention.kept import compute_once
 from mindspeed.parallel.context.layout import Layout, Range
 from mindspeed.parallel.context.merge import Attention, Gradients, RowSums
 from mindspeed.parallel.context.rule import Rule
@@ -93,12 +94,7 @@ class _ExchangedAttention(Function):
     ) -> Tensor:
         exchange, rule = ctx.job = job
         rule = replace(rule, bias=bias, slopes=slopes)
-        attention = Attention(rule, q, v.shape[-1], exchange.order(q.device))
-        mine = exchange.layout.ranges[exchange.rank]
-        for ranges, kv in exchange.arriving(k, v):
-            for call in rule.calls(mine, ranges, q):
-                attention.add(call, kv)
-        out, lse = attention.result()
+        out, lse = compute_once(lambda: _attend(q, k, v, exchange, rule))
         ctx.save_for_backward(q, k, v, bias, slopes, out, lse)
         return out
 
@@ -119,3 +115,14 @@ class _ExchangedAttention(Function):
         dq, dbias = grads.result()
         dk, dv = returning.result()
         return dq, dk, dv, dbias, None, None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    attention = Attention(rule, q, v.shape[-1], exchange.order(q.device))
+    mine = exchange.layout.ranges[exchange.rank]
+    for ranges, kv in exchange.arriving(k, v):
+        for call in rule.calls(mine, ranges, q):
+            attention.add(call, kv)
+    return attention.result()
