@@ -15,8 +15,8 @@ from mindspeed.ops.dispatch import is_tracing
 from mindspeed.ops.launch import launch
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# 24 KiB a stage at most for 64 rows of a: two programs of four stages share a multiprocessor.
-_BLOCK_M, _BLOCK_K, _NUM_STAGES = 128, 64, 4
+# 24 KiB a stage for 64 rows of a: two programs share a multiprocessor, 32,768 rows are one wave.
+_BLOCK_M, _BLOCK_K, _NUM_STAGES, _NUM_WARPS = 128, 64, 3, 4
 _MIN_N, _MAX_N = 16, 128  # what a tile of tensor cores takes, and registers hold
 
 
@@ -44,7 +44,7 @@ def append_matmul(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         BLOCK_M=_BLOCK_M,
         BLOCK_N=max(triton.next_power_of_2(N), _MIN_N),
         BLOCK_K=_BLOCK_K,
-        num_warps=4,
+        num_warps=_NUM_WARPS,
         num_stages=_NUM_STAGES,
     )
     return out, low
