@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -83,13 +82,12 @@ class _LowRankLinearSwiGLU(Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, inner, outer, low = ctx.saved_tensors
         a, b = inner.to(grad.dtype), outer.to(grad.dtype)
-        rows = grad.flatten(-2).flatten(0, -2)
-        both = rows @ interleaved_rows(ctx.weight.beside(b, again=True))
-        grad_low = both[:, x.shape[-1] :]
+        rows, tile_n = grad.flatten(-2).flatten(0, -2), gemm_swiglu.tile_for(x.shape[-1], len(a))
+        joined = ctx.weight.beside(b, again=True)
+        out, grad_low = _add_low(gemm_swiglu.input_gradient(grad, joined, tile_n).flatten(0, -2), a)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = both[:, : x.shape[-1]].addmm_(grad_low, a)
-            grad_x = reduce_scatter(grad_x.view(*grad.shape[:-2], -1), ctx.gather_group)
+            grad_x = reduce_scatter(out.view(*grad.shape[:-2], -1), ctx.gather_group)
         grad_inner = grad_low.t() @ all_gather(x, ctx.gather_group).flatten(0, -2)
         grad_outer = (rows.t() @ low).unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
         return grad_x, None, grad_inner.to(inner.dtype), grad_outer.to(outer.dtype), None
@@ -154,19 +152,6 @@ def _add_low(both: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     size = factor.shape[1]
     low = both[:, size:]
     return both[:, :size].addmm_(low, factor), low  # rows with a stride: norms read them in place
-
-
-def interleaved_rows(joined: Tensor) -> Tensor:
-    """Return [W | B] of [gate; up] with the rows of gate and up interleaved, as a preact's columns.
-
-    Any GEMM takes it then: the one that reads [gate; up] as it is has tiles that a few more columns
-    do not fill.
-    """
-    dtype = joined.dtype
-    if joined.is_contiguous() and joined[0].nbytes % 8 == 0:
-        # Rows are copied element by element: elements of eight bytes make it four times as fast.
-        joined = joined.view(torch.int64)
-    return joined.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).view(dtype)
 
 
 def low_rank_linear(

@@ -9,9 +9,10 @@ from mindspeed.parallel.tensor import (
     BufferedWeight,
     FrozenWeight,
     low_rank_linear,
+    low_rank_linear_swiglu,
     low_rank_swiglu_linear,
 )
-from mindspeed.parallel.tensor.low_rank_linear import interleaved_rows
+from tests.unit.ops import quack_stand_in
 
 RANK = 3
 KINDS = pytest.mark.parametrize(
@@ -113,12 +114,18 @@ def test_a_swiglu_output_is_recomputed_instead_of_kept(frozen):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("size_in", "rank"), [(8, 4), (5, 3)], ids=["aligned", "not aligned"])
-def test_interleaved_rows_match_interleaved_columns(size_in, rank):
-    generator = torch.Generator().manual_seed(4)
-    weight, outer = (torch.randn(6, n, generator=generator).bfloat16() for n in (size_in, rank))
-    grad = torch.randn(7, 3, 2, generator=generator).bfloat16()
-    halves = torch.cat((grad[..., 0], grad[..., 1]), 1).double()
-    found = grad.flatten(1).double() @ interleaved_rows(torch.cat((weight, outer), 1)).double()
-    expected = torch.cat((halves @ weight.double(), halves @ outer.double()), 1)
-    torch.testing.assert_close(found, expected)
+@KINDS
+def test_swiglu_in_the_epilogue(monkeypatch, frozen):
+    """Gate and up are interleaved in the pre-activation, and their rows are not in the weight."""
+    quack_stand_in.install(monkeypatch)
+    found, expected = (make((6, 8), has_bias=False, x_has_gradient=True) for _ in range(2))
+    preact, y = low_rank_linear_swiglu(found[0], frozen(found[1]), *found[3:])
+    x, weight, _, inner, outer = expected
+    whole = F.linear(x, weight) + F.linear(F.linear(x, inner), outer)
+    torch.testing.assert_close(preact.transpose(-1, -2).flatten(-2), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y, swiglu(whole), rtol=1e-12, atol=1e-12)
+    grad = torch.randn(whole.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
+    whole.backward(grad)
+    preact.backward(grad.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous())
+    for one, other in zip((found[0], *found[3:]), (x, inner, outer), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
