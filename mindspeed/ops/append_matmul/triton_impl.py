@@ -16,7 +16,7 @@ from mindspeed.ops.launch import launch
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # 24 KiB a stage for 64 rows of a: two programs share a multiprocessor, 32,768 rows are one wave.
-_BLOCK_M, _BLOCK_K, _NUM_STAGES, _NUM_WARPS = 128, 64, 3, 4
+_BLOCK_M, _BLOCK_K, _NUM_STAGES, _NUM_WARPS = 128, 64, 4, 4
 _MIN_N, _MAX_N = 16, 128  # what a tile of tensor cores takes, and registers hold
 
 

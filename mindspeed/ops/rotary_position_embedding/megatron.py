@@ -68,7 +68,7 @@ def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         packed = kwargs.get("packed_seq_params")
         if packed is not None:
             bounds = _document_bounds(packed) if is_fusable else None
-            freqs = kwargs.get("rotary_pos_emb")
+            freqs: Any = kwargs.get("rotary_pos_emb")
             if bounds is None or not _is_packed_table(freqs, config):
                 return original(self, *args, **kwargs)
             with _rotated_qkv(self, freqs, bounds):
