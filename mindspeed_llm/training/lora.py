@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mindspeed.config import ConfigError
+from mindspeed.ops.matmul_add_fp32.main_grad import placeholder
 from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
 from mindspeed.te.pytorch.module.linear import LinearBase
 from mindspeed_llm.checkpoint.adapters import Factors, read_peft
@@ -182,7 +183,9 @@ class LoraLinear(Adapter):
         back = None if order is None else order.argsort()
         names = [name for name, _ in self.named_children()]
         scale = self._plan.alpha / self._plan.r
-        return _Blocks([rows[name] for name in names], start, self._plan.r, scale, order, back)
+        fused = bool(getattr(linear, "fuse_wgrad_accumulation", False))
+        found = [rows[name] for name in names]
+        return _Blocks(found, start, self._plan.r, scale, order, back, fused)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -273,6 +276,8 @@ class _Blocks:
     order: Tensor | None
     """Which row of the projections, one behind the other, a row of the layer is."""
     back: Tensor | None
+    fused: bool
+    """Whether gradients are added to `main_grad` right away."""
 
     def slices(self, number: int) -> tuple[slice, slice]:
         """Return the rows and columns of one projection's outer factor."""
@@ -284,9 +289,10 @@ class _Join(Function):
 
     @staticmethod
     def forward(ctx: Any, blocks: _Blocks, *factors: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.blocks = blocks
+        ctx.blocks, ctx.factors = blocks, factors
         count = len(blocks.rows)
-        inner, parts = torch.cat(factors[:count]), factors[count:]
+        inner = factors[0].view_as(factors[0]) if count == 1 else torch.cat(factors[:count])
+        parts = factors[count:]
         outer = parts[0].new_empty(blocks.size, count * blocks.rank)
         if count > 1 or len(parts[0]) < blocks.size:
             outer.zero_()
@@ -299,8 +305,20 @@ class _Join(Function):
     def backward(ctx: Any, inner: Tensor, outer: Tensor) -> tuple[Tensor | None, ...]:
         blocks = ctx.blocks
         outer = outer if blocks.back is None else outer.index_select(0, blocks.back)
-        parts = [outer[blocks.slices(number)] * blocks.scale for number in range(len(blocks.rows))]
-        return None, *inner.split(blocks.rank), *parts
+        parts = [outer[blocks.slices(number)] for number in range(len(blocks.rows))]
+        scaled = [(part, 1.0) for part in inner.split(blocks.rank)]
+        scaled += [(part, blocks.scale) for part in parts]
+        grads = zip(ctx.factors, scaled, strict=True)
+        return None, *(_gradient(factor, *one, blocks.fused) for factor, one in grads)
+
+
+def _gradient(factor: Tensor, grad: Tensor, scale: float, fused: bool) -> Tensor | None:
+    """Return what autograd gets: grad * scale, or a placeholder where it is added right here."""
+    main_grad = getattr(factor, "main_grad", None)
+    if not fused or main_grad is None:
+        return grad * scale if scale != 1.0 else grad
+    main_grad.add_(grad, alpha=scale)
+    return placeholder(factor)
 
 
 def _local_order(weight: Weight, sizes: Mapping[str, tuple[int, int]], tp: int) -> Tensor | None:

@@ -114,3 +114,44 @@ def packed_ways(spec):
 def test_the_packed_tensor_is_turned_where_megatron_can(spec):
     ((counts, can),) = run_ranks(packed_ways, 1, spec)
     assert counts == ({"packed": 2, "apart": 4} if can else {"packed": 0, "apart": 8})
+
+
+def documents_step(model, is_shared):
+    """Return the loss and the gradients of one row of two documents."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    options = {"cu_seqlens_kv": bounds if is_shared else bounds.clone(), "max_seqlen_kv": 5}
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, max_seqlen_q=5, **options)
+    tokens = torch.arange(8).reshape(1, 8)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    labels = tokens.roll(1, -1)
+    loss = model(tokens, positions, None, labels=labels, packed_seq_params=packed).mean()
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def compare_documents():
+    from megatron.core.transformer import attention
+
+    plain = build("te")
+    expected = documents_step(plain, True)
+    mindspeed.enable(use_fused_rotary_pos_emb=True)
+    function, apart = attention.apply_rotary_pos_emb, []
+    attention.apply_rotary_pos_emb = lambda *a, **k: apart.append(1) or function(*a, **k)
+    counts = []
+    for is_shared in (True, False):
+        fused = build("te")
+        fused.load_state_dict(plain.state_dict())
+        for found, wanted in zip(documents_step(fused, is_shared), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
+        counts.append(len(apart))
+    step(fused)
+    for layer in fused.decoder.layers:
+        assert "get_query_key_value_tensors" not in vars(layer.self_attention)
+    return counts, hasattr(fused.config, "fused_single_qkv_rope")
+
+
+def test_the_packed_tensor_of_documents_is_turned_where_megatron_can_leave_it_whole():
+    ((counts, can),) = run_ranks(compare_documents, 1)
+    assert counts == ([0, 4] if can else [4, 8])

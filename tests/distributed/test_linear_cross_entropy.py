@@ -45,7 +45,7 @@ def train(layout, adds_in_place):
 
     def counted(*args, fused, **kwargs):
         assert fused == adds_in_place
-        assert kwargs["memory"] == (3 * 2**29 if adds_in_place else total // 16)
+        assert kwargs["memory"] == (3 * 2**29 if adds_in_place else total // 15)
         calls.append(1)
         return operator(*args, fused=fused, **kwargs)
 

@@ -29,7 +29,7 @@ class LinearCrossEntropy(Feature):
         """Compute a GPT's output layer and loss in one, without all logits. Default: on CUDA."""
         linear_cross_entropy_gib: Annotated[float | None, Field(gt=0)] = None
         """GiB of logits to keep for backward; the rest is computed again there. Default: a
-        sixteenth of the device's memory."""
+        fifteenth of the device's memory."""
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Postpone the logits in the model's forward, and compute them in its loss."""

@@ -19,7 +19,7 @@ from mindspeed import device
 from mindspeed.ops.linear_cross_entropy import linear_cross_entropy
 
 # The part of the device's memory for logits that backward need not recompute.
-MEMORY_FRACTION = 16
+MEMORY_FRACTION = 15
 
 
 @dataclass(frozen=True)

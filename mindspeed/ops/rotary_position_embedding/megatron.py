@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from mindspeed.ops.rotary_position_embedding import rotate_qk
-from mindspeed.ops.rotary_position_embedding.packed import rotate_packed
+from mindspeed.ops.rotary_position_embedding.packed import rotate_packed, rotate_packed_qkv
 
 
 def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -40,8 +41,7 @@ def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., 
 
 
 def _is_packed(t: Tensor, freqs: Tensor, config: Any) -> bool:
-    is_whole = config.context_parallel_size == 1
-    return is_whole and t.dim() == 3 and freqs.dim() == 4 and freqs.shape[1:3] == (1, 1)
+    return t.dim() == 3 and _is_packed_table(freqs, config)
 
 
 def _has_one_angle_per_token(t: Tensor, freqs: Tensor) -> bool:
@@ -52,9 +52,10 @@ def _has_one_angle_per_token(t: Tensor, freqs: Tensor) -> bool:
 
 
 def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Use Megatron's fused rotation of the packed qkv tensor in the calls that support it.
+    """Use a fused rotation of the packed qkv tensor in the calls that support it.
 
     Megatron decides by the config, once for all calls, and fails in those that need them apart.
+    Its own fused rotation takes no packed sequences: these are rotated here, before it sees them.
     """
 
     @functools.wraps(original)
@@ -63,7 +64,16 @@ def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         requested = getattr(config, "fused_single_qkv_rope", None)
         if requested is None:  # a Megatron without that path
             return original(self, *args, **kwargs)
-        config.fused_single_qkv_rope = requested or (len(args) < 3 and _is_fusable(self, kwargs))
+        is_fusable = not requested and len(args) < 3 and _is_fusable(self, kwargs)
+        packed = kwargs.get("packed_seq_params")
+        if packed is not None:
+            bounds = _document_bounds(packed) if is_fusable else None
+            freqs: Any = kwargs.get("rotary_pos_emb")
+            if bounds is None or not _is_packed_table(freqs, config):
+                return original(self, *args, **kwargs)
+            with _rotated_qkv(self, freqs, bounds):
+                return original(self, *args, **kwargs | {"rotary_pos_emb": None})
+        config.fused_single_qkv_rope = requested or is_fusable
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -72,11 +82,43 @@ def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+@contextmanager
+def _rotated_qkv(layer: Any, freqs: Tensor, cu_seqlens: Tensor) -> Iterator[None]:
+    """Let a layer rotate queries and keys as it splits qkv."""
+
+    def get_query_key_value_tensors(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        split = type(layer).get_query_key_value_tensors
+        qkv, sizes = split(layer, *args, **kwargs | {"split_qkv": False})
+        return rotate_packed_qkv(qkv, freqs, sizes, cu_seqlens, layer.config.rotary_interleaved)
+
+    layer.get_query_key_value_tensors = get_query_key_value_tensors
+    try:
+        yield
+    finally:
+        del layer.get_query_key_value_tensors
+
+
+def _document_bounds(packed: Any) -> Tensor | None:
+    """Return the cumulative lengths that queries and keys of packed sequences share, if they do."""
+    if packed.qkv_format != "thd":
+        return None
+    of_q, of_kv = (
+        getattr(packed, f"cu_seqlens_{part}") if padded is None else padded
+        for part in ("q", "kv")
+        for padded in [getattr(packed, f"cu_seqlens_{part}_padded", None)]
+    )
+    return of_q if of_q is of_kv else None
+
+
+def _is_packed_table(freqs: Any, config: Any) -> bool:
+    is_table = isinstance(freqs, Tensor) and freqs.dim() == 4 and freqs.shape[1:3] == (1, 1)
+    return is_table and config.context_parallel_size == 1
+
+
 def _is_fusable(layer: Any, kwargs: dict[str, Any]) -> bool:
     config = layer.config
     is_plain_call = kwargs.get("rotary_pos_emb") is not None and not any(
-        kwargs.get(name) is not None
-        for name in ("inference_context", "inference_params", "packed_seq_params")
+        kwargs.get(name) is not None for name in ("inference_context", "inference_params")
     )
     is_plain_rope = not (
         config.rotary_interleaved

@@ -9,6 +9,7 @@ head size, the rest of the head is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,13 +39,20 @@ def rotate_qk(
 
 
 def rotate_qkv(
-    qkv: Tensor, freqs: Tensor, sizes: Sequence[int], interleaved: bool = False
+    qkv: Tensor,
+    freqs: Tensor,
+    sizes: Sequence[int],
+    interleaved: bool = False,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split (S, B, groups, queries | key | value) into heads, and rotate queries and keys."""
+    """Split (S, B, groups, queries | key | value) into heads, and rotate queries and keys.
+
+    `positions` are those of `rotate_qk`.
+    """
     query, key, value = torch.split(qkv, list(sizes), dim=3)
     query = query.reshape(*query.shape[:2], -1, key.shape[-1])
-    angles = freqs[: query.shape[0]]
-    return _rotate(query, angles, interleaved), _rotate(key, angles, interleaved), value
+    rotated = rotate_qk(query, key, freqs, positions, interleaved)
+    return rotated[0], cast("Tensor", rotated[1]), value
 
 
 def _rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
@@ -102,7 +110,11 @@ def check_angles(
 
 
 def check_packed(
-    qkv: Tensor, freqs: Tensor, sizes: Sequence[int], interleaved: bool = False
+    qkv: Tensor,
+    freqs: Tensor,
+    sizes: Sequence[int],
+    interleaved: bool = False,
+    positions: Tensor | None = None,
 ) -> None:
     """Raise ValueError for a packed tensor that does not split into whole heads."""
     if qkv.dim() != 4 or sum(sizes) != qkv.shape[-1] or sizes[1] != sizes[2]:
@@ -116,7 +128,7 @@ def check_packed(
             f"heads of {sizes[1]}"
         )
     _check_freqs(freqs, qkv.shape[1])
-    if freqs.shape[0] < qkv.shape[0]:
+    if positions is None and freqs.shape[0] < qkv.shape[0]:
         raise ValueError(f"freqs has {freqs.shape[0]} positions, the sequence has {qkv.shape[0]}")
 
 

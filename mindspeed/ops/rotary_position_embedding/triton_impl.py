@@ -60,25 +60,35 @@ def rotate_qk(
     """Rotate (S, B, N, H) queries and keys; `positions` (S,) or (S, B) default to 0, 1, 2, ..."""
     if freqs.requires_grad or q.dtype == torch.float64:
         return reference.rotate_qk(q, k, freqs, positions, interleaved)
-    if positions is not None:
-        positions = positions if positions.dim() == 2 else positions.unsqueeze(1)
-        positions = positions.expand(q.shape[:2]).contiguous()
-    table = _table(freqs, positions, interleaved)
+    table = _table(freqs, _of_tokens(positions, q), interleaved)
     if k is None:
         return _Rotate.apply(table, q)[0], None
     return _Rotate.apply(table, q, k)
 
 
 def rotate_qkv(
-    qkv: Tensor, freqs: Tensor, sizes: Sequence[int], interleaved: bool = False
+    qkv: Tensor,
+    freqs: Tensor,
+    sizes: Sequence[int],
+    interleaved: bool = False,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split (S, B, groups, queries | key | value) into heads, and rotate queries and keys.
 
     All three are new tensors: the packed one need not live until backward.
     """
     if freqs.requires_grad or qkv.dtype == torch.float64:
-        return reference.rotate_qkv(qkv, freqs, sizes, interleaved)
-    return _RotatePacked.apply(_table(freqs, None, interleaved), qkv, sizes[0], sizes[1])
+        return reference.rotate_qkv(qkv, freqs, sizes, interleaved, positions)
+    table = _table(freqs, _of_tokens(positions, qkv), interleaved)
+    return _RotatePacked.apply(table, qkv, sizes[0], sizes[1])
+
+
+def _of_tokens(positions: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the positions (S,) or (S, B) of the tokens of x (S, B, ...) as (S, B)."""
+    if positions is None:
+        return None
+    positions = positions if positions.dim() == 2 else positions.unsqueeze(1)
+    return positions.expand(x.shape[:2]).contiguous()
 
 
 class _Rotate(torch.autograd.Function):

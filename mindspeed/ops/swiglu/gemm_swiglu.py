@@ -25,6 +25,8 @@ from mindspeed.ops.swiglu import swiglu_gradient
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGN_ELEMENTS, ALIGN_BYTES = 8, 16  # row size and address that TMA copies need
 MIN_TOKENS = 1024  # fewer do not fill the chip
+CLUSTER_N = 2  # neighbouring tiles that share rows: the columns of a GEMM are padded to whole pairs
+TILES_N = (192, 160, 208)  # the fastest first, where it fills its pairs
 
 
 def is_supported(x: Tensor, weight: Tensor, extra_columns: int = 0) -> bool:
@@ -44,18 +46,27 @@ def is_supported(x: Tensor, weight: Tensor, extra_columns: int = 0) -> bool:
         and columns % 2 == 0
         and x.device.type == device.current().name
         and QUACK.is_here()
-        and _passes_trial(x.dtype)
+        and _passes_trial(x.dtype, tile_for(hidden, extra_columns))
     )
 
 
+def tile_for(columns: int, extra_columns: int) -> int:
+    """Return the tile of `input_gradient` that columns of low-rank factors, if any, fit best."""
+    if not extra_columns:
+        return TILES_N[0]
+    total = columns + extra_columns
+    return min(TILES_N, key=lambda tile: -(-total // (CLUSTER_N * tile)) * tile)
+
+
 @functools.cache
-def _passes_trial(dtype: torch.dtype) -> bool:
+def _passes_trial(dtype: torch.dtype, tile_n: int) -> bool:
     """Return whether all kernels of this dtype work here; this compiles them."""
-    return QUACK.passes(functools.partial(_trial, dtype), f"SwiGLU inside GEMMs ({dtype})")
+    trial = functools.partial(_trial, dtype, tile_n)
+    return QUACK.passes(trial, f"SwiGLU inside GEMMs ({dtype})")
 
 
 @torch.no_grad()
-def _trial(dtype: torch.dtype) -> bool:
+def _trial(dtype: torch.dtype, tile_n: int) -> bool:
     """Run forward and backward of a small MLP; every result is known without rounding."""
     options: dict[str, Any] = {"dtype": dtype, "device": device.current().torch_device}
     x, weight1 = torch.zeros(128, 64, **options), torch.ones(256, 64, **options)
@@ -70,7 +81,7 @@ def _trial(dtype: torch.dtype) -> bool:
         (y, silu),
         (recomputed, silu),
         (grad_preact[..., 0], 64 * slope),
-        (input_gradient(grad_preact, weight1), 128 * 64 * (slope + silu)),
+        (input_gradient(grad_preact, weight1, tile_n), 128 * 64 * (slope + silu)),
         (main_grad[:128, 0], 128 * 64 * slope),
         (main_grad[128:, 0], 128 * 64 * silu),
     )
@@ -102,12 +113,13 @@ def gemm_swiglu_gradient(grad: Tensor, weight: Tensor, preact: Tensor) -> tuple[
     return grad_preact.view(preact.shape), y.view(preact.shape[:-1])
 
 
-def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """Multiply the gradient of preact (..., F, 2) by weight (2F, H)."""
+def input_gradient(grad: Tensor, weight: Tensor, tile_n: int = TILES_N[0]) -> Tensor:
+    """Multiply the gradient of preact (..., F, 2) by weight (2F, H), with tiles of `tile_n`."""
     if is_tracing():
         return _deinterleaved(grad) @ weight
     out = grad.new_empty(*grad.shape[:-2], weight.shape[1])
-    _gemm(_flat(grad), _rows(weight), out.flatten(0, -2), ("B",), _kernels().input_gradient)
+    kernel = _kernels().input_gradient[tile_n]
+    _gemm(_flat(grad), _rows(weight), out.flatten(0, -2), ("B",), kernel)
     return out
 
 
@@ -142,7 +154,8 @@ def _gemm(
 
 class _Kernels(NamedTuple):
     gradient: Any
-    input_gradient: Any
+    input_gradient: dict[int, Any]
+    """By the width of a tile."""
     weight_gradient: Any
 
 
@@ -153,9 +166,17 @@ def _kernels() -> _Kernels:
 
     return _Kernels(
         gradient=GemmConfig(tile_n=160),  # the epilogue needs registers
-        input_gradient=GemmConfig(
-            tile_m=256, pingpong=False, is_dynamic_persistent=False, cluster_m=1, cluster_n=2
-        ),
+        input_gradient={
+            tile_n: GemmConfig(
+                tile_m=256,
+                tile_n=tile_n,
+                pingpong=False,
+                is_dynamic_persistent=False,
+                cluster_m=1,
+                cluster_n=CLUSTER_N,
+            )
+            for tile_n in TILES_N
+        },
         weight_gradient=GemmConfig(),
     )
 

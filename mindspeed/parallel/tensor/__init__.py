@@ -1,5 +1,6 @@
 """Tensor-parallel algorithms: linear layers of which each rank holds a shard."""
 
+from mindspeed.parallel.tensor.frozen_weight import BufferedWeight, FrozenWeight
 from mindspeed.parallel.tensor.grouped_linear import grouped_linear
 from mindspeed.parallel.tensor.linear import DeferredGradients, dummy_gradient, linear
 from mindspeed.parallel.tensor.low_rank_linear import (
@@ -10,7 +11,9 @@ from mindspeed.parallel.tensor.low_rank_linear import (
 from mindspeed.parallel.tensor.swiglu_linear import linear_swiglu, swiglu_linear
 
 __all__ = [
+    "BufferedWeight",
     "DeferredGradients",
+    "FrozenWeight",
     "dummy_gradient",
     "grouped_linear",
     "linear",

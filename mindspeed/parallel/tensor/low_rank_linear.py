@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -17,7 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mindspeed.distributed.collectives import all_gather, reduce_scatter
+from mindspeed.ops.append_matmul import append_matmul
 from mindspeed.ops.swiglu import gemm_swiglu
+from mindspeed.parallel.tensor.frozen_weight import FrozenWeight
 from mindspeed.parallel.tensor.swiglu_linear import recompute_swiglu
 
 
@@ -26,30 +27,28 @@ class _LowRankLinear(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: FrozenWeight,
         bias: Tensor | None,
         inner: Tensor,
         outer: Tensor,
         gather_group: ProcessGroup | None,
     ) -> Tensor:
         rows = all_gather(x, gather_group)
-        factors = weight.to(x.dtype), inner.to(x.dtype), outer.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
-        out, low = _multiply(rows.flatten(0, -2), *factors, bias)
-        # A part would keep the whole that it was computed in.
-        ctx.save_for_backward(x, weight, inner, outer, low.contiguous())
-        ctx.gather_group = gather_group
+        factors = inner.to(x.dtype), outer.to(x.dtype)
+        out, low = _multiply(rows.flatten(0, -2), weight, *factors, bias)
+        ctx.save_for_backward(x, inner, outer, low)
+        ctx.weight, ctx.gather_group = weight, gather_group
         return out.view(*rows.shape[:-1], out.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inner, outer, low = ctx.saved_tensors
+        x, inner, outer, low = ctx.saved_tensors
         rows, grad_x = grad.flatten(0, -2), None
         a, b = inner.to(grad.dtype), outer.to(grad.dtype)
         if ctx.needs_input_grad[0]:
-            # The same GEMMs with W transposed: the factors swap roles.
-            out, grad_low = _multiply(rows, weight.to(grad.dtype).t(), b.t(), a.t())
+            out, grad_low = _multiply_transposed(rows, ctx.weight, a, b)
             grad_x = reduce_scatter(out.view(*grad.shape[:-1], -1), ctx.gather_group)
         else:
             grad_low = rows @ b
@@ -63,19 +62,17 @@ class _LowRankLinearSwiGLU(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: FrozenWeight,
         inner: Tensor,
         outer: Tensor,
         gather_group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         whole = all_gather(x, gather_group)
-        rows = whole.flatten(0, -2)
-        low = rows @ inner.to(x.dtype).t()
-        joined = _concat(rows, low, 1).view(*whole.shape[:-1], -1)
-        joined_weight = _concat(weight.to(x.dtype), outer.to(x.dtype), 1)
-        preact, y = gemm_swiglu.gemm_swiglu(joined, joined_weight)
-        ctx.save_for_backward(x, weight, inner, outer, low)
-        ctx.gather_group = gather_group
+        joined, low = append_matmul(whole.flatten(0, -2), inner.to(x.dtype))
+        joined = joined.view(*whole.shape[:-1], -1)
+        preact, y = gemm_swiglu.gemm_swiglu(joined, weight.beside(outer.to(x.dtype)))
+        ctx.save_for_backward(x, inner, outer, low)
+        ctx.weight, ctx.gather_group = weight, gather_group
         ctx.mark_non_differentiable(y)
         ctx.set_materialize_grads(False)  # y has none, and zeros instead would be as large as y
         return preact, y
@@ -83,15 +80,14 @@ class _LowRankLinearSwiGLU(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inner, outer, low = ctx.saved_tensors
+        x, inner, outer, low = ctx.saved_tensors
         a, b = inner.to(grad.dtype), outer.to(grad.dtype)
-        rows = grad.flatten(-2).flatten(0, -2)
-        both = rows @ interleaved_rows(weight.to(grad.dtype), b)
-        grad_low = both[:, x.shape[-1] :]
+        rows, tile_n = grad.flatten(-2).flatten(0, -2), gemm_swiglu.tile_for(x.shape[-1], len(a))
+        joined = ctx.weight.beside(b, again=True)
+        out, grad_low = _add_low(gemm_swiglu.input_gradient(grad, joined, tile_n).flatten(0, -2), a)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = both[:, : x.shape[-1]].addmm_(grad_low, a)
-            grad_x = reduce_scatter(grad_x.view(*grad.shape[:-2], -1), ctx.gather_group)
+            grad_x = reduce_scatter(out.view(*grad.shape[:-2], -1), ctx.gather_group)
         grad_inner = grad_low.t() @ all_gather(x, ctx.gather_group).flatten(0, -2)
         grad_outer = (rows.t() @ low).unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
         return grad_x, None, grad_inner.to(inner.dtype), grad_outer.to(outer.dtype), None
@@ -100,22 +96,27 @@ class _LowRankLinearSwiGLU(Function):
 class _LowRankSwiGLULinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, preact: Tensor, activated: Tensor, weight: Tensor, inner: Tensor, outer: Tensor
+        ctx: Any,
+        preact: Tensor,
+        activated: Tensor,
+        weight: FrozenWeight,
+        inner: Tensor,
+        outer: Tensor,
     ) -> Tensor:
-        dtype = activated.dtype
-        factors = weight.to(dtype), inner.to(dtype), outer.to(dtype)
-        out, low = _multiply(activated.flatten(0, -2), *factors)
-        ctx.save_for_backward(preact, weight, inner, outer, low.contiguous())
+        factors = inner.to(activated.dtype), outer.to(activated.dtype)
+        out, low = _multiply(activated.flatten(0, -2), weight, *factors)
+        ctx.save_for_backward(preact, inner, outer, low)
+        ctx.weight = weight
         return out.view(*activated.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        preact, weight, inner, outer, low = ctx.saved_tensors
+        preact, inner, outer, low = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_low = rows @ outer.to(grad.dtype)
-        joined = _concat(rows, grad_low, 1).view(*grad.shape[:-1], -1)
-        joined_weight = _concat(weight.to(grad.dtype), inner.to(grad.dtype), 0)
+        joined, grad_low = append_matmul(rows, outer.to(grad.dtype).t())
+        joined = joined.view(*grad.shape[:-1], -1)
+        joined_weight = ctx.weight.above(inner.to(grad.dtype), again=True)
         grad_preact, activated = recompute_swiglu(joined, joined_weight, preact)
         grad_inner = grad_low.t() @ activated.flatten(0, -2)
         grad_outer = rows.t() @ low
@@ -123,46 +124,39 @@ class _LowRankSwiGLULinear(Function):
 
 
 def _multiply(
-    x: Tensor, weight: Tensor, inner: Tensor, outer: Tensor, bias: Tensor | None = None
+    x: Tensor, weight: FrozenWeight, inner: Tensor, outer: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x (W + B A)^T + b and x A^T, which may be a part of a larger matrix."""
+    """Return x (W + B A)^T + b and x A^T."""
     size_out, size_in = weight.shape
     if size_out >= size_in:
-        low = x @ inner.t()
-        return F.linear(_concat(x, low, 1), _concat(weight, outer, 1), bias), low
-    both = x @ _concat(weight, inner, 0).t()
-    low = both[:, size_out:]
-    out = both[:, :size_out].addmm_(low, outer.t())  # rows with a stride: norms read them in place
-    return out if bias is None else out.add_(bias), low
+        joined, low = append_matmul(x, inner)
+        return F.linear(joined, weight.beside(outer), bias), low
+    out, low = _add_low(x @ weight.above(inner).t(), outer.t())
+    # A part would keep the whole that it was computed in.
+    return out if bias is None else out.add_(bias), low.contiguous()
 
 
-def _concat(a: Tensor, b: Tensor, dim: int) -> Tensor:
-    """Concatenate two matrices, in the memory layout that they have."""
-    if not a.is_contiguous() and a.t().is_contiguous():
-        return _concat(a.t(), b.t(), 1 - dim).t()
-    sizes = {one.shape[1] * one.element_size() % 8 for one in (a, b)}
-    if dim == 0 or sizes != {0} or not (a.is_contiguous() and b.is_contiguous()):
-        return torch.cat((a, b), dim)
-    # Rows are copied element by element: elements of eight bytes make it four times as fast.
-    return torch.cat((a.view(torch.int64), b.view(torch.int64)), 1).view(a.dtype)
+def _multiply_transposed(
+    grad: Tensor, weight: FrozenWeight, inner: Tensor, outer: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return grad (W + B A) and grad B, in backward."""
+    size_out, size_in = weight.shape
+    if size_in >= size_out:
+        joined, low = append_matmul(grad, outer.t())
+        return joined @ weight.above(inner, again=True), low
+    return _add_low(grad @ weight.beside(outer, again=True), inner)
 
 
-def interleaved_rows(weight: Tensor, outer: Tensor) -> Tensor:
-    """Return [W | B] of [gate; up] with the rows of gate and up interleaved, as a preact's columns.
-
-    Any GEMM takes it then: the one that reads [gate; up] as it is has tiles that a few more columns
-    do not fill.
-    """
-    parts = (weight, outer)
-    if all(part.is_contiguous() and part[0].nbytes % 8 == 0 for part in parts):
-        parts = (weight.view(torch.int64), outer.view(torch.int64))  # as in _concat
-    interleaved = [part.unflatten(0, (2, -1)).transpose(0, 1) for part in parts]
-    return torch.cat(interleaved, 2).flatten(0, 1).view(weight.dtype)
+def _add_low(both: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Add to the first columns of a matrix what a factor (rank, n) makes of the others."""
+    size = factor.shape[1]
+    low = both[:, size:]
+    return both[:, :size].addmm_(low, factor), low  # rows with a stride: norms read them in place
 
 
 def low_rank_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: FrozenWeight,
     bias: Tensor | None,
     inner: Tensor,
     outer: Tensor,
@@ -173,7 +167,7 @@ def low_rank_linear(
 
     Args:
         x: (..., in); with `gather_group`, this rank's part along dim 0.
-        weight: (out, in), without a gradient.
+        weight: (out, in).
         bias: (out,), without a gradient.
         inner: (rank, in)
         outer: (out, rank)
@@ -184,7 +178,7 @@ def low_rank_linear(
 
 def low_rank_linear_swiglu(
     x: Tensor,
-    weight: Tensor,
+    weight: FrozenWeight,
     inner: Tensor,
     outer: Tensor,
     *,
@@ -195,7 +189,7 @@ def low_rank_linear_swiglu(
 
 
 def low_rank_swiglu_linear(
-    preact: Tensor, activated: Tensor, weight: Tensor, inner: Tensor, outer: Tensor
+    preact: Tensor, activated: Tensor, weight: FrozenWeight, inner: Tensor, outer: Tensor
 ) -> Tensor:
     """Multiply swiglu(preact) as `low_rank_linear`, and recompute it as `swiglu_linear`."""
     return _LowRankSwiGLULinear.apply(preact, activated.detach(), weight, inner, outer)

@@ -7,6 +7,8 @@ from torch.nn.functional import silu
 from mindspeed.device import hopper
 from mindspeed.ops.swiglu import gemm_swiglu
 from mindspeed.parallel.tensor import (
+    BufferedWeight,
+    FrozenWeight,
     linear_swiglu,
     low_rank_linear_swiglu,
     low_rank_swiglu_linear,
@@ -109,13 +111,13 @@ def test_an_mlp_keeps_no_activation_and_adds_to_main_grad(offset):
 RANK = 16
 
 
-def low_rank(x, first, second, grad, factors, in_epilogue):
-    """Return the output of an MLP with adapters, and all its gradients."""
+def low_rank(x, first, second, grad, factors, frozen):
+    """Return the output of an MLP with adapters, and all its gradients; `frozen` fuses them."""
     x, *factors = (one.detach().clone().requires_grad_() for one in (x, *factors))
-    if in_epilogue:
+    if frozen is not None:
         assert gemm_swiglu.is_supported(x, first, RANK)
-        preact, y = low_rank_linear_swiglu(x, first, *factors[:2])
-        out = low_rank_swiglu_linear(preact, y, second, *factors[2:])
+        preact, y = low_rank_linear_swiglu(x, frozen(first.clone()), *factors[:2])
+        out = low_rank_swiglu_linear(preact, y, frozen(second.clone()), *factors[2:])
     else:
         inner, outer, inner_second, outer_second = factors
         gate, up = (x @ first.t() + x @ inner.t() @ outer.t()).chunk(2, -1)
@@ -124,11 +126,14 @@ def low_rank(x, first, second, grad, factors, in_epilogue):
     return out, *torch.autograd.grad(out, (x, *factors), grad)
 
 
-def test_adapters_inside_the_gemms_are_no_worse_than_beside_them():
+@pytest.mark.parametrize(
+    "frozen", [FrozenWeight, lambda weight: BufferedWeight(weight, RANK)], ids=["plain", "buffered"]
+)
+def test_adapters_inside_the_gemms_are_no_worse_than_beside_them(frozen):
     inputs = draw(torch.bfloat16)
     sizes = (RANK, HIDDEN), (2 * COLUMNS, RANK), (RANK, COLUMNS), (HIDDEN, RANK)
     factors = [torch.randn(size, device="cuda", dtype=torch.bfloat16) / 8 for size in sizes]
-    got, other = (low_rank(*inputs, factors, which) for which in (True, False))
-    exact = low_rank(*(x.double() for x in inputs), [x.double() for x in factors], False)
+    got, other = (low_rank(*inputs, factors, which) for which in (frozen, None))
+    exact = low_rank(*(x.double() for x in inputs), [x.double() for x in factors], None)
     for one, plain_one, exact_one in zip(got, other, exact, strict=True):
         assert is_no_worse(one, plain_one, exact_one)

@@ -50,14 +50,16 @@ def test_queries_and_keys(dim, head, interleaved, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("groups", [1, 2, 12])
-def test_packed(groups, dtype):
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_packed(groups, has_positions, dtype):
     torch.manual_seed(0)
+    positions = torch.randint(0, S, (S,), device="cuda") if has_positions else None
     sizes = [N // groups * 128, 128, 128]
     qkv = torch.randn(S, B, groups, sum(sizes), device="cuda").to(dtype)
     freqs = angles(S, 128)
     check(
-        lambda x: rotate_qkv(x, freqs, sizes),
-        lambda x: reference.rotate_qkv(x, freqs.double(), sizes),
+        lambda x: rotate_qkv(x, freqs, sizes, positions=positions),
+        lambda x: reference.rotate_qkv(x, freqs.double(), sizes, positions=positions),
         (qkv,),
         dtype,
     )

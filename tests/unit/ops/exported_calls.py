@@ -162,6 +162,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         {"group_list": torch.tensor([3, 3, 8])},
     ),
     "adamw:adamw": _adamw_lists,
+    "append_matmul:append_matmul": lambda: ((_half(40, 24), _half(6, 24)), {}),
     "column_sum:column_sum": lambda: ((_random(40, 6),), {}),
     "cross_entropy:cross_entropy": lambda: (
         (_random(4, 9, grad=True), torch.tensor([0, 8, -100, 3])),

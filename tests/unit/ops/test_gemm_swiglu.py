@@ -52,3 +52,10 @@ def test_kernels_that_fail_are_not_used(quack, monkeypatch, caplog):
 
 def test_not_supported_without_the_package():
     assert not gemm_swiglu.is_supported(*draw())
+
+
+@pytest.mark.parametrize(
+    ("columns", "extra", "tile"), [(1536, 0, 192), (1536, 32, 160), (2048, 32, 208), (4096, 0, 192)]
+)
+def test_the_tile_that_leaves_least_of_its_pairs_empty(columns, extra, tile):
+    assert gemm_swiglu.tile_for(columns, extra) == tile

@@ -121,6 +121,23 @@ def test_packed(dim, interleaved):
         compare(got, want, torch.float32)
 
 
+def test_packed_with_positions():
+    torch.manual_seed(0)
+    qkv, freqs = torch.randn(5, 2, 3, 4 * 8), torch.randn(4, 1, 1, 8) * 9
+    positions = torch.tensor([0, 1, 2, 0, 3])
+
+    def apart(qkv):
+        q, k, v = qkv.double().split([16, 8, 8], -1)
+        angles = freqs[positions]
+        q, k = (by_angles(x, angles, False) for x in (q.reshape(5, 2, 6, 8), k))
+        return q, k, v
+
+    want = run(apart, qkv)
+    for function in (rotate_qkv, triton_impl.rotate_qkv):
+        got = run(lambda x, f=function: f(x, freqs, [16, 8, 8], positions=positions), qkv)
+        compare(got, want, torch.float32)
+
+
 def test_strided_inputs_and_unwritten_numbers(monkeypatch):
     torch.manual_seed(0)
     full, freqs = torch.randn(4, 5, 3, 24), torch.randn(5, 1, 1, 8)

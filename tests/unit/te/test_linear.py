@@ -1,5 +1,8 @@
 """Linear and LayerNormLinear on one rank."""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,3 +185,53 @@ def test_extra_state_is_empty_optional_and_tolerant(caplog):
     assert not caplog.records
     module.load_state_dict({**state, "_extra_state": torch.ones(9, dtype=torch.uint8)})
     assert "FP8 scales in the checkpoint are ignored" in caplog.text
+
+
+def with_factors(size_in, size_out):
+    module = Linear(size_in, size_out, bias=False, params_dtype=torch.float64)
+    fill(module)
+    module.requires_grad_(False)
+    inner, outer = torch.randn(3, size_in).double(), torch.randn(size_out, 3).double()
+    module.low_rank = lambda: (inner.clone(), outer.clone())
+    return module, inner, outer
+
+
+@pytest.mark.parametrize("sizes", [(6, 10), (10, 6), (8, 8)], ids=str)
+def test_a_weight_beside_factors_can_be_saved_loaded_moved_and_copied(sizes):
+    module, inner, outer = with_factors(*sizes)
+    x = torch.randn(5, sizes[0]).double()
+
+    def is_right(module, values, tolerance=1e-12):
+        values = values.double() + outer @ inner
+        found = module(x.to(module.weight.dtype)).double()
+        return torch.allclose(found, x @ values.t(), rtol=tolerance, atol=tolerance)
+
+    first, second = module.weight.clone(), torch.randn(sizes[::-1]).double()
+    assert is_right(module, first) and module._buffered.holds(module.weight, 3)
+    stored = io.BytesIO()
+    torch.save(module.state_dict(), stored)
+    stored.seek(0)
+    assert torch.equal(torch.load(stored, weights_only=True)["weight"], first)
+    twin = copy.deepcopy(module)
+    module.load_state_dict({"weight": second})
+    assert is_right(module, second) and is_right(twin, first)
+    module.weight.data = first
+    assert is_right(module, first)
+    module.load_state_dict({"weight": second}, assign=True)
+    module.requires_grad_(False)
+    assert is_right(module, second)
+    assert is_right(module.float(), second, 1e-4)
+    module.low_rank = None
+    assert torch.allclose(module(x.float()), x.float() @ module.weight.t(), atol=1e-5)
+
+
+def test_a_weight_beside_factors_is_trained_with_after_inference():
+    module, inner, outer = with_factors(6, 10)
+    x = torch.randn(5, 6).double().requires_grad_()
+    with torch.inference_mode():
+        module(x)
+    outer.requires_grad_()
+    module(x).sum().backward()
+    values = module.weight + (outer @ inner).detach()
+    assert torch.allclose(x.grad, values.sum(0).expand_as(x))
+    assert torch.allclose(outer.grad, (x @ inner.t()).sum(0).expand_as(outer))

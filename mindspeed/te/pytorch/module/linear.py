@@ -11,8 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mindspeed.distributed.collectives import all_reduce, copy_to_group, reduce_scatter
+from mindspeed.ops.dispatch import is_tracing
 from mindspeed.ops.swiglu import gemm_swiglu, swiglu
 from mindspeed.parallel.tensor import (
+    BufferedWeight,
+    FrozenWeight,
     linear,
     linear_swiglu,
     low_rank_linear,
@@ -38,6 +41,8 @@ class LinearBase(TransformerEngineBaseModule):
     """Where a trained A (rank, in) and B (out, rank) come beside a frozen weight: returns this
     rank's shards of both, or None to leave them out. B of a row shard and A of a column shard are
     whole."""
+    _buffered: BufferedWeight | None = None
+    """The weight where it was put for them."""
 
     def __init__(
         self,
@@ -112,8 +117,18 @@ class LinearBase(TransformerEngineBaseModule):
         row = self.parallel_mode == "row"
         bias = self._whole("bias") if self.apply_bias and not row else None
         if factors is not None:
-            return low_rank_linear(x, weight, bias, *factors, gather_group=group)
+            frozen = self._frozen(weight, factors[0])
+            return low_rank_linear(x, frozen, bias, *factors, gather_group=group)
         return linear(x, weight, bias, gather_group=group, **self._wgrad_options())
+
+    def _frozen(self, weight: Tensor, inner: Tensor) -> FrozenWeight:
+        """Return the weight for a GEMM with factors; the first time, it is moved beside them."""
+        if is_tracing() or weight.requires_grad or len(self._parts) > 1:
+            return FrozenWeight(weight)
+        # Loading, a move to another device or a new dtype may have replaced its memory since.
+        if self._buffered is None or not self._buffered.holds(weight, len(inner)):
+            self._buffered = BufferedWeight(weight, len(inner))
+        return self._buffered
 
     def _wgrad_options(self) -> dict[str, Any]:
         return {"fused": self.fuse_wgrad_accumulation, "deferred": self._deferred}
@@ -152,7 +167,8 @@ class LinearBase(TransformerEngineBaseModule):
         if factors is None:
             preact, y = linear_swiglu(x, weight, gather_group=group, **self._wgrad_options())
         else:
-            preact, y = low_rank_linear_swiglu(x, weight, *factors, gather_group=group)
+            frozen = self._frozen(weight, factors[0])
+            preact, y = low_rank_linear_swiglu(x, frozen, *factors, gather_group=group)
         return preact, gemm_swiglu.with_gradient(y, preact)
 
     def swiglu_linear(self, preact: Tensor | None, activated: Tensor) -> Tensor:
@@ -169,7 +185,8 @@ class LinearBase(TransformerEngineBaseModule):
         elif factors is None:
             out = swiglu_linear(preact, activated, weight, **self._wgrad_options())
         else:
-            out = low_rank_swiglu_linear(preact, activated, weight, *factors)
+            frozen = self._frozen(weight, factors[0])
+            out = low_rank_swiglu_linear(preact, activated, frozen, *factors)
         return self._reduce(out)
 
     def _gemm_input(self, x: Tensor) -> Tensor:
