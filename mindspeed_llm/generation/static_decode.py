@@ -14,7 +14,7 @@ import torch
 
 from mindspeed import device
 from mindspeed_llm.generation.model import LoadedModel, to_device
-from mindspeed_llm.generation.sampling import SamplingParams, chosen_log_probs, pick_tokens
+from mindspeed_llm.generation.sampling import SamplingParams, pick_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +118,11 @@ class StaticDecoder:
 
     def _choose(self, logits: torch.Tensor) -> None:
         points = self._draws.index_select(1, self._number)
-        tokens = pick_tokens(logits, points, self._params)
+        tokens, log_probs = pick_tokens(logits, points, self._params, log_probs=self._log_probs)
         self._tokens.copy_(tokens[:, None])
         self._found.index_copy_(1, self._number, tokens[:, None])
-        if self._log_probs:
-            found = chosen_log_probs(logits, tokens, self._params)
-            self._found_log_probs.index_copy_(1, self._number, found[:, None])
+        if log_probs is not None:
+            self._found_log_probs.index_copy_(1, self._number, log_probs[:, None])
         self._number += 1
 
     def _record(self) -> Any:
