@@ -66,12 +66,15 @@ class StaticDecoder:
         *,
         log_probs: bool,
     ) -> None:
-        from mindspeed_llm.generation.inference import DecodeState  # after the adaptor
+        # After the adaptor: these import Megatron.
+        from mindspeed_llm.generation.decode_step import decode_step
+        from mindspeed_llm.generation.inference import DecodeState
 
         rows, capacity, count = size
         here = device.current().torch_device
         self._params, self._log_probs = params, log_probs
         self._state = DecodeState(model, [0] * rows, capacity)
+        self._run = decode_step(model, self._state)
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=here)
         self._position, self._number = (torch.zeros_like(self._tokens[0]) for _ in range(2))
         self._draws = torch.zeros(rows, count, device=here)
@@ -112,7 +115,7 @@ class StaticDecoder:
         return self._found[:, begin:end].tolist(), self._found_log_probs[:, begin:end].tolist()
 
     def _step(self) -> None:
-        logits = self._state.step_at(self._tokens, self._position)
+        logits = self._run(self._tokens, self._position)
         self._position += 1
         self._choose(logits)
 
