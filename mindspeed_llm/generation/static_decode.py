@@ -1,12 +1,13 @@
 """Decode on buffers that stay where they are: a GPU records one step and replays it.
 
 All that a step reads and writes lies on the device: tokens, their position, the number of the step,
-random numbers, the KV cache and what was sampled. The host reads the result every BLOCK tokens, so
-rows that have ended go on for a while, and what they sample is dropped.
+random numbers, the KV cache and what was sampled. The host reads the result in blocks of tokens,
+while the device runs the next block. So rows that have ended go on for a while, and what they
+sample is dropped.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,8 @@ from mindspeed_llm.generation.sampling import SamplingParams, pick_tokens
 
 logger = logging.getLogger(__name__)
 
-BLOCK, STREAM_BLOCK = 16, 1
-"""Tokens of a row between two synchronisations with the host; fewer where someone reads along."""
+BLOCK, STREAM_BLOCK = 8, 1
+"""Tokens of a row that the host reads at a time; fewer where someone reads along."""
 CAPACITY_MULTIPLE = 64
 """Prompts of almost the same length use the same recorded step."""
 KEPT_BYTES = 1 << 30
@@ -110,9 +111,25 @@ class StaticDecoder:
             self._replay = self._record()
         self._replay()
 
-    def read(self, begin: int, end: int) -> Block:
-        """Return some of the tokens of every row, and their log-probabilities."""
-        return self._found[:, begin:end].tolist(), self._found_log_probs[:, begin:end].tolist()
+    def read_later(self, begin: int, end: int) -> Callable[[], Block]:
+        """Copy some tokens of every row, and their log-probabilities, to the host.
+
+        Returns a function that waits for the copies alone, not for steps that were queued later.
+        """
+        here = device.current()
+        parts = self._found[:, begin:end], self._found_log_probs[:, begin:end]
+        copies = [here.host_buffer(x.nbytes).view(x.dtype).view(x.shape) for x in parts]
+        for copy, part in zip(copies, parts):
+            copy.copy_(part, non_blocking=True)
+        event = here.event()
+        event.record()
+
+        def wait() -> Block:
+            event.synchronize()
+            tokens, log_probs = copies
+            return tokens.tolist(), log_probs.tolist()
+
+        return wait
 
     def _step(self) -> None:
         logits = self._run(self._tokens, self._position)
@@ -182,13 +199,18 @@ def read_blocks(
 ) -> Iterator[tuple[list[int], list[float]]]:
     """Yield the tokens of all rows and their log-probabilities, step by step.
 
-    `decoder` has sampled the first of `count`; a block of steps runs before the first is read.
+    `decoder` has sampled the first of `count`. A block is read when the next one is queued, so that
+    the device does not wait for the host; the first token of a stream is read at once.
     """
     sampled, size = 1, STREAM_BLOCK if is_streamed else BLOCK
+    waiting: list[Callable[[], Block]] = []
     for begin in range(0, count, size):
         end = min(begin + size, count)
         for _ in range(sampled, end):
             decoder.advance()
         sampled = end
-        tokens, log_probs = decoder.read(begin, end)
-        yield from ((list(a), list(b)) for a, b in zip(zip(*tokens), zip(*log_probs)))
+        waiting.append(decoder.read_later(begin, end))
+        is_first_of_stream = is_streamed and begin == 0
+        while len(waiting) > (0 if is_first_of_stream or end == count else 1):
+            tokens, log_probs = waiting.pop(0)()
+            yield from ((list(a), list(b)) for a, b in zip(zip(*tokens), zip(*log_probs)))
