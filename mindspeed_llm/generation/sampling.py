@@ -85,7 +85,7 @@ def pick_tokens(
     found = None
     if not params.is_random:
         tokens = logits.argmax(-1)
-    elif _is_filtered(params, logits.shape[-1]):
+    elif is_filtered(params, logits.shape[-1]):
         tokens, _ = draw_tokens(filter_logits(logits.float(), params), points)
     else:
         tokens, found = draw_tokens(logits, points, params.temperature)
@@ -95,7 +95,8 @@ def pick_tokens(
     return tokens, found
 
 
-def _is_filtered(params: SamplingParams, count: int) -> bool:
+def is_filtered(params: SamplingParams, count: int) -> bool:
+    """Return whether some of `count` tokens cannot be sampled, whatever their logits are."""
     return 0 < params.top_k < count or params.top_p < 1
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mindspeed import device
 from mindspeed_llm.generation.model import LoadedModel, to_device
-from mindspeed_llm.generation.sampling import SamplingParams, pick_tokens
+from mindspeed_llm.generation.sampling import SamplingParams, is_filtered, pick_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,9 @@ CAPACITY_MULTIPLE = 64
 """Prompts of almost the same length use the same recorded step."""
 KEPT_BYTES = 1 << 30
 """The most memory that is kept from one call to the next, for its recorded step."""
-LOGITS_KEPT = 12
-"""Arrays of the logits' size in the memory of a recorded step: sorted ones with 64-bit indices and
-their workspace, probabilities, running sums and log-probabilities: an estimate, not measured."""
+LOGITS_KEPT, SORTED_KEPT = 3, 12
+"""Float32 arrays of the logits' size in the memory of a recorded step: those of log-probabilities,
+and with top-k or top-p sorted ones, 64-bit indices and running sums: an estimate, not measured."""
 Block = tuple[list[list[int]], list[list[float]]]
 
 
@@ -81,13 +81,15 @@ class StaticDecoder:
         self._draws = torch.zeros(rows, count, device=here)
         self._found = torch.zeros(rows, count, dtype=torch.int64, device=here)
         self._found_log_probs = torch.zeros(rows, count, device=here)
-        self._logits_bytes = rows * model.config.vocab_size * torch.float32.itemsize
+        vocab_size = model.config.vocab_size
+        kept = SORTED_KEPT if is_filtered(params, vocab_size) else LOGITS_KEPT
+        self._logits_bytes = kept * rows * vocab_size * torch.float32.itemsize
         self._replay: Any = None
 
     @property
     def kept_bytes(self) -> int:
         """The bytes of the KV cache, and about those of what a recorded step computes."""
-        return self._state.cache_bytes + LOGITS_KEPT * self._logits_bytes
+        return self._state.cache_bytes + self._logits_bytes
 
     @torch.no_grad()
     def start(

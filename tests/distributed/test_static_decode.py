@@ -9,7 +9,7 @@ from mindspeed_llm.generation.model import load_model
 from mindspeed_llm.generation.sampling import SamplingParams
 from mindspeed_llm.training.options import TrainOptions
 from tests.llm import tiny
-from tests.llm.generation import PROMPTS, ours, request
+from tests.llm.generation import PROMPTS, collect, ours, request
 from tests.ranks import run_ranks
 
 FAMILIES = ("qwen2", "qwen3", "llama_all_biases")
@@ -52,6 +52,34 @@ def sampled_before_the_first_is_read(folder):
     return counts
 
 
+def steps_of_megatron(folder):
+    """Return why the fused step refuses changed models, and what Megatron's step answers."""
+    from megatron.core import parallel_state
+
+    from mindspeed_llm.generation.decode_step import FusedStep, unsupported_part
+
+    parallel_state.destroy_model_parallel()
+    model = load_model(TrainOptions(load=folder))
+    (module,) = model.chunks
+    engines = [Engine(model, static=True)]
+    plain = [collect(engines[0], each) for each in requests()]
+    reasons = [unsupported_part(module)]
+    for name, value in (("rotary_interleaved", True), ("glu_linear_offset", 1.0)):
+        before = getattr(module.config, name, None)
+        setattr(module.config, name, value)
+        reasons.append(unsupported_part(module))
+        setattr(module.config, name, before if before is not None else 0.0)
+    module.decoder.final_layernorm.zero_centered_gamma = True
+    reasons.append(unsupported_part(module))
+    module.decoder.final_layernorm.zero_centered_gamma = False
+    module.decoder.layers[1].mlp.register_forward_hook(lambda *_: None)
+    reasons.append(unsupported_part(module))
+    engines.append(Engine(model, static=True))
+    found = [collect(engines[1], each) for each in requests()]
+    is_fused = [isinstance(each._decoders._kept[1]._run, FusedStep) for each in engines]
+    return reasons, is_fused, plain, found
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return [str(tiny.save(name, tmp_path_factory.mktemp("models"))) for name in FAMILIES]
@@ -64,6 +92,19 @@ def test_the_same_tokens_greedy_sampled_and_stopped(folders):
         assert {len(answer) for answer in plain[0]} == {37}
         assert len({len(answer) for answer in plain[2]}) > 1, "nothing stops"
         assert plain[1] != plain[0], "nothing is sampled"
+
+
+def test_layers_of_another_kind_run_megatrons_step_with_the_same_tokens(folders):
+    (found,) = run_ranks(steps_of_megatron, 1, folders[0])
+    reasons, is_fused, fused, of_megatron = found
+    assert reasons == [
+        None,
+        "rotary_interleaved is True",
+        "glu_linear_offset is 1.0",
+        "the final norm is of another kind",
+        "layer 2 has parts of another kind, or adapters",
+    ]
+    assert is_fused == [True, False] and of_megatron == fused
 
 
 def test_no_ops_are_passed_over_and_a_stream_is_read_token_by_token(folders):

@@ -15,14 +15,14 @@ def random_logits(rows, count, dtype=torch.float32):
     return values.to(dtype)[:, :count]  # rows of a padded vocabulary
 
 
-def assert_drawn(logits, points, temperature, drawn):
+def assert_drawn(logits, points, temperature, drawn, slack=1e-6):
     """Check that every point falls into the share of its token, to the rounding of float32."""
     tokens, log_probs = drawn
     shares = (logits.double() / temperature).softmax(-1)
     width = shares.gather(1, tokens[:, None])
     ends = shares.cumsum(-1).gather(1, tokens[:, None])
     assert (width > 0).all()
-    assert ((ends - width - 1e-6 <= points) & (points <= ends + 1e-6)).all()
+    assert ((ends - width - slack <= points) & (points <= ends + slack)).all()
     torch.testing.assert_close(log_probs.double(), width.log().squeeze(1), rtol=1e-6, atol=2e-6)
 
 
