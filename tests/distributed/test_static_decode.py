@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from mindspeed_llm.generation.engine import Engine
+from mindspeed_llm.generation.engine import (
+    Engine,
+    RankCoordinator,
+    sample_static,
+    sample_tokens,
+    static_decoders,
+)
 from mindspeed_llm.generation.model import load_model
 from mindspeed_llm.generation.sampling import SamplingParams
 from mindspeed_llm.training.options import TrainOptions
@@ -13,6 +19,7 @@ from tests.llm.generation import PROMPTS, collect, ours, request
 from tests.ranks import run_ranks
 
 FAMILIES = ("qwen2", "qwen3", "llama_all_biases")
+WARM = SamplingParams(sample=True, temperature=0.9, seed=6)
 SAMPLED = SamplingParams(sample=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
 
 
@@ -52,8 +59,18 @@ def sampled_before_the_first_is_read(folder):
     return counts
 
 
+def sampled_both_ways(model, params):
+    """Return the tokens and log-probabilities of the plain loop and of fixed buffers."""
+    asked = replace(request(max_new_tokens=20, params=params, stops=(7,)), log_probs=True)
+    plain = sample_tokens(model, asked, RankCoordinator(model))
+    return [list(plain), list(sample_static(static_decoders(model, True), asked))]
+
+
 def steps_of_megatron(folder):
-    """Return why the fused step refuses changed models, and what Megatron's step answers."""
+    """Return why the fused step refuses changed models, and what Megatron's step answers.
+
+    Then what is sampled by the fused step and by the plain loop, with log-probabilities.
+    """
     from megatron.core import parallel_state
 
     from mindspeed_llm.generation.decode_step import FusedStep, unsupported_part
@@ -63,6 +80,7 @@ def steps_of_megatron(folder):
     (module,) = model.chunks
     engines = [Engine(model, static=True)]
     plain = [collect(engines[0], each) for each in requests()]
+    both = [sampled_both_ways(model, params) for params in (SAMPLED, WARM, SamplingParams())]
     reasons = [unsupported_part(module)]
     for name, value in (("rotary_interleaved", True), ("glu_linear_offset", 1.0)):
         before = getattr(module.config, name, None)
@@ -77,7 +95,7 @@ def steps_of_megatron(folder):
     engines.append(Engine(model, static=True))
     found = [collect(engines[1], each) for each in requests()]
     is_fused = [isinstance(each._decoders._kept[1]._run, FusedStep) for each in engines]
-    return reasons, is_fused, plain, found
+    return reasons, is_fused, plain, found, both
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +114,7 @@ def test_the_same_tokens_greedy_sampled_and_stopped(folders):
 
 def test_layers_of_another_kind_run_megatrons_step_with_the_same_tokens(folders):
     (found,) = run_ranks(steps_of_megatron, 1, folders[0])
-    reasons, is_fused, fused, of_megatron = found
+    reasons, is_fused, fused, of_megatron, both = found
     assert reasons == [
         None,
         "rotary_interleaved is True",
@@ -105,6 +123,13 @@ def test_layers_of_another_kind_run_megatrons_step_with_the_same_tokens(folders)
         "layer 2 has parts of another kind, or adapters",
     ]
     assert is_fused == [True, False] and of_megatron == fused
+    for plain, static in both:
+        assert [[one[:2] for one in step] for step in static] == [
+            [one[:2] for one in step] for step in plain
+        ]
+        log_probs = [[one.log_prob for step in way for one in step] for way in (plain, static)]
+        assert log_probs[1] == pytest.approx(log_probs[0], abs=1e-5)
+        assert max(log_probs[0]) < 0
 
 
 def test_no_ops_are_passed_over_and_a_stream_is_read_token_by_token(folders):
