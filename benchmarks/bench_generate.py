@@ -2,14 +2,15 @@
 
     python benchmarks/bench_generate.py [--threads 1 2] [--tokens 64] [--rounds 5]
     python benchmarks/bench_generate.py --rollout [--shapes smollm2 1.5B] [--rows 64] [--tokens 256]
+        [--no-uncompiled]
 
 The first compares greedy decoding of one prompt in float32 on a cpu, SmolLM2-135M, both in this
 process, alternately. The tokens must be equal, or there is no result. Seconds are those of the
 best round.
 
 --rollout samples 64 x 256 tokens at random weights in bf16: our engine, and `transformers.generate`
-with a static cache, compiled as it is by default, and not compiled. The first round of each is not
-measured.
+with a static cache, compiled as it is by default, and not compiled unless --no-uncompiled leaves
+that out. The first round of each is not measured.
 """
 
 import argparse
@@ -127,11 +128,10 @@ def rollout_tools(folder, args):
         return found[:, args.prompt :].cpu().numel()
 
     compiled, plain = TRANSFORMERS
-    return {
-        "mindspeed-llm": ours,
-        compiled: theirs,
-        plain: lambda: theirs(disable_compile=True),
-    }
+    tools = {"mindspeed-llm": ours, compiled: theirs}
+    if not args.no_uncompiled:
+        tools[plain] = lambda: theirs(disable_compile=True)
+    return tools
 
 
 def rollouts(args):
@@ -145,30 +145,30 @@ def rollouts(args):
             model = Path(folder) / "model"
             data.write_model(SIZES[SHAPES[shape]], model)
             data.write_random_weights(model)
-            found = {
-                tool: time_rounds(run, args.rounds, args.rows * args.tokens)
-                for tool, run in rollout_tools(model, args).items()
-            }
+            found = {}
+            for tool, run in rollout_tools(model, args).items():
+                first, best = found[tool] = time_rounds(run, args.rounds, args.rows * args.tokens)
+                print(
+                    f"{shape} {tool:36} {args.rows * args.tokens / best:9.1f} tokens/s, "
+                    f"{1000 * best / args.tokens:7.3f} ms a step (first round {first:.1f} s)",
+                    flush=True,
+                )
         for tool, (first, best) in found.items():
-            speed = args.rows * args.tokens / best
-            ratios = [found[other][1] / best for other in TRANSFORMERS]
+            times = [found[other][1] / best if other in found else None for other in TRANSFORMERS]
             rows.append(
                 {
                     "tool": tool,
                     "shape": shape,
                     "size": f"{args.rows} x {args.tokens}",
-                    "tokens_per_s": round(speed, 1),
+                    "tokens_per_s": round(args.rows * args.tokens / best, 1),
                     "ms_per_token": round(1000 * best / args.tokens, 3),
                     "first_round_s": round(first, 2),
-                    "times_transformers": round(ratios[0], 3),
-                    "times_not_compiled": round(ratios[1], 3),
+                    "times_transformers": round(times[0], 3),
+                    "times_not_compiled": "" if times[1] is None else round(times[1], 3),
                 }
             )
-            print(
-                f"{shape} {tool:36} {speed:9.1f} tokens/s, {1000 * best / args.tokens:7.3f} ms a "
-                f"step, {ratios[0]:.2f} x and {ratios[1]:.2f} x (first round {first:.1f} s)",
-                flush=True,
-            )
+            others = " and ".join(f"{x:.2f} x" for x in times if x is not None)
+            print(f"{shape} {tool:36} {others} transformers", flush=True)
     return rows
 
 
@@ -196,6 +196,9 @@ def main():
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2", "1.5B"])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
+    parser.add_argument(
+        "--no-uncompiled", action="store_true", help="leave out transformers without torch.compile"
+    )
     args = parser.parse_args()
     args.tokens = args.tokens or (256 if args.rollout else 64)
     args.rounds = args.rounds or (3 if args.rollout else 5)

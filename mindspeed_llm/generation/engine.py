@@ -14,7 +14,6 @@ from mindspeed_llm.generation.sampling import (
     BeamSearch,
     Sampler,
     SamplingParams,
-    chosen_log_probs,
 )
 from mindspeed_llm.generation.static_decode import (
     StaticDecoders,
@@ -280,10 +279,10 @@ def _choose(
     logits: torch.Tensor, sampler: Sampler, rows: list[int], request: Request
 ) -> torch.Tensor:
     """Return the next token of each row and its log-probability (rows, 2)."""
-    tokens = sampler.sample(logits, rows)
-    if not request.log_probs:
-        return torch.stack([tokens.float(), torch.zeros_like(logits[:, 0])], 1)
-    return torch.stack([tokens.float(), chosen_log_probs(logits, tokens, request.params)], 1)
+    tokens, log_probs = sampler.sample(logits, rows, log_probs=request.log_probs)
+    if log_probs is None:
+        log_probs = torch.zeros_like(logits[:, 0])
+    return torch.stack([tokens.float(), log_probs], 1)
 
 
 def run_idle_step(model: LoadedModel) -> None:

@@ -24,6 +24,7 @@ class KVCache(StaticInferenceContext):
         super().__init__(rows, length)
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
         self._angles: torch.Tensor | None = None
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self.position: torch.Tensor | None = None
         """The index of the next token, on the device; None where the host counts them."""
 
@@ -81,6 +82,18 @@ class KVCache(StaticInferenceContext):
             sine[..., :half].neg_()
             self._rotation = cosine.to(like.dtype), sine.to(like.dtype)
         return self._rotation
+
+    def rotary_tables(
+        self, factor: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return cosines and sines of all positions (length, size), made once.
+
+        The prompt has to have been run; a model without rotary embeddings has none.
+        """
+        if self._tables is None and self._angles is not None:
+            angles = self._angles[: self.max_sequence_length].flatten(1)
+            self._tables = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        return self._tables
 
 
 def prepare_decoding(module: Any) -> Callable[[], None]:
@@ -252,6 +265,10 @@ class InferenceLinear(torch.nn.Module):
             out = out if self.late_bias is None else out + self.late_bias
         return out, self.returned
 
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output with its bias for an x that is normalised already, on one rank."""
+        return F.linear(x, self.weight, self.returned if self.bias is None else self.bias)
+
 
 def use_inference_linears(model: torch.nn.Module) -> Callable[[], None]:
     """Replace every supported linear layer; the weights are shared.
@@ -334,14 +351,25 @@ class DecodeState:
         The position is on the device, and the host does not have to know it. There has to be one
         pipeline stage.
         """
-        (cache,) = self._caches
+        cache = self.cache
         cache.go_to(position)
         keys = torch.arange(cache.max_sequence_length, device=tokens.device)
         hidden = (keys > position) | (keys < self._padding[:, None, None, None])
         bias = torch.zeros_like(hidden, dtype=self._model.chunks[0].config.params_dtype)
         output = self._forward(tokens, bias.masked_fill_(hidden, -torch.inf))
-        found: torch.Tensor = output[:, -1, : self._model.config.vocab_size].float()
+        found: torch.Tensor = output[:, -1, : self._model.config.vocab_size]
         return found
+
+    @property
+    def cache(self) -> KVCache:
+        """The KV cache of the only pipeline stage."""
+        (cache,) = self._caches
+        return cache
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """How many tokens were added to the left of each row (rows,); it stays where it is."""
+        return self._padding
 
     @property
     def cache_bytes(self) -> int:

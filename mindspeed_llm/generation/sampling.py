@@ -4,7 +4,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
+
+from mindspeed.ops.draw_tokens import draw_tokens
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,6 @@ class SamplingParams:
     def is_random(self) -> bool:
         """Whether tokens are sampled; else the best one is taken."""
         return self.sample and self.temperature != 0
-
-
-SPAN = 128
-"""Tokens whose probabilities are added up before one of them is chosen."""
 
 
 def _tempered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -60,12 +57,15 @@ class Sampler:
         indices = range(first, first + count) if isinstance(first, int) else first
         self._random = [torch.Generator().manual_seed(params.seed + index) for index in indices]
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Return the next token of each row that continues."""
-        if not self._params.is_random:
-            return logits.argmax(-1)
-        drawn = [torch.rand(1, generator=self._random[row]) for row in rows]
-        return pick_tokens(logits, torch.stack(drawn).to(logits.device), self._params)
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[int], *, log_probs: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the next token of each row that continues, and its log-probability if asked."""
+        points = logits.new_zeros(len(rows), 1)
+        if self._params.is_random:
+            drawn = [torch.rand(1, generator=self._random[row]) for row in rows]
+            points = torch.stack(drawn).to(logits.device)
+        return pick_tokens(logits, points, self._params, log_probs=log_probs)
 
     def draw(self, count: int) -> torch.Tensor | None:
         """Return the numbers of the next `count` tokens (rows, count), None if none are needed."""
@@ -74,54 +74,30 @@ class Sampler:
         return torch.stack([torch.rand(count, generator=random) for random in self._random])
 
 
-def pick_tokens(logits: torch.Tensor, points: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Return the next token of each row; `points` has a number from 0 to 1 for each (rows, 1).
+def pick_tokens(
+    logits: torch.Tensor, points: torch.Tensor, params: SamplingParams, *, log_probs: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the next token of each row, and its log-probability if that is asked for.
 
-    The token is the one whose share of the probabilities the number falls into: nothing waits for
-    the host.
+    `points` has a number from 0 to 1 for each row (rows, 1). The log-probability is that of the
+    whole softmax at the temperature of sampling: top-k and top-p only choose among its tokens.
     """
+    found = None
     if not params.is_random:
-        return logits.argmax(-1)
-    probs = filter_logits(logits, params).softmax(-1)
-    if missing := -probs.shape[-1] % SPAN:
-        probs = F.pad(probs, (0, missing))
-    # First a span of tokens, then a token of it: a running sum over a whole row is slow on a GPU.
-    spans = probs.unflatten(-1, (-1, SPAN))
-    return _tokens_at(points, spans, spans.sum(-1).cumsum(-1))
+        tokens = logits.argmax(-1)
+    elif is_filtered(params, logits.shape[-1]):
+        tokens, _ = draw_tokens(filter_logits(logits.float(), params), points)
+    else:
+        tokens, found = draw_tokens(logits, points, params.temperature)
+    if log_probs and found is None:
+        every = _tempered(logits.float(), params).log_softmax(-1)
+        found = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return tokens, found
 
 
-def _tokens_at(points: torch.Tensor, spans: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    """Return the token of each row at a point (rows, 1) of the probabilities (rows, spans, SPAN).
-
-    `totals` are the running sums of the spans (rows, spans).
-    """
-    points = points * totals[:, -1:]
-    index = _share_of(points, totals)
-    begin = F.pad(totals, (1, 0)).gather(1, index)
-    span = spans.gather(1, index[..., None].expand(-1, -1, SPAN)).squeeze(1)
-    tokens = index * SPAN + _share_of(points - begin, span.cumsum(-1))
-    # Running sums are rounded: they may grow at a span in which no token can be chosen.
-    probs = spans.flatten(1)
-    best = probs.argmax(-1, keepdim=True)
-    return torch.where(probs.gather(1, tokens) > 0, tokens, best).squeeze(-1)
-
-
-def _share_of(points: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    """Return the index of the share of running totals that each point falls into (rows, 1)."""
-    # Rounding may bring a point up to the total, beyond the last share that is not empty.
-    points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
-    return torch.searchsorted(totals, points, right=True).clamp(max=totals.shape[-1] - 1)
-
-
-def chosen_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, params: SamplingParams
-) -> torch.Tensor:
-    """Return the log-probability of each row's token at the temperature of sampling.
-
-    That of the whole softmax: top-k and top-p only choose among its tokens.
-    """
-    log_probs = _tempered(logits, params).log_softmax(-1)
-    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+def is_filtered(params: SamplingParams, count: int) -> bool:
+    """Return whether some of `count` tokens cannot be sampled, whatever their logits are."""
+    return 0 < params.top_k < count or params.top_p < 1
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Decode on buffers that stay where they are: a GPU records one step and replays it.
 
 All that a step reads and writes lies on the device: tokens, their position, the number of the step,
-random numbers, the KV cache and what was sampled. The host reads the result every BLOCK tokens, so
-rows that have ended go on for a while, and what they sample is dropped.
+random numbers, the KV cache and what was sampled. The host reads the result in blocks of tokens,
+while the device runs the next block. So rows that have ended go on for a while, and what they
+sample is dropped.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +15,19 @@ import torch
 
 from mindspeed import device
 from mindspeed_llm.generation.model import LoadedModel, to_device
-from mindspeed_llm.generation.sampling import SamplingParams, chosen_log_probs, pick_tokens
+from mindspeed_llm.generation.sampling import SamplingParams, is_filtered, pick_tokens
 
 logger = logging.getLogger(__name__)
 
-BLOCK, STREAM_BLOCK = 16, 1
-"""Tokens of a row between two synchronisations with the host; fewer where someone reads along."""
+BLOCK, STREAM_BLOCK = 8, 1
+"""Tokens of a row that the host reads at a time; fewer where someone reads along."""
 CAPACITY_MULTIPLE = 64
 """Prompts of almost the same length use the same recorded step."""
 KEPT_BYTES = 1 << 30
 """The most memory that is kept from one call to the next, for its recorded step."""
-LOGITS_KEPT = 12
-"""Arrays of the logits' size in the memory of a recorded step: sorted ones with 64-bit indices and
-their workspace, probabilities, running sums and log-probabilities: an estimate, not measured."""
+LOGITS_KEPT, SORTED_KEPT = 3, 12
+"""Float32 arrays of the logits' size in the memory of a recorded step: those of log-probabilities,
+and with top-k or top-p sorted ones, 64-bit indices and running sums: an estimate, not measured."""
 Block = tuple[list[list[int]], list[list[float]]]
 
 
@@ -66,24 +67,29 @@ class StaticDecoder:
         *,
         log_probs: bool,
     ) -> None:
-        from mindspeed_llm.generation.inference import DecodeState  # after the adaptor
+        # After the adaptor: these import Megatron.
+        from mindspeed_llm.generation.decode_step import decode_step
+        from mindspeed_llm.generation.inference import DecodeState
 
         rows, capacity, count = size
         here = device.current().torch_device
         self._params, self._log_probs = params, log_probs
         self._state = DecodeState(model, [0] * rows, capacity)
+        self._run = decode_step(model, self._state)
         self._tokens = torch.zeros(rows, 1, dtype=torch.int64, device=here)
         self._position, self._number = (torch.zeros_like(self._tokens[0]) for _ in range(2))
         self._draws = torch.zeros(rows, count, device=here)
         self._found = torch.zeros(rows, count, dtype=torch.int64, device=here)
         self._found_log_probs = torch.zeros(rows, count, device=here)
-        self._logits_bytes = rows * model.config.vocab_size * torch.float32.itemsize
+        vocab_size = model.config.vocab_size
+        kept = SORTED_KEPT if is_filtered(params, vocab_size) else LOGITS_KEPT
+        self._logits_bytes = kept * rows * vocab_size * torch.float32.itemsize
         self._replay: Any = None
 
     @property
     def kept_bytes(self) -> int:
         """The bytes of the KV cache, and about those of what a recorded step computes."""
-        return self._state.cache_bytes + LOGITS_KEPT * self._logits_bytes
+        return self._state.cache_bytes + self._logits_bytes
 
     @torch.no_grad()
     def start(
@@ -107,23 +113,38 @@ class StaticDecoder:
             self._replay = self._record()
         self._replay()
 
-    def read(self, begin: int, end: int) -> Block:
-        """Return some of the tokens of every row, and their log-probabilities."""
-        return self._found[:, begin:end].tolist(), self._found_log_probs[:, begin:end].tolist()
+    def read_later(self, begin: int, end: int) -> Callable[[], Block]:
+        """Copy some tokens of every row, and their log-probabilities, to the host.
+
+        Returns a function that waits for the copies alone, not for steps that were queued later.
+        """
+        here = device.current()
+        parts = self._found[:, begin:end], self._found_log_probs[:, begin:end]
+        copies = [here.host_buffer(x.nbytes).view(x.dtype).view(x.shape) for x in parts]
+        for copy, part in zip(copies, parts):
+            copy.copy_(part, non_blocking=True)
+        event = here.event()
+        event.record()
+
+        def wait() -> Block:
+            event.synchronize()
+            tokens, log_probs = copies
+            return tokens.tolist(), log_probs.tolist()
+
+        return wait
 
     def _step(self) -> None:
-        logits = self._state.step_at(self._tokens, self._position)
+        logits = self._run(self._tokens, self._position)
         self._position += 1
         self._choose(logits)
 
     def _choose(self, logits: torch.Tensor) -> None:
         points = self._draws.index_select(1, self._number)
-        tokens = pick_tokens(logits, points, self._params)
+        tokens, log_probs = pick_tokens(logits, points, self._params, log_probs=self._log_probs)
         self._tokens.copy_(tokens[:, None])
         self._found.index_copy_(1, self._number, tokens[:, None])
-        if self._log_probs:
-            found = chosen_log_probs(logits, tokens, self._params)
-            self._found_log_probs.index_copy_(1, self._number, found[:, None])
+        if log_probs is not None:
+            self._found_log_probs.index_copy_(1, self._number, log_probs[:, None])
         self._number += 1
 
     def _record(self) -> Any:
@@ -180,13 +201,18 @@ def read_blocks(
 ) -> Iterator[tuple[list[int], list[float]]]:
     """Yield the tokens of all rows and their log-probabilities, step by step.
 
-    `decoder` has sampled the first of `count`; a block of steps runs before the first is read.
+    `decoder` has sampled the first of `count`. A block is read when the next one is queued, so that
+    the device does not wait for the host; the first token of a stream is read at once.
     """
     sampled, size = 1, STREAM_BLOCK if is_streamed else BLOCK
+    waiting: list[Callable[[], Block]] = []
     for begin in range(0, count, size):
         end = min(begin + size, count)
         for _ in range(sampled, end):
             decoder.advance()
         sampled = end
-        tokens, log_probs = decoder.read(begin, end)
-        yield from ((list(a), list(b)) for a, b in zip(zip(*tokens), zip(*log_probs)))
+        waiting.append(decoder.read_later(begin, end))
+        is_first_of_stream = is_streamed and begin == 0
+        while len(waiting) > (0 if is_first_of_stream or end == count else 1):
+            tokens, log_probs = waiting.pop(0)()
+            yield from ((list(a), list(b)) for a, b in zip(zip(*tokens), zip(*log_probs)))

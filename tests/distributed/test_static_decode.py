@@ -4,15 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from mindspeed_llm.generation.engine import Engine
+from mindspeed_llm.generation.engine import (
+    Engine,
+    RankCoordinator,
+    sample_static,
+    sample_tokens,
+    static_decoders,
+)
 from mindspeed_llm.generation.model import load_model
 from mindspeed_llm.generation.sampling import SamplingParams
 from mindspeed_llm.training.options import TrainOptions
 from tests.llm import tiny
-from tests.llm.generation import PROMPTS, ours, request
+from tests.llm.generation import PROMPTS, collect, ours, request
 from tests.ranks import run_ranks
 
 FAMILIES = ("qwen2", "qwen3", "llama_all_biases")
+WARM = SamplingParams(sample=True, temperature=0.9, seed=6)
 SAMPLED = SamplingParams(sample=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
 
 
@@ -38,7 +45,8 @@ def both_ways(folders):
 def sampled_before_the_first_is_read(folder):
     """Return how many tokens a model with a no-op layer decodes before one is read.
 
-    First of a request that is read at its end, then of one that someone reads along.
+    First of a request that is read at its end, then of one that someone reads along, where it is
+    counted at every token.
     """
     from megatron.core import parallel_state
 
@@ -46,10 +54,48 @@ def sampled_before_the_first_is_read(folder):
     engine = Engine(load_model(TrainOptions(load=folder, noop_layers=(1,))), static=True)
     counts = []
     for is_streamed in (False, True):
-        for _ in engine.generate(replace(request(), is_streamed=is_streamed)):
-            if len(counts) == int(is_streamed):
-                counts.append(int(engine._decoders._kept[1]._number))
+        steps = engine.generate(replace(request(), is_streamed=is_streamed))
+        counts.append([int(engine._decoders._kept[1]._number) for _ in steps])
     return counts
+
+
+def sampled_both_ways(model, params):
+    """Return the tokens and log-probabilities of the plain loop and of fixed buffers."""
+    asked = replace(request(max_new_tokens=20, params=params, stops=(7,)), log_probs=True)
+    plain = sample_tokens(model, asked, RankCoordinator(model))
+    return [list(plain), list(sample_static(static_decoders(model, True), asked))]
+
+
+def steps_of_megatron(folder):
+    """Return why the fused step refuses changed models, and what Megatron's step answers.
+
+    Then what is sampled by the fused step and by the plain loop, with log-probabilities.
+    """
+    from megatron.core import parallel_state
+
+    from mindspeed_llm.generation.decode_step import FusedStep, unsupported_part
+
+    parallel_state.destroy_model_parallel()
+    model = load_model(TrainOptions(load=folder))
+    (module,) = model.chunks
+    engines = [Engine(model, static=True)]
+    plain = [collect(engines[0], each) for each in requests()]
+    both = [sampled_both_ways(model, params) for params in (SAMPLED, WARM, SamplingParams())]
+    reasons = [unsupported_part(module)]
+    for name, value in (("rotary_interleaved", True), ("glu_linear_offset", 1.0)):
+        before = getattr(module.config, name, None)
+        setattr(module.config, name, value)
+        reasons.append(unsupported_part(module))
+        setattr(module.config, name, before if before is not None else 0.0)
+    module.decoder.final_layernorm.zero_centered_gamma = True
+    reasons.append(unsupported_part(module))
+    module.decoder.final_layernorm.zero_centered_gamma = False
+    module.decoder.layers[1].mlp.register_forward_hook(lambda *_: None)
+    reasons.append(unsupported_part(module))
+    engines.append(Engine(model, static=True))
+    found = [collect(engines[1], each) for each in requests()]
+    is_fused = [isinstance(each._decoders._kept[1]._run, FusedStep) for each in engines]
+    return reasons, is_fused, plain, found, both
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +112,28 @@ def test_the_same_tokens_greedy_sampled_and_stopped(folders):
         assert plain[1] != plain[0], "nothing is sampled"
 
 
+def test_layers_of_another_kind_run_megatrons_step_with_the_same_tokens(folders):
+    (found,) = run_ranks(steps_of_megatron, 1, folders[0])
+    reasons, is_fused, fused, of_megatron, both = found
+    assert reasons == [
+        None,
+        "rotary_interleaved is True",
+        "glu_linear_offset is 1.0",
+        "the final norm is of another kind",
+        "layer 2 has parts of another kind, or adapters",
+    ]
+    assert is_fused == [True, False] and of_megatron == fused
+    for plain, static in both:
+        assert [[one[:2] for one in step] for step in static] == [
+            [one[:2] for one in step] for step in plain
+        ]
+        log_probs = [[one.log_prob for step in way for one in step] for way in (plain, static)]
+        assert log_probs[1] == pytest.approx(log_probs[0], abs=1e-5)
+        assert max(log_probs[0]) < 0
+
+
 def test_no_ops_are_passed_over_and_a_stream_is_read_token_by_token(folders):
     (found,) = run_ranks(sampled_before_the_first_is_read, 1, folders[0])
-    assert found == [12, 1]
+    # A block of eight and the rest are queued when the first is read. In a stream the first token
+    # is read at once, and each of the others while the next is sampled.
+    assert found == [[12] * 12, [1, *range(3, 13), 12]]

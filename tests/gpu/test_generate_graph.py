@@ -16,6 +16,7 @@ import torch
 
 import mindspeed_llm.megatron_adaptor
 from mindspeed import device
+from mindspeed_llm.generation.decode_step import FusedStep, decode_step
 from mindspeed_llm.generation.engine import Engine
 from mindspeed_llm.generation.inference import DecodeState
 from mindspeed_llm.generation.model import load_model, to_device
@@ -35,25 +36,32 @@ def tokens():
 
 
 def logits():
-    \"\"\"Return those of the token after some: by the plain step, on fixed buffers, replayed.\"\"\"
-    prompts, more = [[5, 6, 7, 8], [0, 9, 4, 3]], [[11], [12]]
-    plain, static = (DecodeState(model, [0, 1], 64) for _ in range(2))
-    plain.step(to_device(prompts))
-    static.step(to_device(prompts))
-    static.clear_unused()
-    position, out = to_device([4]), torch.zeros(2, model.config.vocab_size).to(to_device(0).device)
+    \"\"\"Return those of the token after some: by the plain step; of Megatron's layers and of the
+    fused ones on fixed buffers, direct and replayed.
+    \"\"\"
+    prompts, more = to_device([[5, 6, 7, 8], [0, 9, 4, 3]]), to_device([[11], [12]])
+    plain = DecodeState(model, [0, 1], 64)
+    plain.step(prompts)
+    answers = [plain.step(more).tolist()]
+    for is_fused in (False, True):
+        static = DecodeState(model, [0, 1], 64)
+        static.step(prompts)
+        static.clear_unused()
+        run = decode_step(model, static) if is_fused else static.step_at
+        assert isinstance(run, FusedStep) == is_fused
+        position, out = to_device([4]), torch.zeros(2, model.config.vocab_size).to(more.device)
 
-    @torch.no_grad()
-    def step():
-        out.copy_(static.step_at(to_more, position))
+        @torch.no_grad()
+        def step():
+            out.copy_(run(more, position))
 
-    to_more = to_device(more)
-    replay = device.current().record(step)
-    step()
-    direct = out.tolist()
-    out.zero_()
-    replay()
-    return [plain.step(to_more).tolist(), direct, out.tolist()]
+        replay = device.current().record(step)
+        step()
+        answers.append(out.tolist())
+        out.zero_()
+        replay()
+        answers.append(out.tolist())
+    return answers
 
 
 recorded = Engine(model)
@@ -86,10 +94,11 @@ def test_tokens_and_logits_are_those_of_the_plain_loop(tmp_path):
     assert len({len(answer) for answer in plain[2]}) > 1, "nothing stops"
     assert found["is_graph"] and found["is_kept"]
     assert found["updated"][1] == found["updated"][0] != plain[2]
-    exact, direct, replayed = map(torch.tensor, found["logits"])
-    torch.testing.assert_close(direct, exact, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(replayed, exact, rtol=1e-4, atol=1e-5)
+    exact, *others = map(torch.tensor, found["logits"])
+    for logits in others:
+        torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-5)
     # In bf16 the plain step is off by 0.1 itself.
-    plain, direct, replayed = map(torch.tensor, run(tmp_path, "bf16")["logits"])
-    torch.testing.assert_close(replayed, direct, rtol=0, atol=1e-2)
-    assert (replayed - exact).abs().max() <= 1.5 * (plain - exact).abs().max()
+    plain, *others = map(torch.tensor, run(tmp_path, "bf16")["logits"])
+    for direct, replayed in (others[:2], others[2:]):
+        torch.testing.assert_close(replayed, direct, rtol=0, atol=1e-2)
+        assert (replayed - exact).abs().max() <= 1.5 * (plain - exact).abs().max()

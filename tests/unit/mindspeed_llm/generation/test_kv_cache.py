@@ -17,3 +17,22 @@ def test_one_table_of_angles_is_read_by_all_calls():
         cache.go_to(torch.tensor([3]))
         cosine, _ = cache.rotation(table, 1.0, key)
         assert torch.equal(cosine, tables[0][3:4].cos())
+
+
+def test_tables_are_the_rotation_of_every_position():
+    """With the factor of YaRN; they are made once, as a recorded step reads them too."""
+    cache, key = KVCache(1, 5), torch.zeros(1, 1, 2, 4)
+    assert cache.rotary_tables(1.5, key.dtype) is None
+    angles = torch.rand(8, 1, 1, 2).repeat(1, 1, 1, 2)
+    cache.rotation(angles, 1.5, key)
+    cosines, sines = cache.rotary_tables(1.5, key.dtype)
+    assert cosines.shape == sines.shape == (5, 4)
+    for position in range(5):
+        cache.go_to(torch.tensor([position]))
+        cosine, signed_sine = cache.rotation(angles, 1.5, key)
+        assert torch.equal(cosines[position], cosine.flatten())
+        assert torch.equal(sines[position, 2:], signed_sine.flatten()[2:])
+        assert torch.equal(sines[position, :2], -signed_sine.flatten()[:2])
+    cache.restart()
+    cache.rotation(2 * angles, 1.5, key)
+    assert cache.rotary_tables(1.5, key.dtype)[0] is cosines

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from mindspeed_llm.generation.sampling import (
-    SPAN,
     BeamParams,
     BeamSearch,
     Sampler,
     SamplingParams,
-    _tokens_at,
     filter_logits,
     pick_tokens,
 )
@@ -72,7 +70,7 @@ def test_draws_follow_the_probabilities():
     params = SamplingParams(True, temperature=0.8, top_k=8, top_p=0.95, seed=5)
     row, count = logits(1), 20_000
     sampler = Sampler(params, 0, 1)
-    drawn = torch.cat([sampler.sample(row, [0]) for _ in range(count)])
+    drawn = torch.cat([sampler.sample(row, [0])[0] for _ in range(count)])
     expected = reference(row[0].numpy(), params)
     found = np.bincount(drawn.numpy(), minlength=len(expected))
     assert set(np.flatnonzero(found)) <= set(np.flatnonzero(expected))
@@ -85,7 +83,7 @@ def test_numbers_fall_into_the_share_of_their_token():
     drawn = torch.rand(len(rows), 1, generator=torch.Generator().manual_seed(7))
     drawn[:8], drawn[8:16] = 0.0, 1 - 2**-24
     params = SamplingParams(True, top_k=30)
-    tokens = pick_tokens(rows, drawn, params)
+    tokens, _ = pick_tokens(rows, drawn, params)
     shares = filter_logits(rows, params).double().softmax(-1)
     ends = shares.cumsum(-1).gather(1, tokens[:, None])
     width = shares.gather(1, tokens[:, None])
@@ -93,28 +91,31 @@ def test_numbers_fall_into_the_share_of_their_token():
     assert ((ends - width - 1e-6 <= drawn) & (drawn <= ends + 1e-6)).all()
 
 
-def test_a_span_without_tokens_is_never_chosen():
-    """Running sums of a GPU may grow by rounding where nothing is added."""
-    spans = torch.zeros(4, 3, SPAN)
-    spans[:, 0, 3], spans[:, 1, 5] = 0.5, 0.49999994
-    totals = torch.tensor([0.5, 0.99999994, 1.0]).repeat(4, 1)
-    points = torch.tensor([[0.0], [0.7], [1 - 2**-24], [1.0]])
-    assert _tokens_at(points, spans, totals).tolist() == [3, SPAN + 5, 3, 3]
+def sample(sampler, values, rows):
+    return sampler.sample(values, rows)[0]
 
 
 def test_a_row_does_not_depend_on_its_batch():
     params = SamplingParams(True, seed=11)
-    whole = [Sampler(params, 0, 4).sample(logits(), [0, 1, 2, 3]) for _ in range(2)]
+    whole = [sample(Sampler(params, 0, 4), logits(), [0, 1, 2, 3]) for _ in range(2)]
     assert torch.equal(*whole)
-    alone = Sampler(params, 2, 1)
-    part = Sampler(params, 1, 3)
-    assert alone.sample(logits()[2:3], [0]) == whole[0][2] == part.sample(logits()[2:3], [1])
-    other = Sampler(SamplingParams(True, seed=12), 0, 64).sample(logits(64), list(range(64)))
-    assert not torch.equal(other, Sampler(params, 0, 64).sample(logits(64), list(range(64))))
+    alone = sample(Sampler(params, 2, 1), logits()[2:3], [0])
+    assert alone == whole[0][2] == sample(Sampler(params, 1, 3), logits()[2:3], [1])
+    rows = list(range(64))
+    other = sample(Sampler(SamplingParams(True, seed=12), 0, 64), logits(64), rows)
+    assert not torch.equal(other, sample(Sampler(params, 0, 64), logits(64), rows))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), *PARAMS], ids=str)
+def test_log_probabilities_are_those_of_the_whole_softmax(params):
+    tokens, found = Sampler(params, 0, 4).sample(logits(), [0, 1, 2, 3], log_probs=True)
+    every = (logits().double() / params.temperature).log_softmax(-1)
+    want = every.gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-6)
 
 
 def test_temperature_zero_takes_the_best():
-    chosen = Sampler(SamplingParams(True, temperature=0), 0, 4).sample(logits(), [0, 1, 2, 3])
+    chosen = sample(Sampler(SamplingParams(True, temperature=0), 0, 4), logits(), [0, 1, 2, 3])
     assert torch.equal(chosen, logits().argmax(-1))
 
 
