@@ -6,10 +6,10 @@ Efficiency is the time of one whole causal attention divided by the sum of what 
 forward and backward, without communication: 1 if splitting were free. Packed documents are compared
 with the same documents unsplit, in a ring and by ranks that gather all keys; every document in
 pieces for all ranks (zigzag, as Megatron's data loader cuts them), or as whole as balanced ranks
-allow (as the suites cut them). A profiled run shows where the time goes: attention (and that of the unsplit run), merge of partial results, sums of
-gradients, copies, an idle device (the host is too slow), and how many kernels were launched. Heads
-are those of an 8B model: 32 query heads, 8 key heads of 128, bfloat16. Before anything is timed,
-the outputs are compared with the whole ones.
+allow (as the suites cut them). A profiled run shows where the time goes: attention (and that of the
+unsplit run), merge of partial results, sums of gradients, copies, an idle device (the host is too
+slow), and how many kernels were launched. Heads are those of an 8B model: 32 query heads, 8 key
+heads of 128, bfloat16. Before anything is timed, the outputs are compared with the whole ones.
 """
 
 import argparse

@@ -14,7 +14,9 @@ DOCUMENTS = (5, 8, 2, 13)
 PADDED = 8
 
 
-def train(cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS, **options):
+def train(
+    cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS, window=1, **options
+):
     """Return the losses of some steps with Adam, the same on all ranks."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,6 +25,8 @@ def train(cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS,
 
     if spec == "local":
         mindspeed.enable(context_parallel_algo="megatron_cp_algo", use_flash_attn=True)
+    elif window > 1:
+        mindspeed.enable(cp_window_size=window)
     hybrid = {"hierarchical_context_parallel_sizes": [2, cp // 2]} if "+" in comm_type else {}
     parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, **hybrid)
     model, optimizer = _build(spec, cp, tp, pp, comm_type, packed, options)

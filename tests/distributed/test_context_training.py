@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 DEEP = examples(1) > 100
 STEPS = 20 if DEEP else 4
 # By ranks: each algorithm, alone and with tensor and pipeline parallelism, packed and not.
-# Local specs come last: the feature that they need stays on.
+# Double rings and local specs come last: the features that they need stay on.
 CASES = {
     2: [
         {"cp": 2},
@@ -27,6 +27,7 @@ CASES = {
         {"cp": 2, "tp": 2, "packed": True},
         {"cp": 2, "pp": 2, "comm_type": "a2a"},
         {"cp": 2, "pp": 2, "packed": True},
+        {"cp": 4, "window": 2, "packed": True},
         {"spec": "local", "cp": 4, "comm_type": "a2a+p2p", "packed": True},
     ],
 }

@@ -1,8 +1,8 @@
 """Attention to keys and values that every rank gathers from all ranks, forward and backward.
 
 Memory grows with the whole sequence, messages are fewer and larger than those of a ring. Gradients
-of keys and values are summed by a reduce-scatter. Only rows of documents that several ranks hold are
-gathered; a rank attends to documents that it holds alone by itself.
+of keys and values are summed by a reduce-scatter. Only rows of documents that several ranks hold
+are gathered; a rank attends to documents that it holds alone by itself.
 """
 
 from __future__ import annotations

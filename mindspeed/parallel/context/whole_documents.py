@@ -1,8 +1,8 @@
 """Packed documents that stay whole on a rank wherever all ranks still have the same to do.
 
 Cutting every document into pieces for all ranks (zigzag) makes short documents shorter than kernels
-are efficient at, and every rank needs keys of every other. Here ranks have equal numbers of rows and,
-within a few percent, equal causal attention, and each rank cuts at most two documents.
+are efficient at, and every rank needs keys of every other. Here ranks have equal numbers of rows
+and, within a few percent, equal causal attention, and each rank cuts at most two documents.
 
 A row of a document of n rows sees n / 2 keys on average, and so do the rows of any piece together
 with the rows of its mirror image in the document. So what counts of a rank's share of a document is
@@ -25,7 +25,7 @@ TOLERANCE = 0.01
 
 
 def whole_documents(bounds: Sequence[int], size: int) -> Layout:
-    """Give ranks equal numbers of rows and about equal attention, in documents as whole as possible.
+    """Give ranks equal rows and about equal attention, with documents as whole as possible.
 
     `bounds` are cumulative lengths; what lies behind the last one belongs to no rank.
     """

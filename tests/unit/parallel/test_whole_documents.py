@@ -1,4 +1,4 @@
-"""Documents that stay whole: ranks have equal rows and equal attention, and few documents are cut."""
+"""Documents that stay whole: ranks have equal rows and attention, and few documents are cut."""
 
 import random
 from itertools import accumulate, pairwise
