@@ -51,12 +51,14 @@ def train(
     return losses
 
 
-def logits(cp, comm_type, changed=None):
+def logits(cp, comm_type, changed=None, window=1):
     """Return this rank's logits of each packed document; one of them may have other tokens."""
     from megatron.core import parallel_state
 
     from tests.gpt.training import destroy_groups
 
+    if window > 1:
+        mindspeed.enable(cp_window_size=window)
     hybrid = {"hierarchical_context_parallel_sizes": [2, cp // 2]} if "+" in comm_type else {}
     parallel_state.initialize_model_parallel(context_parallel_size=cp, **hybrid)
     model, _ = _build("te", cp, 1, 1, comm_type, True, {})

@@ -19,6 +19,7 @@ CASES = {
         {"cp": 2, "packed": True},
         {"cp": 2, "comm_type": "a2a", "packed": True},
         {"cp": 2, "comm_type": "all_gather"},
+        {"cp": 2, "comm_type": ["a2a", "all_gather"], "packed": True},  # of each layer
         {"spec": "local", "cp": 2},
     ],
     4: [
@@ -73,12 +74,17 @@ def test_losses_equal_one_rank_and_repeat(ranks, one_rank):
     print(f"{ranks} ranks, {len(cases)} cases, {STEPS} steps: losses within {worst:.1e}")
 
 
-ALGORITHMS = {2: ["p2p", "a2a", "all_gather"], 4: ["a2a+p2p"]}
+ALGORITHMS = {2: [("p2p", 1), ("a2a", 1), ("all_gather", 1)], 4: [("a2a+p2p", 1), ("p2p", 2)]}
+"""(cp_comm_type, window) by the number of ranks."""
 
 
-def logits_of_each(comm_types, cp):
+def logits_of_each(algorithms, cp):
     """Return each algorithm's logits before and after another document is changed."""
-    return [logits(cp, comm_type, changed) for comm_type in comm_types for changed in (None, 3)]
+    return [
+        logits(cp, comm_type, changed, window)
+        for comm_type, window in algorithms
+        for changed in (None, 3)
+    ]
 
 
 @pytest.mark.parametrize("ranks", ALGORITHMS)
