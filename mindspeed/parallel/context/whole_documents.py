@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from mindspeed.parallel.context.layout import Layout, Range, joined, split
@@ -101,3 +101,10 @@ class _Line:
     def _work_up_to(self, at: int) -> int:
         number = min(bisect_right(self.ends, at), len(self._lengths)) - 1
         return self._works[number] + (at - self.ends[number]) * self._lengths[number]
+
+
+DOCUMENT_LAYOUTS: Mapping[str, Callable[[Sequence[int], int], Layout]] = {
+    "zigzag": Layout.zigzag_documents,
+    "whole": whole_documents,
+}
+"""The layouts of packed documents, by the values of `--cp-document-layout`."""
