@@ -77,6 +77,29 @@ def logits(cp, comm_type, changed=None, window=1):
     return [out[torch.bucketize(row, ends, right=True) == n] for n in range(len(DOCUMENTS))]
 
 
+def mtp_losses(cp, tp=1, **options):
+    """Return this rank's rows, the losses of their labels, and the sum of those of one step on."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from tests.gpt.training import destroy_groups
+
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    model, _ = _build("te", cp, tp, 1, "p2p", False, {"mtp_num_layers": 1, **options})
+    (batch,) = _batches(False, 1)
+    batch["row"] = torch.arange(LENGTH).expand(BATCH, -1)
+    batch, _ = _on_this_rank(batch)
+    arguments = batch["tokens"], batch["position_ids"], None
+    losses = model(*arguments, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    rows = batch["row"][0]
+    # The last token of a sequence has no label one step on.
+    count = BATCH * int((rows < LENGTH - 1).sum())
+    further = float(MTPLossLoggingHelper.tracker["values"][0]) * count
+    MTPLossLoggingHelper.clean_loss_in_tracker()
+    destroy_groups()
+    return rows, losses.detach().double(), further
+
+
 def _build(spec, cp, tp, pp, comm_type, packed, options):
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -114,6 +137,8 @@ def _build(spec, cp, tp, pp, comm_type, packed, options):
         "pre_process": parallel_state.is_pipeline_first_stage(),
         "post_process": parallel_state.is_pipeline_last_stage(),
     }
+    if config.mtp_num_layers:
+        stage["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, True)
     model = GPTModel(config, layer, VOCAB, 64, position_embedding_type="rope", **stage)
     _draw_weights(model, tp, pp)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)

@@ -4,9 +4,11 @@ from itertools import product
 
 import pytest
 import torch
+from packaging.version import Version
 
+from mindspeed.compat import megatron
 from tests.budget import examples
-from tests.distributed.context_model import DOCUMENTS, logits, train
+from tests.distributed.context_model import DOCUMENTS, logits, mtp_losses, train
 from tests.ranks import run_ranks
 
 DEEP = examples(1) > 100
@@ -94,3 +96,24 @@ def test_a_document_leaves_the_logits_of_the_others(ranks):
         for before, after in zip(results[::2], results[1::2], strict=True):
             for document in range(len(DOCUMENTS)):
                 assert torch.equal(before[document], after[document]) == (document != 3)
+
+
+def mtp_losses_of_each(cases):
+    return [mtp_losses(**case) for case in cases]
+
+
+@pytest.mark.skipif(
+    megatron.version() < Version("0.16"), reason="rolls labels inside a rank's part of a sequence"
+)
+def test_multi_token_prediction_equals_one_rank():
+    """The tokens one step on are on other ranks, too."""
+    cases = [{"cp": 4}, {"cp": 2, "tp": 2}]
+    (((_, whole, further),),) = run_ranks(mtp_losses_of_each, 1, [{"cp": 1}])
+    for case, ranks in zip(cases, zip(*run_ranks(mtp_losses_of_each, 4, cases)), strict=True):
+        found = torch.full_like(whole, float("nan"))
+        for rows, losses, _ in ranks:
+            found[:, rows] = losses
+        worst = float(((found - whole) / whole).abs().max())
+        got = sum(one for *_, one in ranks) / case.get("tp", 1)
+        print(f"{case}: tokens within {worst:.1e}, one step on {abs(got / further - 1):.1e}")
+        assert worst < 1e-5 and got == pytest.approx(further, rel=1e-6)
