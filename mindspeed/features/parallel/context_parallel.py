@@ -59,7 +59,8 @@ class ContextParallel(Feature):
     def is_on(self, options: Any, context: Context) -> bool:
         """More than one rank shares a sequence; without Megatron's arguments, an algorithm does."""
         if context.megatron is None:
-            return options.context_parallel_algo is not None or options.cp_window_size > 1
+            asked = options.context_parallel_algo, options.cp_document_layout
+            return any(asked) or options.cp_window_size > 1
         return bool(context.argument("context_parallel_size", 1) > 1)
 
     def check(self, options: Any, context: Context) -> None:
