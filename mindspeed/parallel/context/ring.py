@@ -5,7 +5,7 @@ later step. With windows of w ranks (double ring) keys go round each window, and
 next window: a slow link between windows is used once in w steps. One ring is the case of windows of
 one rank.
 
-Only rows of documents that several ranks hold travel; nobody else sees the others.
+Only rows of documents that several ranks hold travel: no other rank sees the rest.
 
 Backward moves keys and values the same way. Their gradients follow: a rank that attends to a
 block adds its share and passes the sum on to the next one that does, at last to the block's owner.

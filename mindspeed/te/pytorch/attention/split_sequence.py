@@ -69,6 +69,7 @@ class SplitSequence:
         key_bounds: tuple[Tensor, Tensor | None],
         mask_rule: MaskRule,
         scale: float,
+        *,
         slopes: Tensor | None = None,
         make_layout: Callable[[Sequence[int], int], Layout] = Layout.zigzag_documents,
     ) -> SplitSequence:

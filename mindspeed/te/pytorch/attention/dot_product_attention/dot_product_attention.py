@@ -190,7 +190,7 @@ class DotProductAttention(nn.Module):
         if context.size > 1 or slopes is not None:
             make_layout = DOCUMENT_LAYOUTS[self.cp_document_layout]
             split = SplitSequence.of_documents(
-                context, of_q, of_k, rule, scale, slopes, make_layout
+                context, of_q, of_k, rule, scale, slopes=slopes, make_layout=make_layout
             )
             return split.attend, split.largest
         documents: Any = {"of_q": Documents.of(*of_q), "of_k": Documents.of(*of_k)}
