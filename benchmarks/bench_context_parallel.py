@@ -4,11 +4,12 @@
 
 Efficiency is the time of one whole causal attention divided by the sum of what all ranks compute,
 forward and backward, without communication: 1 if splitting were free. Packed documents are compared
-with the same documents unsplit, in a ring and by ranks that gather all keys. A profiled run shows
-where the time goes: attention (and that of the unsplit run), merge of partial results, sums of
-gradients, copies, an idle device (the host is too slow), and how many kernels were launched. Heads
-are those of an 8B model: 32 query heads, 8 key heads of 128, bfloat16. Before anything is timed,
-the outputs are compared with the whole ones.
+with the same documents unsplit, in a ring and by ranks that gather all keys; every document in
+pieces for all ranks (zigzag, as Megatron's data loader cuts them), or as whole as balanced ranks
+allow (as the suites cut them). A profiled run shows where the time goes: attention (and that of the
+unsplit run), merge of partial results, sums of gradients, copies, an idle device (the host is too
+slow), and how many kernels were launched. Heads are those of an 8B model: 32 query heads, 8 key
+heads of 128, bfloat16. Before anything is timed, the outputs are compared with the whole ones.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from mindspeed.ops.fusion_attention import sdpa
 from mindspeed.parallel.context.blocks import CAUSAL, Spans
 from mindspeed.parallel.context.layout import Layout
 from mindspeed.parallel.context.rule import Rule
+from mindspeed.parallel.context.whole_documents import whole_documents
 from mindspeed.te.pytorch.attention.core import Documents, Softmax, attend_documents
 from mindspeed.te.pytorch.attention.masks import MaskRule
 
@@ -38,6 +40,13 @@ HEADS, GROUPS, HEAD = 32, 8, 128
 SCALE = HEAD**-0.5
 BARS = {(131072, 4): 0.93, (131072, 8): 0.93, (32768, 4): 0.85}
 PACKED_BAR, MERGE_BAR = 0.80, 0.03
+CASES = (
+    "causal",
+    "packed",
+    "packed, gathered",
+    "packed, whole documents",
+    "packed, whole documents, gathered",
+)
 # Words in the names of kernels: the attention of every backend, the merge of partial results, the
 # sums of gradients. The rest are copies: gathered rows, casts, zeros.
 PARTS = {
@@ -62,10 +71,18 @@ TOLERANCE = 1e-2  # of bfloat16 outputs that were rounded once more
 class Split:
     """A sequence of documents, and what each rank of a ring computes for it."""
 
-    def __init__(self, bounds, ranks, where, heads=(HEADS, GROUPS, HEAD), played=PlayedRing):
+    def __init__(
+        self,
+        bounds,
+        ranks,
+        where,
+        heads=(HEADS, GROUPS, HEAD),
+        played=PlayedRing,
+        make_layout=Layout.zigzag_documents,
+    ):
         num_heads, groups, head = heads
         self.played = played
-        self.bounds, self.layout = bounds, Layout.zigzag_documents(bounds, ranks)
+        self.bounds, self.layout = bounds, make_layout(bounds, ranks)
         self.rule = Rule(Spans.packed(bounds), CAUSAL, SCALE)
         make = {"device": where, "dtype": torch.bfloat16 if where.type != "cpu" else torch.float32}
         rows = bounds[-1]
@@ -161,7 +178,8 @@ def parts(function):
 def measure(name, bounds, ranks, repeats, heads):
     """Return one row of the table."""
     played = PlayedGather if "gathered" in name else PlayedRing
-    split = Split(bounds, ranks, device.current().torch_device, heads, played)
+    make_layout = whole_documents if "whole" in name else Layout.zigzag_documents
+    split = Split(bounds, ranks, device.current().torch_device, heads, played, make_layout)
     split.check()
     whole, split_time = (x * 1e3 for x in seconds([split.unsplit, split.ranks], repeats))
     (alone, _), (found, launches) = parts(split.unsplit), parts(split.ranks)
@@ -202,8 +220,8 @@ def main():
         if args.quick and (tokens, ranks) not in BARS:
             continue
         packed = documents(tokens)
-        cases = (("causal", [0, tokens]), ("packed", packed), ("packed, gathered", packed))
-        for name, bounds in cases:
+        for name in CASES:
+            bounds = packed if name.startswith("packed") else [0, tokens]
             rows.append(measure(name, bounds, ranks, repeats, tuple(args.heads)))
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     if not args.no_record:

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed.parallel.context.exchange import Exchange, ReturningGradients, attention_over
+from mindspeed.parallel.context.exchange import (
+    Arrived,
+    Exchange,
+    ReturningGradients,
+    attention_over,
+)
 from mindspeed.parallel.context.layout import Layout, sequence_order
 from mindspeed.parallel.context.merge import RowSums, unpack
 from mindspeed.parallel.context.ring import Schedule
@@ -47,7 +52,7 @@ class _RingRank(_PlayedRank):
 
     def arriving(self, k, v):
         for source in map(self.source, range(self.layout.size)):
-            yield self.layout.ranges[source], self.ring.blocks[source]
+            yield Arrived(self.layout.ranges[source], self.ring.blocks[source])
 
     def returning(self, k, v):
         return _RingTotals(self)
@@ -72,12 +77,10 @@ class _RingTotals(ReturningGradients):
 
 
 class _GatheringRank(_PlayedRank):
-    def order(self, device):
-        return sequence_order(self.layout, device)
-
     def arriving(self, k, v):
         """Yield what an all-gather brings, joined as after a real one."""
-        yield self.layout.covered, [torch.cat(block) for block in zip(*self.ring.blocks)]
+        gathered = [torch.cat(block) for block in zip(*self.ring.blocks)]
+        yield Arrived(self.layout.covered, gathered, sequence_order(self.layout, k.device))
 
     def returning(self, k, v):
         return _GatheredTotals(self)

@@ -1,4 +1,4 @@
-"""Megatron's layers where they refuse or go wrong: norms, mixed dtypes, YaRN, replicated experts.
+"""Megatron's layers where they refuse or go wrong: norms, dtypes, YaRN, experts, lists of layers.
 
 Norms of local specs: WrappedTorchNorm refuses sequence parallelism, zero-centred gamma and the
 persist flag; `wrap_torch_norm` serves them. The final norm of a block of local layers is
@@ -207,3 +207,24 @@ def _is_marked_here(config: Any) -> bool:
     size = config.expert_tensor_parallel_size
     is_alone = config.expert_model_parallel_size == 1
     return is_alone and size is not None and size != config.tensor_model_parallel_size
+
+
+def wrap_layer_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Let a list of cp_comm_type begin with the first layer.
+
+    Layers count from 1. Releases that index the list by that number give every layer the type of
+    the next one, and the last layer an IndexError.
+    """
+    if "cp_comm_type[self.layer_number]" not in inspect.getsource(original):
+        return original
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        given = config.cp_comm_type
+        config.cp_comm_type = [None, *given] if isinstance(given, list) else given
+        try:
+            original(self, config, *args, **kwargs)
+        finally:
+            config.cp_comm_type = given
+
+    return __init__

@@ -136,6 +136,18 @@ TABLE = (
         ),
     ),
     Entry(
+        name="context_parallel_lists",
+        reason="A cp_comm_type for each layer ends in an IndexError: layers count from 1.",
+        versions="before 0.19",
+        patches=(
+            Patch.wrap(
+                "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+                "mindspeed.compat.layers:wrap_layer_init",
+                why="it indexes the list by the number of the layer",
+            ),
+        ),
+    ),
+    Entry(
         name="device_facade",
         reason="Megatron calls torch.cuda and creates tensors with device='cuda'.",
         devices=("cpu", "npu"),

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -50,6 +51,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="N",
         help="show which tokens each of so many ranks would hold (1)",
     )
+    parser.add_argument(
+        "--cp-document-layout",
+        choices=("zigzag", "whole"),
+        default="whole",
+        help="how these ranks share packed documents (whole)",
+    )
     parser.add_argument("--tokens", action="store_true", help="one line a token, with its label")
     parser.add_argument("--cache-dir", default="", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -62,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the samples."""
     from rich.console import Console
 
+    from mindspeed_llm.data.context_split import ContextSplit
     from mindspeed_llm.data.preview import open_preview
 
     forced = {"auto": None, "always": True, "never": False}[args.color]
@@ -75,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--context-parallel-size {args.context_parallel_size}: give 1 to {MAX_RANKS}"
         )
+    split = ContextSplit(args.context_parallel_size, document_layout=args.cp_document_layout)
     console.print(_legend(console.is_terminal), soft_wrap=True)
     for number in islice(range(args.start, preview.size()), max(0, args.count)):
         samples = list(preview.samples(number))
@@ -84,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
         for sample in samples:
             limit = args.seq_length
             console.print(_heading(sample, number, limit), style=HEADING)
-            ranks = _ranks(sample, args.context_parallel_size)
-            for line in _rank_lines(sample, ranks):
+            ranks = _ranks(sample, split)
+            for line in _rank_lines(sample, ranks, split):
                 console.print(line)
             lines = _token_lines(sample, ranks) if args.tokens else [_text(sample, limit, console)]
             for line in lines:
@@ -154,21 +163,19 @@ def _text(sample: Any, limit: int | None, console: Any) -> Any:
     return text
 
 
-def _ranks(sample: Any, size: int) -> list[list[tuple[int, int]]]:
+def _ranks(sample: Any, split: Any) -> list[list[tuple[int, int]]]:
     """Return the tokens of each context-parallel rank, as ranges; nothing for one rank."""
-    from mindspeed_llm.data.context_split import ContextSplit
-
-    if size == 1 or not sample.size:
+    if split.size == 1 or not sample.size:
         return []
-    return [ContextSplit(size, rank).owned(sample.bounds) for rank in range(size)]
+    return [replace(split, rank=rank).owned(sample.bounds) for rank in range(split.size)]
 
 
-def _rank_lines(sample: Any, ranks: list[list[tuple[int, int]]]) -> Iterator[str]:
-    from mindspeed_llm.data.context_split import MAX_PADDING, ContextSplit
+def _rank_lines(sample: Any, ranks: list[list[tuple[int, int]]], split: Any) -> Iterator[str]:
+    from mindspeed_llm.data.context_split import MAX_PADDING
 
     if not ranks:
         return
-    padded = ContextSplit(len(ranks)).padded_bounds(sample.bounds)[-1]
+    padded = split.padded_bounds(sample.bounds)[-1]
     share = padded // len(ranks)
     for rank, ranges in enumerate(ranks):
         count = sum(end - start for start, end in ranges)

@@ -1,8 +1,8 @@
 """The share of a micro-batch that a context-parallel rank trains on.
 
 Every rank of a group collates the same micro-batch on the host, and keeps its rows of each
-sequence, or of each packed document: the zigzag order in which Megatron and attention expect them.
-Documents are padded to a length that all ranks share equally; `cu_seqlens_padded` says where they
+sequence, in the zigzag order in which Megatron expects them, or its share of packed documents.
+These are padded so that all ranks have equally many rows: `cu_seqlens_padded` says where documents
 are, `cu_seqlens` how long they are without the padding.
 """
 
@@ -18,6 +18,7 @@ import torch
 
 from mindspeed.distributed.parallel_dims import CP, ParallelDims
 from mindspeed.parallel.context.layout import Layout
+from mindspeed.parallel.context.whole_documents import DOCUMENT_LAYOUTS
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,14 @@ class ContextSplit:
     rank: int = 0
     tp: int = 1
     """Tensor-parallel ranks, which take equal shares of what a rank holds."""
+    document_layout: str = "whole"
+    """Whether packed documents stay whole, but for a few, or each is shared by all ranks (zigzag,
+    which pads each to two equal pieces a rank)."""
 
     @classmethod
-    def of(cls, dims: ParallelDims) -> ContextSplit:
+    def of(cls, dims: ParallelDims, document_layout: str) -> ContextSplit:
         """Read the sizes of a run."""
-        return cls(dims.cp, dims.cp_rank, dims.tp)
+        return cls(dims.cp, dims.cp_rank, dims.tp, document_layout)
 
     @property
     def multiple(self) -> int:
@@ -51,17 +55,18 @@ class ContextSplit:
         return _round_up(length, self.multiple)
 
     def padded_bounds(self, bounds: Sequence[int]) -> list[int]:
-        """Return cumulative lengths with padding: two equal pieces of each document a rank."""
+        """Return cumulative lengths with padding, behind the last document or behind each."""
         if self.size == 1:
             return list(bounds)
-        lengths = [_round_up(end - start, 2 * self.size) for start, end in pairwise(bounds)]
+        multiple = 2 * self.size if self.document_layout == "zigzag" else 1
+        lengths = [_round_up(end - start, multiple) for start, end in pairwise(bounds)]
         padded = list(accumulate(lengths, initial=0))
         padded[-1] = self.padded(padded[-1])
         return padded
 
     def layout(self, bounds: Sequence[int]) -> Layout:
-        """Return which rows of padded documents each rank holds."""
-        return Layout.zigzag_documents(self.padded_bounds(bounds), self.size)
+        """Return which rows of padded documents each rank holds; one document in zigzag order."""
+        return DOCUMENT_LAYOUTS[self.document_layout](self.padded_bounds(bounds), self.size)
 
     def source_rows(self, bounds: Sequence[int]) -> torch.Tensor:
         """Return which row of the documents each row of this rank is, -1 for padding."""
@@ -84,7 +89,8 @@ class ContextSplit:
     def split(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's share of a micro-batch on the host.
 
-        `trained_tokens` is the number of trained tokens of the whole micro-batch.
+        `trained_tokens` is the number of trained tokens of the whole micro-batch, `local_lengths`
+        how many rows of each document are here.
         """
         if self.size == 1:
             return dict(batch)
@@ -97,6 +103,8 @@ class ContextSplit:
         if is_packed:
             padded = torch.tensor(self.padded_bounds(bounds), dtype=torch.int32)
             share["cu_seqlens_padded"] = padded
+            document = torch.searchsorted(padded, self.layout(bounds).index(self.rank), right=True)
+            share["local_lengths"] = torch.bincount(document - 1, minlength=len(bounds) - 1)
             share["max_seqlen"] = padded.diff().max()
         return share
 
@@ -118,8 +126,9 @@ class PaddingWatch:
         return batch
 
     def _text(self, share: float, tokens: int) -> str:
-        size = self._split.size
-        reason = f"; {CP} {size} pads each document to a multiple of {2 * size}" * (size > 1)
+        size, is_zigzag = self._split.size, self._split.document_layout == "zigzag"
+        is_padded = size > 1 and is_zigzag
+        reason = f"; {CP} {size} pads each document to a multiple of {2 * size}" * is_padded
         return (
             f"{share:.0%} of the {tokens} tokens of a packed batch are padding{reason}: pack "
             "longer documents or fuller rows"

@@ -25,18 +25,18 @@ def sequence_sums(values: torch.Tensor, batch: Batch, context_group: Any = None)
 
     A sequence is a row, or with `cu_seqlens` what lies between two boundaries of the only row; the
     first `num_sequences` of these are sequences, and the rest is padding. The ranks of
-    `context_group` hold equal parts of each sequence; all of them get the whole sum, and each goes
-    on with the same gradient, of which it takes the part of its own tokens.
+    `context_group` hold parts of each sequence, of `local_lengths` rows; all of them get the whole
+    sum, and each goes on with the same gradient, of which it takes the part of its own tokens.
     """
-    return all_reduce(_local_sums(values, batch, context_group), context_group)
+    return all_reduce(_local_sums(values, batch), context_group)
 
 
-def _local_sums(values: torch.Tensor, batch: Batch, context_group: Any) -> torch.Tensor:
+def _local_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     if "cu_seqlens" not in batch:
         return values.sum(-1)
-    lengths = batch.get("cu_seqlens_padded", batch["cu_seqlens"]).diff().to(torch.int64)
-    if context_group is not None:
-        lengths = lengths // torch.distributed.get_world_size(context_group)
+    lengths = batch.get("local_lengths")
+    if lengths is None:
+        lengths = batch["cu_seqlens"].diff().to(torch.int64)
     # A sum in a fixed order; index_add_ of a GPU adds in any.
     sums = torch.segment_reduce(values.flatten(), "sum", lengths=lengths, unsafe=True)
     return sums[: int(batch["num_sequences"])]

@@ -171,6 +171,11 @@ def _check_sinks(options: TrainOptions, *, is_sampled: bool) -> None:
         raise ConfigError(f"{given[0]}: attention with sinks needs whole, single samples: drop it")
 
 
+def document_layout(options: TrainOptions) -> str:
+    """Return how ranks share packed documents: these loaders cut as few as they can."""
+    return options.cp_document_layout or "whole"
+
+
 def activate_features(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> None:
     """Put the features in force that the options ask for."""
     current().activate(*requested_features(options, shape, dims))
@@ -192,6 +197,8 @@ def requested_features(
     )
     options_class = current().registry.options_class
     given = {options.name_given(n): getattr(options, n) for n in options_class.model_fields}
+    if dims.cp > 1:
+        given["cp_document_layout"] = document_layout(options)
     return build(options_class, given), Context(Spelling.FLAG, megatron=known)
 
 

@@ -42,6 +42,7 @@ from mindspeed_llm.training.setup import (
     check_data,
     check_reference,
     check_stage_name,
+    document_layout,
     prepare,
 )
 from mindspeed_llm.training.step import (
@@ -81,7 +82,7 @@ class Trainer(ABC):
     def initialize(self) -> None:
         """Init the process groups, open the data, build the models and load their weights."""
         self.setup = prepare(self.options, splits_sequences=self.splits_sequences)
-        self.context_split = ContextSplit.of(self.setup.dims)
+        self.context_split = ContextSplit.of(self.setup.dims, document_layout(self.options))
         with release_on_error(self.setup.save_dir_lock):
             self.data_path = token_prefixes(
                 self.options, self.handler, self.setup.config_folder, self.longest_sample

@@ -14,7 +14,9 @@ DOCUMENTS = (5, 8, 2, 13)
 PADDED = 8
 
 
-def train(cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS, **options):
+def train(
+    cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS, window=1, **options
+):
     """Return the losses of some steps with Adam, the same on all ranks."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,6 +25,8 @@ def train(cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS,
 
     if spec == "local":
         mindspeed.enable(context_parallel_algo="megatron_cp_algo", use_flash_attn=True)
+    elif window > 1:
+        mindspeed.enable(cp_window_size=window)
     hybrid = {"hierarchical_context_parallel_sizes": [2, cp // 2]} if "+" in comm_type else {}
     parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, **hybrid)
     model, optimizer = _build(spec, cp, tp, pp, comm_type, packed, options)
@@ -47,12 +51,14 @@ def train(cp, tp=1, pp=1, spec="te", comm_type="p2p", packed=False, steps=STEPS,
     return losses
 
 
-def logits(cp, comm_type, changed=None):
+def logits(cp, comm_type, changed=None, window=1):
     """Return this rank's logits of each packed document; one of them may have other tokens."""
     from megatron.core import parallel_state
 
     from tests.gpt.training import destroy_groups
 
+    if window > 1:
+        mindspeed.enable(cp_window_size=window)
     hybrid = {"hierarchical_context_parallel_sizes": [2, cp // 2]} if "+" in comm_type else {}
     parallel_state.initialize_model_parallel(context_parallel_size=cp, **hybrid)
     model, _ = _build("te", cp, 1, 1, comm_type, True, {})
@@ -69,6 +75,29 @@ def logits(cp, comm_type, changed=None):
     row, out = batch["row"][0][real], out[real].detach()
     ends = torch.tensor(padded[1:])
     return [out[torch.bucketize(row, ends, right=True) == n] for n in range(len(DOCUMENTS))]
+
+
+def mtp_losses(cp, tp=1, **options):
+    """Return this rank's rows, the losses of their labels, and the sum of those of one step on."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from tests.gpt.training import destroy_groups
+
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    model, _ = _build("te", cp, tp, 1, "p2p", False, {"mtp_num_layers": 1, **options})
+    (batch,) = _batches(False, 1)
+    batch["row"] = torch.arange(LENGTH).expand(BATCH, -1)
+    batch, _ = _on_this_rank(batch)
+    arguments = batch["tokens"], batch["position_ids"], None
+    losses = model(*arguments, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    rows = batch["row"][0]
+    # The last token of a sequence has no label one step on.
+    count = BATCH * int((rows < LENGTH - 1).sum())
+    further = float(MTPLossLoggingHelper.tracker["values"][0]) * count
+    MTPLossLoggingHelper.clean_loss_in_tracker()
+    destroy_groups()
+    return rows, losses.detach().double(), further
 
 
 def _build(spec, cp, tp, pp, comm_type, packed, options):
@@ -108,6 +137,8 @@ def _build(spec, cp, tp, pp, comm_type, packed, options):
         "pre_process": parallel_state.is_pipeline_first_stage(),
         "post_process": parallel_state.is_pipeline_last_stage(),
     }
+    if config.mtp_num_layers:
+        stage["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, True)
     model = GPTModel(config, layer, VOCAB, 64, position_embedding_type="rope", **stage)
     _draw_weights(model, tp, pp)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)

@@ -15,6 +15,7 @@ from mindspeed.parallel.context.attention import (
 from mindspeed.parallel.context.blocks import CAUSAL, FULL, Spans
 from mindspeed.parallel.context.layout import Layout
 from mindspeed.parallel.context.rule import Rule
+from mindspeed.parallel.context.whole_documents import whole_documents
 from tests.budget import examples
 from tests.ranks import run_ranks
 
@@ -23,7 +24,7 @@ SCALE, HEAD = 0.37, 6
 ALGORITHMS = {
     2: [("p2p", 1), ("a2a", 1)],
     3: [("p2p", 1), ("a2a", 1), ("all_gather", 1)],
-    4: [("p2p", 1), ("p2p", 2), ("a2a", 1), ("a2a+p2p", 1)],
+    4: [("p2p", 1), ("p2p", 2), ("a2a", 1), ("all_gather", 1), ("a2a+p2p", 1)],
 }
 if examples(1) > 100:  # the deep profile
     ALGORITHMS[8] = [("p2p", 1), ("p2p", 2), ("p2p", 4), ("a2a", 1), ("all_gather", 1)]
@@ -55,10 +56,8 @@ class Case:
             ]
             padded = [n + draw.choice([0, 0, 3]) for n in lengths]
             bounds, padded = ([0, *itertools.accumulate(n)] for n in (lengths, padded))
-            self.spans, self.layout = (
-                Spans.packed(bounds, padded),
-                Layout.zigzag_documents(padded, size),
-            )
+            make_layout = draw.choice([Layout.zigzag_documents, whole_documents])
+            self.spans, self.layout = Spans.packed(bounds, padded), make_layout(padded, size)
             self.length = padded[-1]
         else:
             self.length = draw.choice([6 * size, 17, 1, size, 29])
@@ -202,11 +201,11 @@ class Traffic:
         self.sent[name] = count + 1, size + tensor.numel() * tensor.element_size()
 
 
-def traffic(comm_type, size, window):
-    """Return what one layer sends in forward and in backward, in float32."""
-    length, batch, heads, groups = 4 * size, 2, 8, 4
-    layout, split_over = Layout.zigzag(length, size), context(comm_type, size, window)
-    rule = Rule(Spans.whole(length), CAUSAL, SCALE)
+def traffic(comm_type, size, window, layout, spans):
+    """Return what one layer sends in forward and in backward, in float32, and what a row has."""
+    batch, heads, groups = 2, 8, 4
+    split_over = context(comm_type, size, window)
+    rule = Rule(spans, CAUSAL, SCALE)
     rows = layout.num_rows(split_over.rank)
     q, k, v = (
         torch.randn(rows, batch, n, HEAD, requires_grad=True) for n in (heads, groups, groups)
@@ -215,24 +214,57 @@ def traffic(comm_type, size, window):
         out = context_attention(q, k, v, split_over, layout, rule)
     with Traffic() as backward:
         out.sum().backward()
-    return forward.sent, backward.sent, rows * batch * HEAD * 4
+    return forward.sent, backward.sent, batch * HEAD * 4
 
 
-def traffic_of_each(cases):
-    return [traffic(comm_type, 4, window) for comm_type, window in cases]
+def traffic_of_each(cases, layout, spans):
+    return [traffic(comm_type, 4, window, layout, spans) for comm_type, window in cases]
+
+
+RINGS = [("p2p", 1), ("p2p", 2)]
 
 
 def test_traffic():
-    cases = [("p2p", 1), ("p2p", 2), ("a2a", 1), ("all_gather", 1)]
-    for *rings, exchanged, gathered in run_ranks(traffic_of_each, 4, cases):
+    cases = [*RINGS, ("a2a", 1), ("all_gather", 1), ("a2a+p2p", 1)]
+    layout, rows = Layout.zigzag(16, 4), 4
+    for found in run_ranks(traffic_of_each, 4, cases, layout, Spans.whole(16)):
+        *rings, exchanged, gathered, hybrid = found
         for forward, backward, unit in rings:
-            block = unit * (4 + 4)  # the key and value heads
+            block = rows * unit * (4 + 4)  # the key and value heads
             assert forward == {"isend": (3, 3 * block)}
             assert backward == {"isend": (3 + 4, (3 + 4) * block)}  # the gradients go home, too
         forward, backward, unit = exchanged
-        there, back = unit * (8 + 4 + 4), unit * 8  # all of it, one part to the rank itself
+        # All of it, one part to the rank itself.
+        there, back = rows * unit * (8 + 4 + 4), rows * unit * 8
         assert forward == backward == {"all_to_all_single": (2, there + back)}
-        forward, backward, unit = gathered
-        block = unit * (4 + 4)
+        block = rows * unit * (4 + 4)
+        forward, backward, _ = gathered
         assert forward == {"all_gather_into_tensor": (1, block)}
         assert backward == forward | {"reduce_scatter_tensor": (1, 4 * block)}
+        # Twice the rows and half of the heads go round a ring of two.
+        forward, backward, _ = hybrid
+        heads = {"all_to_all_single": (2, there + back)}
+        assert forward == heads | {"isend": (1, block)}
+        assert backward == heads | {"isend": (1 + 2, 3 * block)}
+
+
+def traffic_of_documents(cases, all_bounds):
+    return [
+        traffic_of_each(cases, whole_documents(bounds, 4), Spans.packed(bounds))
+        for bounds in all_bounds
+    ]
+
+
+def test_documents_that_a_rank_holds_alone_do_not_travel():
+    """A document for each rank sends nothing; beside one for all ranks, only that one travels."""
+    apart, shared = [0, 10, 20, 30, 40], [0, 12, 18, 24, 30, 36]
+    cases = [*RINGS, ("all_gather", 1)]
+    for of_apart, of_shared in run_ranks(traffic_of_documents, 4, cases, [apart, shared]):
+        assert all(sent == {} for *both, _ in of_apart for sent in both)
+        *rings, (forward, backward, unit) = of_shared
+        block = 3 * unit * (4 + 4)  # a quarter of the document
+        assert forward == {"all_gather_into_tensor": (1, block)}
+        assert backward == forward | {"reduce_scatter_tensor": (1, 4 * block)}
+        for forward, backward, _ in rings:
+            assert forward == {"isend": (3, 3 * block)}
+            assert backward == {"isend": (3 + 4, (3 + 4) * block)}

@@ -4,21 +4,24 @@ from itertools import product
 
 import pytest
 import torch
+from packaging.version import Version
 
+from mindspeed.compat import megatron
 from tests.budget import examples
-from tests.distributed.context_model import DOCUMENTS, logits, train
+from tests.distributed.context_model import DOCUMENTS, logits, mtp_losses, train
 from tests.ranks import run_ranks
 
 DEEP = examples(1) > 100
 STEPS = 20 if DEEP else 4
 # By ranks: each algorithm, alone and with tensor and pipeline parallelism, packed and not.
-# Local specs come last: the feature that they need stays on.
+# Double rings and local specs come last: the features that they need stay on.
 CASES = {
     2: [
         {"cp": 2},
         {"cp": 2, "packed": True},
         {"cp": 2, "comm_type": "a2a", "packed": True},
         {"cp": 2, "comm_type": "all_gather"},
+        {"cp": 2, "comm_type": ["a2a", "all_gather"], "packed": True},  # of each layer
         {"spec": "local", "cp": 2},
     ],
     4: [
@@ -27,6 +30,7 @@ CASES = {
         {"cp": 2, "tp": 2, "packed": True},
         {"cp": 2, "pp": 2, "comm_type": "a2a"},
         {"cp": 2, "pp": 2, "packed": True},
+        {"cp": 4, "window": 2, "packed": True},
         {"spec": "local", "cp": 4, "comm_type": "a2a+p2p", "packed": True},
     ],
 }
@@ -72,12 +76,17 @@ def test_losses_equal_one_rank_and_repeat(ranks, one_rank):
     print(f"{ranks} ranks, {len(cases)} cases, {STEPS} steps: losses within {worst:.1e}")
 
 
-ALGORITHMS = {2: ["p2p", "a2a", "all_gather"], 4: ["a2a+p2p"]}
+ALGORITHMS = {2: [("p2p", 1), ("a2a", 1), ("all_gather", 1)], 4: [("a2a+p2p", 1), ("p2p", 2)]}
+"""(cp_comm_type, window) by the number of ranks."""
 
 
-def logits_of_each(comm_types, cp):
+def logits_of_each(algorithms, cp):
     """Return each algorithm's logits before and after another document is changed."""
-    return [logits(cp, comm_type, changed) for comm_type in comm_types for changed in (None, 3)]
+    return [
+        logits(cp, comm_type, changed, window)
+        for comm_type, window in algorithms
+        for changed in (None, 3)
+    ]
 
 
 @pytest.mark.parametrize("ranks", ALGORITHMS)
@@ -87,3 +96,24 @@ def test_a_document_leaves_the_logits_of_the_others(ranks):
         for before, after in zip(results[::2], results[1::2], strict=True):
             for document in range(len(DOCUMENTS)):
                 assert torch.equal(before[document], after[document]) == (document != 3)
+
+
+def mtp_losses_of_each(cases):
+    return [mtp_losses(**case) for case in cases]
+
+
+@pytest.mark.skipif(
+    megatron.version() < Version("0.16"), reason="rolls labels inside a rank's part of a sequence"
+)
+def test_multi_token_prediction_equals_one_rank():
+    """The tokens one step on are on other ranks, too."""
+    cases = [{"cp": 4}, {"cp": 2, "tp": 2}]
+    (((_, whole, further),),) = run_ranks(mtp_losses_of_each, 1, [{"cp": 1}])
+    for case, ranks in zip(cases, zip(*run_ranks(mtp_losses_of_each, 4, cases)), strict=True):
+        found = torch.full_like(whole, float("nan"))
+        for rows, losses, _ in ranks:
+            found[:, rows] = losses
+        worst = float(((found - whole) / whole).abs().max())
+        got = sum(one for *_, one in ranks) / case.get("tp", 1)
+        print(f"{case}: tokens within {worst:.1e}, one step on {abs(got / further - 1):.1e}")
+        assert worst < 1e-5 and got == pytest.approx(further, rel=1e-6)

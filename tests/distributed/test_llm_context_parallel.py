@@ -40,6 +40,7 @@ def cp(size: int, algo: str, **more: Any) -> dict[str, Any]:
     return {"context_parallel_size": size, "context_parallel_algo": f"{algo}_cp_algo"} | more
 
 
+ZIGZAG = cp(2, "megatron", cp_document_layout="zigzag")
 # By number of ranks: the data, what changes the numbers, what must not.
 CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "ring, tokens": (2, "samples", PER_TOKEN, cp(2, "megatron")),
@@ -67,7 +68,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
         {"variable_seq_lengths": True},
         cp(2, "ulysses") | PP2,
     ),
-    "ring, packed, vpp, tokens": (4, "packed", PER_TOKEN, cp(2, "megatron") | VPP2),
+    "zigzag, packed, vpp, tokens": (4, "packed", PER_TOKEN, ZIGZAG | VPP2),
     "ring, dp": (4, "samples", {}, cp(2, "megatron") | SHARDED),
     "ulysses, documents, pp": (4, "documents", RESET, cp(2, "ulysses") | PP2),
     "experts, ep, tokens": (
@@ -216,12 +217,16 @@ def logits_of_documents(run: tuple[str, dict[str, Any]], algos: list[dict[str, A
 def test_documents_of_a_pack_do_not_see_each_other(tiny: _Tiny) -> None:
     """Not a bit of the other documents changes, under every algorithm."""
     run = tiny.run("packed", "logits")
-    algos = [cp(2, "megatron"), cp(2, "ulysses"), cp(2, "kvallgather")]
-    for rank in run_ranks(logits_of_documents, 2, run, algos):
-        for before, after, document in rank:
+    algos = [cp(2, "megatron"), cp(2, "ulysses"), cp(2, "kvallgather"), ZIGZAG]
+    cut = []
+    for ranks in zip(*run_ranks(logits_of_documents, 2, run, algos), strict=True):
+        for before, after, document in ranks:
             is_same = before == after
-            assert is_same[document != 2].all() and (document == 1).any()
-            assert not is_same[document == 2].any() and (document == 2).any()
+            assert is_same[document != 2].all() and not is_same[document == 2].any()
+        held = [set(document.tolist()) - {0} for _, _, document in ranks]
+        assert held[0] | held[1] == {1, 2, 3, 4}
+        cut.append(len(held[0] & held[1]))
+    assert max(cut[:3]) <= 2 and cut[3] == 4  # of four documents
 
 
 def largest_tensors(run: tuple[str, dict[str, Any]], lengths: list[int]) -> list[int]:

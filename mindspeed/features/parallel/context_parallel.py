@@ -16,6 +16,7 @@ from mindspeed.patching import Patch
 
 SOCKET = "mindspeed.te.pytorch.attention.megatron"
 LOCAL = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+ROTARY = "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
 TE = "megatron.core.extensions.transformer_engine:TEDotProductAttention"
 
 
@@ -46,6 +47,11 @@ class ContextParallel(Feature):
         cp_window_size: int = 1
         """Ranks of an inner ring, for the double ring; 1 is one ring."""
 
+        cp_document_layout: Literal["zigzag", "whole"] | None = None
+        """How packed documents are shared: each in pieces for all ranks (zigzag), or whole, but for
+        those that must be cut for ranks with equal attention. Default: whole in the training
+        commands of this package, zigzag in Megatron-LM's scripts, whose data loader cuts so."""
+
         use_cp_send_recv_overlap: bool = True
         """Accepted for scripts that use it: keys always travel while the ones before them are
         attended to."""
@@ -53,7 +59,8 @@ class ContextParallel(Feature):
     def is_on(self, options: Any, context: Context) -> bool:
         """More than one rank shares a sequence; without Megatron's arguments, an algorithm does."""
         if context.megatron is None:
-            return options.context_parallel_algo is not None or options.cp_window_size > 1
+            asked = options.context_parallel_algo, options.cp_document_layout
+            return any(asked) or options.cp_window_size > 1
         return bool(context.argument("context_parallel_size", 1) > 1)
 
     def check(self, options: Any, context: Context) -> None:
@@ -65,14 +72,23 @@ class ContextParallel(Feature):
         chosen(options, context.megatron or {})
         if _is_script(context):
             rules.check_length(context.argument("seq_length", 0), size)
+            _check_layout(options)
             _check_documents(options, context)
         rules.check_dropout(context.argument("attention_dropout", 0.0), size)
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Give the algorithm to Megatron, and attention over ranks to its local specs."""
+        settings: dict[str, Any] = {"cp_window_size": options.cp_window_size}
+        if options.cp_document_layout == "whole":
+            settings["cp_document_layout"] = "whole"
+            yield Patch.wrap(
+                ROTARY,
+                f"{SOCKET}:wrap_apply_rotary_pos_emb",
+                why="Megatron takes every rank to hold two pieces of each packed document",
+            )
         yield Patch.wrap(
             f"{LOCAL}.__init__",
-            bind(f"{SOCKET}:wrap_local_init", {"cp_window_size": options.cp_window_size}),
+            bind(f"{SOCKET}:wrap_local_init", settings),
             why="local specs name this class, which refuses context parallelism",
         )
         yield Patch.wrap(
@@ -80,11 +96,11 @@ class ContextParallel(Feature):
             f"{SOCKET}:wrap_local_forward",
             why="the attention that it builds sees this rank's part of the sequence only",
         )
-        if options.cp_window_size > 1:
+        if settings != {"cp_window_size": 1}:
             yield Patch.wrap(
                 f"{TE}.__init__",
-                bind(f"{SOCKET}:wrap_init", {"cp_window_size": options.cp_window_size}),
-                why="Megatron has no argument for windows of a ring",
+                bind(f"{SOCKET}:wrap_init", settings),
+                why="Megatron has no argument for windows of a ring, or layouts of documents",
             )
         # A suite of ours builds Megatron's config itself; a Megatron-LM script from its arguments.
         if options.context_parallel_algo and megatron.has_training():
@@ -139,6 +155,14 @@ def _check_comm_type(options: Any, context: Context) -> None:
         raise ConfigError(
             f"{rules.ALGO} {algo} and --cp-comm-type {' '.join(given)} contradict each other: "
             "drop one"
+        )
+
+
+def _check_layout(options: Any) -> None:
+    if options.cp_document_layout == "whole":
+        raise ConfigError(
+            "--cp-document-layout whole: Megatron-LM's data loader cuts documents in zigzag order: "
+            "drop it"
         )
 
 

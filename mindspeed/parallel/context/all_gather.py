@@ -1,12 +1,14 @@
 """Attention to keys and values that every rank gathers from all ranks, forward and backward.
 
 Memory grows with the whole sequence, messages are fewer and larger than those of a ring. Gradients
-of keys and values are summed by a reduce-scatter.
+of keys and values are summed by a reduce-scatter. Only rows of documents that several ranks hold
+are gathered; a rank attends to documents that it holds alone by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,21 +18,39 @@ from mindspeed.distributed.collectives import (
     reduce_scatter_uneven,
     resolve_group,
 )
-from mindspeed.parallel.context.exchange import Exchange, Members, ReturningGradients
-from mindspeed.parallel.context.layout import Range, sequence_order
-from mindspeed.parallel.context.merge import RowSums, pack, packed_size, unpack
+from mindspeed.parallel.context.blocks import Held, Spans, shared_and_whole
+from mindspeed.parallel.context.exchange import Arrived, Exchange, Members, ReturningGradients
+from mindspeed.parallel.context.layout import sequence_order
+from mindspeed.parallel.context.merge import Rows, RowSums, pack, packed_size, unpack
 
 
+@dataclass(frozen=True)
 class Gather(Exchange):
-    """Ranks that gather all keys and values, in one step."""
+    """Ranks that gather the keys and values of documents that they share, in one step."""
 
-    def order(self, device: torch.device) -> Tensor | None:
-        """Return where each row of the sequence is: calls take what they need of it."""
-        return sequence_order(self.layout, device)
+    spans: Spans
 
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Range, ...], list[Tensor]]]:
-        """Yield the keys and values of all ranks, one rank after the other."""
-        yield self.layout.covered, gather_rows([k, v], self)
+    @property
+    def parts(self) -> list[Held]:
+        """What is attended to in each step, of every rank: whole documents, then shared ones.
+
+        Every rank has the same steps, of which one may be empty.
+        """
+        shared, whole = shared_and_whole(self.spans, self.layout)
+        return [part for part in (whole, shared) if any(part.local)]
+
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[Arrived]:
+        """Yield this rank's documents, then the shared ones of all ranks, rank after rank."""
+        shared, _ = shared_and_whole(self.spans, self.layout)
+        for part in self.parts:
+            mine = Rows.of(part.local[self.rank], k.device)
+            kv = [mine.take(k), mine.take(v)]
+            if part is not shared:
+                yield Arrived(part.layout.ranges[self.rank], kv)
+                continue
+            gathered = gather_rows(kv, Members(self.group, part.layout))
+            order = sequence_order(part.layout, k.device)
+            yield Arrived(part.layout.covered, gathered, order)
 
     def returning(self, k: Tensor, v: Tensor) -> ReturningGradients:
         """Return gradients that are summed by a reduce-scatter."""
@@ -38,25 +58,37 @@ class Gather(Exchange):
 
 
 class _ScatteredGradients(ReturningGradients):
-    def __init__(self, members: Members, k: Tensor, v: Tensor) -> None:
-        self._members, self._kv = members, (k, v)
-        self._sums: RowSums
+    def __init__(self, gather: Gather, k: Tensor, v: Tensor) -> None:
+        self._gather, self._kv, self._parts = gather, (k, v), gather.parts
+        self._shared = shared_and_whole(gather.spans, gather.layout)[0]
+        self._sums: list[RowSums] = []
 
     def sums(self, step: int) -> RowSums:
-        """Return sums for the rows of all ranks."""
-        return RowSums(self._kv, sum(self._members.rows))
+        """Return sums for this rank's documents, or for the shared rows of all ranks."""
+        part = self._parts[step]
+        rows = Members(self._gather.group, part.layout).rows
+        is_shared = part is self._shared
+        return RowSums(self._kv, sum(rows) if is_shared else rows[self._gather.rank])
 
     def send(self, step: int, sums: RowSums) -> None:
-        """Keep the sums of the only step."""
-        self._sums = sums
+        """Keep the sums of a step."""
+        self._sums.append(sums)
 
     def result(self) -> list[Tensor]:
         """Sum over the ranks, and return the gradients of this rank's rows."""
-        members, grads = self._members, self._sums.totals()
-        parts = [pack(*pair) for pair in zip(*(x.split(members.rows) for x in grads))]
-        total = reduce_scatter_uneven(parts, resolve_group(members.group))
-        mine = unpack(total, grads, members.rows[members.rank])
-        return [grad.to(x.dtype) for grad, x in zip(mine, self._kv)]
+        rank, found = self._gather.rank, []
+        for part, sums in zip(self._parts, self._sums):
+            grads = sums.totals()
+            if part is self._shared:
+                grads = scatter_rows(grads, Members(self._gather.group, part.layout))
+            found.append((Rows.of(part.local[rank], grads[0].device), grads))
+        if len(found) == 1 and found[0][0].is_all(len(self._kv[0])):
+            return [grad.to(x.dtype) for grad, x in zip(found[0][1], self._kv)]
+        result = [torch.zeros_like(x) for x in self._kv]
+        for rows, grads in found:
+            for x, grad in zip(result, grads):
+                rows.put(x, grad)
+        return result
 
 
 def gather_rows(tensors: Sequence[Tensor], members: Members) -> list[Tensor]:
@@ -65,3 +97,10 @@ def gather_rows(tensors: Sequence[Tensor], members: Members) -> list[Tensor]:
     flat = all_gather_uneven(pack(*tensors), sizes, resolve_group(members.group))
     parts = zip(*(unpack(x, tensors, n) for x, n in zip(flat, members.rows)))
     return [torch.cat(part) for part in parts]
+
+
+def scatter_rows(tensors: Sequence[Tensor], members: Members) -> list[Tensor]:
+    """Sum rows of all ranks, one rank after the other, and return this rank's; one message."""
+    parts = [pack(*pair) for pair in zip(*(x.split(members.rows) for x in tensors))]
+    total = reduce_scatter_uneven(parts, resolve_group(members.group))
+    return unpack(total, tensors, members.rows[members.rank])

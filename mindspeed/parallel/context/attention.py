@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from mindspeed.distributed.collectives import group_rank, group_size
 from mindspeed.distributed.context_rules import check_comm_type, check_window
 from mindspeed.parallel.context.all_gather import Gather, gather_rows
+from mindspeed.parallel.context.blocks import Spans
 from mindspeed.parallel.context.exchange import Exchange, Members, attention_over
 from mindspeed.parallel.context.layout import Layout
 from mindspeed.parallel.context.ring import Ring
@@ -80,11 +81,11 @@ class ContextParallel:
         inner = group_size(self.a2a_group)
         return group_rank(self.ring_group) * inner + group_rank(self.a2a_group)
 
-    def exchange(self, layout: Layout) -> Exchange:
-        """Return how keys and values travel between ranks that hold these rows."""
+    def exchange(self, layout: Layout, spans: Spans) -> Exchange:
+        """Return how keys and values travel between ranks that hold these rows of documents."""
         if self.gather_group is not None:
-            return Gather(self.gather_group, layout)
-        return Ring(self.ring_group, layout, self.window)
+            return Gather(self.gather_group, layout, spans)
+        return Ring(self.ring_group, layout, spans, self.window)
 
 
 def context_attention(
@@ -107,7 +108,7 @@ def context_attention(
     if group_size(context.a2a_group) > 1:
         out = _with_heads_exchanged(q, k, v, context, layout, rule)
     else:
-        out = attention_over(q, k, v, context.exchange(layout), rule)
+        out = attention_over(q, k, v, context.exchange(layout, rule.spans), rule)
     return pad(out, (0, 0) * 3 + (0, padding)) if padding else out
 
 
@@ -130,7 +131,8 @@ def _with_heads_exchanged(
     if slopes is not None:
         slopes = slopes[slice(*heads.q[rank])]
     k, v = (heads.per_query_group(x, rank) for x in (k, v))
-    exchange, rule = context.exchange(layout.merge(size)), replace(rule, bias=bias, slopes=slopes)
+    exchange = context.exchange(layout.merge(size), rule.spans)
+    rule = replace(rule, bias=bias, slopes=slopes)
     return to_rows(attention_over(q, k, v, exchange, rule), heads.q, members)
 
 

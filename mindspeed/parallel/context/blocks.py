@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from mindspeed.parallel.context.layout import Range
+from mindspeed.parallel.context.layout import Layout, Range
 
 Window = tuple[int, int]
 """Neighbours to the left and to the right that a query sees, -1 for all."""
@@ -90,6 +91,36 @@ class _Segment(NamedTuple):
     local: Range
     start: int
     end: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Some rows of each rank: where they are in the sequence, and where in the rank's tensors."""
+
+    layout: Layout
+    local: tuple[tuple[Range, ...], ...]
+
+    @classmethod
+    def of(cls, ranks: Sequence[list[_Segment]]) -> Held:
+        """Describe segments of each rank, in the order of its tensors."""
+        ranks = [sorted(segments) for segments in ranks]
+        ranges = (tuple((one.start, one.end) for one in segments) for segments in ranks)
+        return cls(Layout(tuple(ranges)), tuple(tuple(s.local for s in one) for one in ranks))
+
+
+@functools.lru_cache(maxsize=64)
+def shared_and_whole(spans: Spans, layout: Layout) -> tuple[Held, Held]:
+    """Return the rows of documents that several ranks hold, and of those that one holds alone.
+
+    A rank needs no keys of others but the first ones. Padding is in neither.
+    """
+    held = [_segments(spans, ranges) for ranges in layout.ranges]
+    holders = Counter(number for one in held for number in one)
+    parts: tuple[list[list[_Segment]], ...] = ([], [])
+    for one in held:
+        for part, is_shared in zip(parts, (True, False)):
+            part.append([x for n in one if (holders[n] > 1) == is_shared for x in one[n]])
+    return Held.of(parts[0]), Held.of(parts[1])
 
 
 @functools.lru_cache(maxsize=1024)

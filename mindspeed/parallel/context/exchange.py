@@ -9,9 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -42,6 +41,16 @@ class Members:
         return [self.layout.num_rows(rank) for rank in range(self.layout.size)]
 
 
+class Arrived(NamedTuple):
+    """Keys and values that this rank has got from others, or has itself."""
+
+    ranges: tuple[Range, ...]
+    """Their rows in the sequence."""
+    kv: list[Tensor]
+    order: Tensor | None = None
+    """Where those rows are in the tensors; None if in their order."""
+
+
 class ReturningGradients(ABC):
     """Gradients of keys and values on their way to the ranks that own them."""
 
@@ -62,13 +71,9 @@ class ReturningGradients(ABC):
 class Exchange(Members, ABC):
     """Brings keys and values to this rank, in steps."""
 
-    def order(self, device: torch.device) -> Tensor | None:
-        """Return where the rows of a step are in its tensors; None if in the sequence's order."""
-        return None
-
     @abstractmethod
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Range, ...], list[Tensor]]]:
-        """Yield the rows of each step in the sequence, and their keys and values."""
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[Arrived]:
+        """Yield the keys and values of each step."""
 
     @abstractmethod
     def returning(self, k: Tensor, v: Tensor) -> ReturningGradients:
@@ -104,13 +109,13 @@ class _ExchangedAttention(Function):
         q, k, v, bias, slopes, out, lse = ctx.saved_tensors
         exchange, rule = ctx.job
         rule = replace(rule, bias=bias, slopes=slopes)
-        grads = Gradients(rule, q, grad, out, lse, exchange.order(q.device))
+        grads = Gradients(rule, q, grad, out, lse)
         mine = exchange.layout.ranges[exchange.rank]
         returning = exchange.returning(k, v)
-        for step, (ranges, kv) in enumerate(exchange.arriving(k, v)):
+        for step, (ranges, kv, order) in enumerate(exchange.arriving(k, v)):
             sums = returning.sums(step)
             for call in rule.calls(mine, ranges, q):
-                grads.add(call, kv, sums)
+                grads.add(call, kv, sums, order)
             returning.send(step, sums)
         dq, dbias = grads.result()
         dk, dv = returning.result()
@@ -120,9 +125,9 @@ class _ExchangedAttention(Function):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    attention = Attention(rule, q, v.shape[-1], exchange.order(q.device))
+    attention = Attention(rule, q, v.shape[-1])
     mine = exchange.layout.ranges[exchange.rank]
-    for ranges, kv in exchange.arriving(k, v):
+    for ranges, kv, order in exchange.arriving(k, v):
         for call in rule.calls(mine, ranges, q):
-            attention.add(call, kv)
+            attention.add(call, kv, order)
     return attention.result()

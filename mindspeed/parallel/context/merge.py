@@ -129,17 +129,16 @@ class Taken:
 class Attention:
     """The output and log-sum-exp of queries (S, B, N, H) over the keys seen so far."""
 
-    def __init__(self, rule: Rule, q: Tensor, value_size: int, order: Tensor | None = None) -> None:
-        """Take where the keys of a sequence are in their tensors; None if in its order."""
-        self._rule, self._dtype, self._device, self._order = rule, q.dtype, q.device, order
+    def __init__(self, rule: Rule, q: Tensor, value_size: int) -> None:
+        self._rule, self._dtype, self._device = rule, q.dtype, q.device
         self._shape = *q.shape[:-1], value_size
         self._queries, self._seen = Taken(q, dims=[0]), Seen()
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
-    def add(self, call: Call, kv: Sequence[Tensor]) -> None:
-        """Attend to more keys and values."""
-        where = Placement.of(call, self._device, self._order)
+    def add(self, call: Call, kv: Sequence[Tensor], order: Tensor | None = None) -> None:
+        """Attend to more keys and values; `order` says where the rows of a call are in them."""
+        where = Placement.of(call, self._device, order)
         (q,) = self._queries.rows(call, where.q)
         k, v = (where.k.take(x) for x in kv)
         options = {"scale": self._rule.scale, "window": call.window}
@@ -256,24 +255,18 @@ class RowSums:
 class Gradients:
     """The gradients of a rank's queries and bias, summed over calls."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        q: Tensor,
-        grad: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        order: Tensor | None = None,
-    ) -> None:
+    def __init__(self, rule: Rule, q: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> None:
         """Take the gradient and the output (S, B, N, V), and the log-sum-exp, over all keys."""
-        self._rule, self._device, self._order = rule, q.device, order
+        self._rule, self._device = rule, q.device
         self._queries = Taken(grad.contiguous(), q, out, lse, dims=[0, 0, 0, -1])
         self._dq = RowSums([q], len(q))
         self._dbias = None if rule.bias is None else torch.zeros_like(rule.bias)
 
-    def add(self, call: Call, kv: Sequence[Tensor], sums: RowSums) -> None:
+    def add(
+        self, call: Call, kv: Sequence[Tensor], sums: RowSums, order: Tensor | None = None
+    ) -> None:
         """Compute the gradients of one call; those of keys and values are added to `sums`."""
-        where = Placement.of(call, self._device, self._order)
+        where = Placement.of(call, self._device, order)
         grad, q, out, lse = self._queries.rows(call, where.q)
         k, v = (where.k.take(x) for x in kv)
         options = {"scale": self._rule.scale, "window": call.window}

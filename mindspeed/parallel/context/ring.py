@@ -5,6 +5,8 @@ later step. With windows of w ranks (double ring) keys go round each window, and
 next window: a slow link between windows is used once in w steps. One ring is the case of windows of
 one rank.
 
+Only rows of documents that several ranks hold travel: no other rank sees the rest.
+
 Backward moves keys and values the same way. Their gradients follow: a rank that attends to a
 block adds its share and passes the sum on to the next one that does, at last to the block's owner.
 """
@@ -14,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mindspeed.distributed.collectives import Pending, exchange, group_size
-from mindspeed.parallel.context.exchange import Exchange, ReturningGradients
-from mindspeed.parallel.context.layout import Range
-from mindspeed.parallel.context.merge import RowSums, pack, packed_size, unpack
+from mindspeed.parallel.context.blocks import Held, Spans, shared_and_whole
+from mindspeed.parallel.context.exchange import Arrived, Exchange, ReturningGradients
+from mindspeed.parallel.context.merge import Rows, RowSums, pack, packed_size, unpack
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Schedule:
 class Ring(Exchange):
     """Ranks round which keys and values travel, in windows of some of them."""
 
+    spans: Spans
     window: int = 1
 
     @property
@@ -61,11 +65,25 @@ class Ring(Exchange):
         """The order in which the ranks attend to each other's keys."""
         return Schedule(group_size(self.group), self.window)
 
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[tuple[Range, ...], list[Tensor]]]:
+    @property
+    def shared(self) -> Held:
+        """The rows that travel."""
+        return shared_and_whole(self.spans, self.layout)[0]
+
+    def sent_rows(self, device: torch.device) -> Rows:
+        """Return the rows of this rank that travel."""
+        return Rows.of(self.shared.local[self.rank], device)
+
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[Arrived]:
         """Yield the keys and values of each rank; the next ones travel until the next call."""
         schedule, rank = self.schedule, self.rank
+        own = Arrived(self.layout.ranges[rank], [k, v])
+        if schedule.size == 1:
+            yield own
+            return
+        shared, sent = self.shared.layout, self.sent_rows(k.device)
         arriving: dict[int, tuple[Tensor, Pending]] = {}
-        buffer = pack(k, v) if schedule.size > 1 else k
+        buffer = pack(sent.take(k), sent.take(v))
         for step in range(schedule.size):
             if step:
                 buffer, pending = arriving.pop(step)
@@ -76,12 +94,15 @@ class Ring(Exchange):
                 receives = []
                 for one in later:
                     comes = schedule.source(rank, one)
-                    empty = buffer.new_empty(packed_size((k, v), self.layout.num_rows(comes)))
+                    empty = buffer.new_empty(packed_size((k, v), shared.num_rows(comes)))
                     receives.append((empty, schedule.holder(comes, step)))
                 pending = exchange(sends, receives, self.group)  # type: ignore[arg-type]
                 arriving |= {one: (empty, pending) for one, (empty, _) in zip(later, receives)}
-            kv = unpack(buffer, (k, v), self.layout.num_rows(source)) if step else [k, v]
-            yield self.layout.ranges[source], kv
+            if step == 0:
+                yield own
+            else:
+                kv = unpack(buffer, (k, v), shared.num_rows(source))
+                yield Arrived(shared.ranges[source], kv)
 
     def returning(self, k: Tensor, v: Tensor) -> ReturningGradients:
         """Return gradients that follow the keys and values, one step later."""
@@ -91,24 +112,29 @@ class Ring(Exchange):
 class _FollowingGradients(ReturningGradients):
     def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
         self._ring, self._kv, self._schedule = ring, (k, v), ring.schedule
+        self._shared, self._sent = ring.shared.layout, ring.sent_rows(k.device)
         self._pending: Pending | None = None
         self._received: Tensor | None = None
-        self._last: RowSums | None = None
+        self._own: RowSums
 
     def sums(self, step: int) -> RowSums:
         """Return sums that start from what the ranks before this one have added."""
-        rows = self._ring.layout.num_rows(self._schedule.source(self._ring.rank, step))
+        if step == 0:
+            self._own = RowSums(self._kv, len(self._kv[0]))
+            return self._own
+        rows = self._shared.num_rows(self._schedule.source(self._ring.rank, step))
         return RowSums(self._kv, rows, self._arrived)
 
     def send(self, step: int, sums: RowSums) -> None:
         """Pass the sums on to the next rank that attends to the same keys."""
         ring, schedule = self._ring, self._schedule
         if schedule.size == 1:
-            self._last = sums
             return
         source, comes = (schedule.source(ring.rank, one) for one in (step, step + 1))
         total = sums.buffer  # waits for what it starts from: before the next is received
-        self._received = total.new_empty(packed_size(self._kv, ring.layout.num_rows(comes)))
+        if step == 0 and not self._sends_all:
+            total = pack(*(self._sent.take(x) for x in sums.totals()))
+        self._received = total.new_empty(packed_size(self._kv, self._shared.num_rows(comes)))
         self._pending = exchange(
             [(total, schedule.holder(source, step + 1))],
             [(self._received, schedule.holder(comes, step))],
@@ -116,9 +142,20 @@ class _FollowingGradients(ReturningGradients):
         )
 
     def result(self) -> list[Tensor]:
-        """Return the sums that have come back to the owner of the keys."""
-        last = self._last or RowSums(self._kv, len(self._kv[0]), self._arrived)
-        return last.result()
+        """Return the sums of this rank's own keys: what came back, and what never left."""
+        if self._schedule.size == 1:
+            return self._own.result()
+        rows = self._shared.num_rows(self._ring.rank)
+        back = RowSums(self._kv, rows, self._arrived)
+        if self._sends_all:
+            return back.result()
+        for total, x in zip(self._own.totals(), back.totals()):
+            self._sent.put(total, x)
+        return self._own.result()
+
+    @property
+    def _sends_all(self) -> bool:
+        return self._sent.is_all(len(self._kv[0]))
 
     def _arrived(self) -> Tensor | None:
         if self._pending is not None:

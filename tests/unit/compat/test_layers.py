@@ -13,7 +13,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from mindspeed.compat.layers import keep_type, promote, wrap_block_submodules, wrap_torch_norm
+from mindspeed.compat.layers import (
+    keep_type,
+    promote,
+    wrap_block_submodules,
+    wrap_layer_init,
+    wrap_torch_norm,
+)
 
 
 def config(**options):
@@ -148,3 +154,23 @@ def test_probabilities_keep_the_type_of_the_scores():
     as_bf16 = keep_type(lambda self, input, mask: torch.softmax(input, -1).bfloat16())
     assert as_bf16(None, torch.ones(2, 2), None).dtype == torch.float32
     assert as_bf16(None, torch.ones(2, 2).bfloat16(), mask=None).dtype == torch.bfloat16
+
+
+class UpstreamLayer:
+    def __init__(self, config, layer_number=1):
+        self.layer_number = layer_number
+        self.comm_type = config.cp_comm_type[self.layer_number]
+
+
+class FixedLayer:
+    def __init__(self, config, layer_number=1):
+        self.comm_type = config.cp_comm_type[layer_number - 1]
+
+
+def test_a_list_of_algorithms_begins_with_the_first_layer():
+    config = SimpleNamespace(cp_comm_type=["p2p", "a2a"])
+    for upstream in (UpstreamLayer, FixedLayer):
+        layer = type("Layer", (), {"__init__": wrap_layer_init(upstream.__init__)})
+        assert [layer(config=config, layer_number=n).comm_type for n in (1, 2)] == ["p2p", "a2a"]
+        assert config.cp_comm_type == ["p2p", "a2a"]
+    assert wrap_layer_init(FixedLayer.__init__) is FixedLayer.__init__

@@ -94,6 +94,11 @@ def test_what_is_on(given, arguments, name):
             "--seq-length 60 is not a multiple of 2 x --context-parallel-size 4: use 64",
         ),
         (
+            {"cp_document_layout": "whole"},
+            {"context_parallel_size": 2},
+            "--cp-document-layout whole: Megatron-LM's data loader cuts documents in zigzag order",
+        ),
+        (
             {},
             {"context_parallel_size": 2, "attention_dropout": 0.1},
             "--attention-dropout 0.1 cannot be reproduced with --context-parallel-size 2: use 0",

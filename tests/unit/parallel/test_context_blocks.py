@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from mindspeed.parallel.context.blocks import CAUSAL, FULL, Call, Spans, plan
 from mindspeed.parallel.context.layout import Layout, partitioned_indices, split
 from mindspeed.parallel.context.ring import Schedule
+from mindspeed.parallel.context.whole_documents import whole_documents
 
 LENGTHS = st.lists(
     st.tuples(st.integers(0, 13), st.sampled_from([0, 0, 1, 4])), min_size=1, max_size=5
 )
 WINDOWS = st.sampled_from([FULL, CAUSAL, (0, 0), (3, 0), (2, 2), (5, -1), (1, 3)])
-LAYOUTS = st.sampled_from(["documents", "whole", "contiguous"])
+LAYOUTS = st.sampled_from(["documents", "whole documents", "whole", "contiguous"])
 
 
 def make(lengths, kind, size):
@@ -24,6 +25,8 @@ def make(lengths, kind, size):
     padded = [0, *itertools.accumulate(n + padding for n, padding in lengths)]
     if kind == "documents":
         return Spans.packed(bounds, padded), Layout.zigzag_documents(padded, size)
+    if kind == "whole documents":
+        return Spans.packed(bounds, padded), whole_documents(padded, size)
     make_layout = Layout.zigzag if kind == "whole" else Layout.contiguous
     return Spans.packed(bounds, padded), make_layout(padded[-1], size)
 

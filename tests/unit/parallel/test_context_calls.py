@@ -13,6 +13,7 @@ from mindspeed.parallel.context import merge
 from mindspeed.parallel.context.blocks import CAUSAL, FULL, Spans, plan
 from mindspeed.parallel.context.layout import Layout
 from mindspeed.parallel.context.rule import Rule
+from mindspeed.parallel.context.whole_documents import whole_documents
 
 HEADS, GROUPS, HEAD, SIZE = 4, 2, 8, 4
 BOUNDS = {"one document": [0, 64], "packed": [0, 16, 48, 64]}
@@ -150,14 +151,19 @@ def test_the_played_ring_is_one_attention():
 WINDOWS = st.tuples(st.integers(0, 24), st.integers(0, 4)) | st.sampled_from([FULL, CAUSAL])
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(2, 4), WINDOWS)
-@example([15, 11, 23], 2, (18, 0))  # a call with rows that are new in part
-@example([55], 4, (19, 2))
-def test_any_window_over_any_documents(lengths, size, window):
+MAKE_LAYOUT = st.sampled_from([Layout.zigzag_documents, whole_documents])
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(2, 4), WINDOWS, MAKE_LAYOUT
+)
+@example([15, 11, 23], 2, (18, 0), Layout.zigzag_documents)  # a call with rows new in part
+@example([55], 4, (19, 2), Layout.zigzag_documents)
+def test_any_window_over_any_documents(lengths, size, window, make_layout):
     """Parts overlap in any way: what is written, merged and added makes the whole, in float64."""
     torch.manual_seed(0)
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    layout = Layout.zigzag_documents(bounds, size)
+    layout = make_layout(bounds, size)
     q, k, v, grad = (torch.randn(bounds[-1], 1, n, HEAD, dtype=torch.float64) for n in (2, 1, 1, 2))
     rule, q_whole = Rule(Spans.packed(bounds), window, 0.3), q.clone().requires_grad_()
     one = PlayedRing(Layout.zigzag_documents(bounds, 1), [[k, v]])
@@ -179,12 +185,19 @@ def test_any_window_over_any_documents(lengths, size, window):
             torch.testing.assert_close(layout.unshard(torch.cat(parts)), whole, rtol=0, atol=1e-12)
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 8), st.booleans())
-def test_causal_documents_are_one_call_a_step(lengths, size, is_split_whole):
+def split_whole(bounds, size):
+    """Split a row of documents as one sequence."""
+    return Layout.zigzag(bounds[-1], size)
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.integers(1, 8),
+    MAKE_LAYOUT | st.just(split_whole),
+)
+def test_causal_documents_are_one_call_a_step(lengths, size, make_layout):
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    layout = (
-        Layout.zigzag(bounds[-1], size) if is_split_whole else Layout.zigzag_documents(bounds, size)
-    )
+    layout = make_layout(bounds, size)
     for mine in layout.ranges:
         for theirs in layout.ranges:
             assert len(plan(Spans.packed(bounds), mine, theirs, CAUSAL)) <= 1

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed.parallel.context.whole_documents import whole_documents
+from mindspeed.te.pytorch.attention.core import host_bounds
 from mindspeed.te.pytorch.attention.dot_product_attention import DotProductAttention
 
 _REST = ("attn_mask_type", "attention_bias", "packed_seq_params")
 # What features set in an attention that is built.
-_SETTINGS = ("alibi_slopes", "cp_window_size", "reads_mask")
+_SETTINGS = ("alibi_slopes", "cp_document_layout", "cp_window_size", "reads_mask")
 # What it takes of Megatron's PackedSeqParams.
 _PACKED = ("qkv_format", *(f"cu_seqlens_{x}" for x in ("q", "kv", "q_padded", "kv_padded")))
 
@@ -104,6 +106,48 @@ def wrap_local_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]
         return self.attention(query, key, value, attention_mask, **options)
 
     return forward
+
+
+def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rotate packed documents that ranks share by `whole_documents`.
+
+    Every token gets the angle of its position, and the sequence is rotated as if it were one.
+    """
+
+    @functools.wraps(original)
+    def apply_rotary_pos_emb(
+        t: Tensor,
+        freqs: Tensor,
+        config: Any,
+        cu_seqlens: Tensor | None = None,
+        mscale: float = 1.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        group = args[0] if args else kwargs.get("cp_group")
+        group = group or _context_group()
+        if cu_seqlens is None or group.size() == 1:
+            return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
+        bounds = tuple(host_bounds(cu_seqlens))
+        positions = _positions(bounds, group.size(), group.rank(), freqs.device)
+        angles = freqs.index_select(0, positions)
+        return original(t.unsqueeze(1), angles, config, None, mscale, *args, **kwargs).squeeze(1)
+
+    return apply_rotary_pos_emb
+
+
+def _context_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> Tensor:
+    """Return where in its document each row of a rank is."""
+    rows = whole_documents(bounds, size).index(rank)
+    starts = torch.tensor(bounds)
+    return (rows - starts[torch.searchsorted(starts, rows, right=True) - 1]).to(device)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

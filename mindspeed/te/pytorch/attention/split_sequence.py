@@ -1,11 +1,12 @@
 """Attention of sequences that are split over context-parallel ranks, in Megatron's layouts.
 
-Every rank holds equally many rows of a batch, in zigzag order, or its pieces of packed documents,
-of which the cumulative lengths are those of the whole documents.
+Every rank holds equally many rows of a batch, in zigzag order, or its share of packed documents, of
+which the cumulative lengths are those of the whole documents.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,9 @@ class SplitSequence:
         key_bounds: tuple[Tensor, Tensor | None],
         mask_rule: MaskRule,
         scale: float,
+        *,
         slopes: Tensor | None = None,
+        make_layout: Callable[[Sequence[int], int], Layout] = Layout.zigzag_documents,
     ) -> SplitSequence:
         """Describe packed documents by cumulative lengths without and with padding."""
         of_q, of_k = (
@@ -79,7 +82,7 @@ class SplitSequence:
             raise _two_sequences("cu_seqlens_q and cu_seqlens_kv differ")
         real, padded = of_q
         assert real is not None
-        layout = Layout.zigzag_documents(real if padded is None else padded, context.size)
+        layout = make_layout(real if padded is None else padded, context.size)
         rule = Rule(Spans.packed(real, padded), mask_rule.window, scale, slopes=slopes)
         return cls(context, layout, rule)
 

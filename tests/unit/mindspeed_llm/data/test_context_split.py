@@ -1,6 +1,7 @@
 """The rows of a micro-batch that each context-parallel rank holds."""
 
 import logging
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed.ops.rotary_position_embedding.packed import packed_positions
 from mindspeed.parallel.context.blocks import CAUSAL, Spans, plan
+from mindspeed.te.pytorch.attention.megatron import _positions as whole_positions
 from mindspeed_llm.data.collate import collate_fixed, collate_packed
 from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
 from tests.unit.mindspeed_llm.data.real_lengths import num_pairs
@@ -32,21 +34,34 @@ def samples(lengths):
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6),
     size=st.integers(2, 8),
     tp=st.integers(1, 4),
+    layout=st.sampled_from(["zigzag", "whole"]),
 )
-def test_every_token_is_on_one_rank_where_rotary_embeddings_expect_it(lengths, size, tp):
+def test_every_token_is_on_one_rank_where_rotary_embeddings_expect_it(lengths, size, tp, layout):
     batch = collate_packed(samples(lengths))
-    shares = [ContextSplit(size, rank, tp).split(batch) for rank in range(size)]
+    shares = [ContextSplit(size, rank, tp, layout).split(batch) for rank in range(size)]
     kept = torch.cat([share["tokens"][share["tokens"] > 0] for share in shares])
     assert kept.sort().values.tolist() == list(range(1, sum(lengths) + 1))
     for rank, share in enumerate(shares):
         tokens, padded = share["tokens"], share["cu_seqlens_padded"]
         assert tokens.numel() * size == padded[-1] and tokens.numel() % tp == 0
-        assert (padded.diff() % (2 * size) == 0).all() and share["max_seqlen"] == max(padded.diff())
-        positions = packed_positions(tokens[0], padded, size, rank)
+        assert share["max_seqlen"] == max(padded.diff())
+        if layout == "zigzag":
+            assert (padded.diff() % (2 * size) == 0).all()
+            positions = packed_positions(tokens[0], padded, size, rank)
+        else:
+            assert padded[-1] < sum(lengths) + size * math.lcm(2, tp)
+            positions = whole_positions(tuple(padded.tolist()), size, rank, tokens.device)
         assert torch.equal(share["position_ids"][tokens > 0], positions[tokens[0] > 0])
         trained = share["loss_mask"] > 0
         assert torch.equal(share["labels"][trained], share["tokens"][trained] + 1)
         assert share["trained_tokens"] == sum(lengths) - len(lengths)
+        if layout == "zigzag":
+            local = padded.diff() // size
+        else:  # the last document has the padding
+            document = torch.bucketize(tokens[tokens > 0], batch["cu_seqlens"])
+            local = torch.bincount(document, minlength=len(lengths) + 1)[1:]
+            local[-1] += (tokens == 0).sum()
+        assert torch.equal(share["local_lengths"], local.long())
     assert sum(share["loss_mask"].sum() for share in shares) == sum(lengths) - len(lengths)
 
 
@@ -69,7 +84,7 @@ def test_rows_that_do_not_divide_are_padded():
 
 
 def test_much_padding_is_reported_once(caplog):
-    split = ContextSplit(4, 1)
+    split = ContextSplit(4, 1, document_layout="zigzag")
     watch = PaddingWatch(split)
     full = collate_packed(samples([32, 24])) | {"real_tokens": torch.tensor(56)}
     short = collate_packed(samples([9, 17])) | {"real_tokens": torch.tensor(26)}

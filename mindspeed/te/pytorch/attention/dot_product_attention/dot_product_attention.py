@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed.distributed.context_rules import check_dropout
 from mindspeed.parallel.context.attention import ContextParallel
+from mindspeed.parallel.context.whole_documents import DOCUMENT_LAYOUTS
 from mindspeed.te.pytorch.attention.core import (
     Documents,
     Softmax,
@@ -83,6 +84,7 @@ class DotProductAttention(nn.Module):
         self.alibi_slopes: Tensor | None = None  # of this rank's heads, where all calls use ALiBi
         self.reads_mask = False  # whether causal layers take their mask tensor into account
         self.cp_window_size = 1  # ranks of an inner ring, of a double ring
+        self.cp_document_layout = "zigzag"  # how packed documents are shared by ranks
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def set_context_parallel_group(
@@ -134,8 +136,9 @@ class DotProductAttention(nn.Module):
         come with core_attention_bias_type="alibi". `max_seqlen_*`, `pad_between_seqs` and
         `num_splits` are hints to kernels and change no number.
 
-        With context parallelism the tensors have the rows of this rank, in zigzag order; a mask and
-        a bias have all columns, and cumulative lengths are those of the whole documents.
+        With context parallelism the tensors have the rows of this rank, in zigzag order, or packed
+        documents as `cp_document_layout` says; a mask and a bias have all columns, and cumulative
+        lengths are those of the whole documents.
         """
         layout = self.qkv_format if qkv_format is None else qkv_format
         if layout not in FORMATS:
@@ -185,7 +188,10 @@ class DotProductAttention(nn.Module):
         if slopes is not None and self._softmax().dropout:
             raise ValueError("packed documents with alibi_slopes take no dropout: use 0")
         if context.size > 1 or slopes is not None:
-            split = SplitSequence.of_documents(context, of_q, of_k, rule, scale, slopes)
+            make_layout = DOCUMENT_LAYOUTS[self.cp_document_layout]
+            split = SplitSequence.of_documents(
+                context, of_q, of_k, rule, scale, slopes=slopes, make_layout=make_layout
+            )
             return split.attend, split.largest
         documents: Any = {"of_q": Documents.of(*of_q), "of_k": Documents.of(*of_k)}
         run = partial(attend_documents, rule=rule, softmax=self._softmax(), **documents)
