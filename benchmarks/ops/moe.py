@@ -1,14 +1,17 @@
-"""Mixture of experts: permutation by expert and back, and the experts of one layer.
+"""Mixture of experts: the router, permutation by expert and back, and the experts of one layer.
 
 Permutation moves each token once and each of its k rows once. A layer is permute, two grouped GEMMs
 around a SwiGLU, weighted unpermute.
 """
+
+import functools
 
 import torch
 from op_case import GEMMS, Case, Work, compiled, optional, run_pass
 
 from mindspeed.ops.gmm import gmm
 from mindspeed.ops.moe_token_permute import moe_token_permute, moe_token_unpermute
+from mindspeed.ops.router_topk import router_topk
 from mindspeed.ops.swiglu import swiglu
 from mindspeed.ops.token_rows import gather_rows
 from mindspeed.te.pytorch.permutation import moe_permute_with_probs, moe_unpermute
@@ -200,13 +203,50 @@ def mask_case(tokens, hidden, top_k, experts, dtype=torch.bfloat16):
     )
 
 
+def route(logits, topk):
+    """Route as Megatron's unfused router does: softmax of the chosen, spread over all experts."""
+    values, ids = logits.topk(topk, dim=-1)
+    probs = torch.zeros_like(logits).scatter(1, ids, values.softmax(-1))
+    torch.zeros_like(logits).int().scatter(1, ids, 1).bool()
+    scores = logits.softmax(-1)
+    torch.zeros_like(logits).int().scatter(1, scores.topk(topk, dim=-1).indices, 1).bool()
+    return probs, scores
+
+
+def router_case(tokens, top_k, experts):
+    """Measure the choice of experts with the scores of a load-balancing loss."""
+
+    def make_inputs(device):
+        return (torch.randn(tokens, experts, device=device, requires_grad=True),)
+
+    def ours(logits):
+        out = router_topk(logits, top_k, with_scores=True)
+        return out.probs, out.scores
+
+    plain = functools.partial(route, topk=top_k)
+    size = tokens * experts
+    forward, backward = Work(bytes=13 * size), Work(bytes=17 * size)  # float32 but the mask
+    return Case(
+        op="router_topk",
+        shape=f"{tokens} top {top_k} of {experts}",
+        dtype=torch.float32,
+        make_inputs=make_inputs,
+        peers={"ours": ours, "eager": plain, "compile": compiled(plain)},
+        reference=plain,
+        work={"fwd": forward, "bwd": backward, "full": forward + backward},
+    )
+
+
 SHAPES = [(8192, 2048, 8, 64), (8192, 7168, 8, 256), (16384, 2048, 8, 64)]
 MAKERS = (permute_case, unpermute_case, mask_case)
 CASES = [
     layer_case(16384, 2048, 1024, 64, 8),
     *(make(*shape) for shape in SHAPES for make in MAKERS),
+    router_case(16384, 8, 128),
+    router_case(8192, 8, 256),
 ]
 TINY = [
     layer_case(24, 16, 8, 4, 2, torch.float32),
     *(make(9, 5, 2, 4, torch.float32) for make in MAKERS),
+    router_case(9, 2, 4),
 ]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mindspeed.distributed.collectives import all_gather
 from mindspeed.moe.alltoall_dispatcher import AllToAllDispatcher
+from mindspeed.moe.interface import CombinedByExperts
 from mindspeed.ops.all_to_all_all_gather_bmm import all_to_all_all_gather_bmm
 from mindspeed.ops.all_to_all_all_gather_bmm.reference import to_experts
 from mindspeed.ops.bmm_reduce_scatter_all_to_all import bmm_reduce_scatter_all_to_all
@@ -28,7 +29,7 @@ _SPLIT_CAPACITY = 1
 """How the TP group splits the operators' rows: each rank has its own tokens, as whole rows."""
 
 
-class BmmDispatcher(AllToAllDispatcher):
+class BmmDispatcher(CombinedByExperts, AllToAllDispatcher):
     """The local half of a dispatcher; the experts' GEMMs do the rest."""
 
     def token_dispatch(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,19 +41,6 @@ class BmmDispatcher(AllToAllDispatcher):
     def dispatch_postprocess(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Leave the rows to the first GEMM."""
         return rows, self.tokens_per_expert, weights.flatten()
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The second GEMM returns this rank's rows."""
-        return hidden_states
-
-    def token_combine(
-        self,
-        hidden_states: Tensor,
-        async_finish: bool = True,
-        allocate_on_comm_stream: bool = True,
-    ) -> Tensor:
-        """The second GEMM returns this rank's rows."""
-        return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Add up the outputs of each token."""

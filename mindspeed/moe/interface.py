@@ -27,3 +27,20 @@ class TwoMethods:
         assert bias is None, "experts with a bias add it themselves"
         combined = self.token_combine(self.combine_preprocess(hidden_states))
         return self.combine_postprocess(combined), None
+
+
+class CombinedByExperts:
+    """The half of a dispatcher that experts do themselves: they return this rank's own rows."""
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Leave the rows as they are."""
+        return hidden_states
+
+    def token_combine(
+        self,
+        hidden_states: Tensor,
+        async_finish: bool = True,
+        allocate_on_comm_stream: bool = True,
+    ) -> Tensor:
+        """Send nothing."""
+        return hidden_states

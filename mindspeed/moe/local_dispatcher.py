@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed.moe.interface import TwoMethods
+from mindspeed.moe.interface import CombinedByExperts, TwoMethods
 from mindspeed.ops.expert_mlp.reference import ExpertRows, number_rows
 
 
-class LocalDispatcher(TwoMethods):
+class LocalDispatcher(CombinedByExperts, TwoMethods):
     """The interface of Megatron's dispatchers; `rows` takes the place of the counts."""
 
     _rows: ExpertRows
@@ -46,19 +46,6 @@ class LocalDispatcher(TwoMethods):
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act()
         return hidden_states, self._rows, probs
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """The experts return the sums."""
-        return hidden_states
-
-    def token_combine(
-        self,
-        hidden_states: Tensor,
-        async_finish: bool = True,
-        allocate_on_comm_stream: bool = True,
-    ) -> Tensor:
-        """All experts are here."""
-        return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Add the output of shared experts that run beside the others."""

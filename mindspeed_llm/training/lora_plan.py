@@ -1,5 +1,6 @@
 """What adapters a run trains: which projections get one, and of what rank."""
 
+import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.registry import family_named
 from mindspeed_llm.models.weight_table import Weight
 from mindspeed_llm.training.options import LORA_TARGETS, TrainOptions
+
+logger = logging.getLogger(__name__)
 
 UNSUPPORTED = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "fan_in_fan_out")
 """Keys of peft's config that change what adapters add."""
@@ -63,7 +66,7 @@ def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
     parts = {weight.name.split(".")[-2]: projection_names(weight) for weight in weights}
     known = [*parts, *(name for names in parts.values() for name in names)]
     modules: set[str] = set()
-    for target in options.lora_target_modules:
+    for target in _targets(options, parts, shape.family):
         if target not in known:
             raise ConfigError(
                 f"--lora-target-modules {target}: this {shape.family} model has no such layer for "
@@ -84,6 +87,21 @@ def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
         options.load,
         _trained_routers(options, shape),
     )
+
+
+def _targets(options: TrainOptions, parts: Mapping[str, Any], family: str) -> Sequence[str]:
+    """Return the layers that the options name; the default is those that the model has."""
+    if options.lora_target_modules != LORA_TARGETS:
+        return options.lora_target_modules
+    missing = [target for target in LORA_TARGETS if target not in parts]
+    if missing and parts:
+        logger.warning(
+            "adapters in %s: this %s model has none for %s",
+            " ".join(target for target in LORA_TARGETS if target in parts),
+            family,
+            " ".join(missing),
+        )
+    return [target for target in LORA_TARGETS if target in parts]
 
 
 def _check_experts(options: TrainOptions) -> None:

@@ -20,6 +20,9 @@ from mindspeed_llm.training.options import TrainOptions
 Provider = Callable[..., Any]
 """Builds the model of one pipeline stage from pre_process, post_process and vp_stage."""
 
+FUSED_ROUTER_DEVICES: tuple[str, ...] = ()  # add "cuda" once a race there has shown a gain
+"""Where routers are fused without --moe-router-fusion."""
+
 
 @dataclass(frozen=True)
 class ModelRole:
@@ -84,6 +87,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             and not _has_biased_experts(shape),
             **_auxiliary_loss(options, shape, dims),
             **_frozen_bias(options, shape),
+            **_fused_router(options),
         )
 
 
@@ -268,6 +272,22 @@ def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:
     has_adapters = options.lora_r is not None or options.lora_load is not None
     is_frozen = options.freeze_router or (has_adapters and not options.lora_train_router)
     return {"moe_router_bias_update_rate": 0.0} if shape.moe is not None and is_frozen else {}
+
+
+def _fused_router(options: TrainOptions) -> dict[str, bool]:
+    """Return Megatron's switch for a fused router, where it has one."""
+    if not has_fused_router():
+        return {}
+    by_default = device.current().torch_device.type in FUSED_ROUTER_DEVICES
+    given = options.moe_router_fusion
+    return {"moe_router_fusion": by_default if given is None else given}
+
+
+def has_fused_router() -> bool:
+    """Return whether this Megatron can call another router than its own."""
+    from megatron.core.transformer import TransformerConfig
+
+    return "moe_router_fusion" in TransformerConfig.__dataclass_fields__
 
 
 def _is_first_and_last(dims: ParallelDims, stage: int | None) -> tuple[bool, bool]:

@@ -234,6 +234,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
     else:
         _check_dispatch(options)
         _check_biases(options, shape)
+        _check_router(options)
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
@@ -258,6 +259,13 @@ def _check_biases(options: TrainOptions, shape: ModelConfig) -> None:
         raise ConfigError(
             f"experts with biases cannot be split over {size} ranks: add "
             "--expert-tensor-parallel-size 1, or --moe-tp-extend-ep"
+        )
+
+
+def _check_router(options: TrainOptions) -> None:
+    if options.moe_router_fusion and not model.has_fused_router():
+        raise ConfigError(
+            "--moe-router-fusion: this megatron-core has no fused router: use 0.16, or drop it"
         )
 
 

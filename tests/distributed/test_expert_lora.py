@@ -254,3 +254,22 @@ def test_misuse_is_reported(reference: _Reference, changes: dict[str, Any], word
     attention = given | {"lora_target_modules": ("linear_qkv", "linear_proj")}
     if "freeze_router" not in changes:
         assert plan_lora(TrainOptions(**attention), shape) is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("deepseek3", {"o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("gpt_oss", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+    ],
+)
+def test_without_targets_what_the_model_has_gets_adapters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, modules: set[str]
+) -> None:
+    shape = read_model_config(tiny.save(family, tmp_path))
+    plan = plan_lora(TrainOptions(lora_r=4, moe_grouped_gemm=True), shape)
+    assert plan is not None and set(plan.modules) == modules
+    assert f"this {family} model has none for linear_" in caplog.text
+    named = TrainOptions(lora_r=4, lora_target_modules=("linear_qkv", "linear_fc1"))
+    with pytest.raises(ConfigError, match="has no such layer for adapters"):
+        plan_lora(named, shape)

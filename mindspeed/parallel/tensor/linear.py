@@ -108,7 +108,9 @@ class _Linear(Function):
         if weight.requires_grad or bias is not None:
             return F.linear(x, weight.to(x.dtype), bias)
         # What torch does with a weight that is trained: a frozen copy of it gives the same bits.
-        return F.linear(x.flatten(0, -2), weight.to(x.dtype)).unflatten(0, x.shape[:-1])
+        rows = F.linear(x.flatten(0, -2), weight.to(x.dtype))
+        # No view: autograd forbids in-place changes of one, and Megatron adds experts' biases so.
+        return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])
 
     @staticmethod
     @once_differentiable

@@ -204,6 +204,10 @@ CALLS: dict[str, Callable[[], Call]] = {
         (_random(4, 2, 3, 32, grad=True), _random(4, 1, 1, 8), [16, 8, 8]),
         {},
     ),
+    "router_topk:router_topk": lambda: (
+        (_random(7, 8, grad=True), 4),
+        {"num_groups": 4, "group_topk": 2, "with_scores": True},
+    ),
     "routing_rows:routing_rows": lambda: ((_random(7, 4) > 0, 9), {}),
     "swiglu:silu_mul": lambda: ((_random(3, 8, grad=True), _random(3, 8, grad=True) - 1), {}),
     "swiglu:swiglu_gradient": lambda: ((_random(3, 4), _random(3, 8)), {}),

@@ -175,3 +175,14 @@ def test_a_frozen_weight_gets_nothing():
     module(x).sum().backward()
     assert module.weight.grad is None
     torch.testing.assert_close(x.grad, module.weight.sum(0).expand(4, IN))
+
+
+@pytest.mark.parametrize("shape", [(4, IN), (3, 2, IN)], ids=str)
+def test_the_output_of_a_frozen_weight_can_be_changed_in_place(shape):
+    module = make()
+    module.weight.requires_grad_(False)
+    x = torch.randn(shape, requires_grad=True)
+    out = module(x)
+    out += 2 * out.detach()  # as Megatron adds the biases of experts
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, module.weight.sum(0).expand(shape))

@@ -11,6 +11,7 @@ from mindspeed.features.moe.bmm_mc2 import MoeBmmMc2
 from mindspeed.features.moe.fix_router import FixRouter
 from mindspeed.features.moe.fused_experts import MoeFusedExperts
 from mindspeed.features.moe.permutation_async_comm import MoePermutationAsyncComm
+from mindspeed.features.moe.router_fusion import MoeRouterFusion
 from mindspeed.features.moe.shared_experts import SharedExperts
 from mindspeed.features.moe.tp_extend_ep import MoeTpExtendEp, extended
 from mindspeed.features.registry import Registry
@@ -30,6 +31,15 @@ GROUPED = {"moe_grouped_gemm": True, "swiglu": True, "add_bias_linear": False}
 FIX = (FixRouter, {"fix_router": True})
 RECOMPUTE = (MoeAdaptiveRecompute, {"moe_adaptive_recompute_activation": True})
 TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+
+
+def test_a_fused_router_refuses_the_replay_that_megatron_would_ignore():
+    context = Context(Spelling.FLAG, {"moe_router_fusion": True, "num_experts": 8})
+    assert MoeRouterFusion().is_on(None, context)
+    MoeRouterFusion().check(None, context)
+    replayed = Context(Spelling.FLAG, {"moe_enable_routing_replay": True})
+    with pytest.raises(ConfigError, match="--moe-enable-routing-replay repeats a choice: drop one"):
+        MoeRouterFusion().check(None, replayed)
 
 
 def check(feature, arguments):
