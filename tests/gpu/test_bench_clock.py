@@ -28,7 +28,7 @@ def test_what_waits_is_timed_by_events_and_spoils_nothing(clock):
 
 
 def test_a_capture_that_fails_leaves_the_generator_in_order(clock, monkeypatch):
-    monkeypatch.setattr(clock, "_waits", lambda function: False)
+    monkeypatch.setattr(clock, "_synchronises", lambda function: False)
     x = torch.randn(1000, device="cuda")
     assert clock.capture(lambda: x.sum().item())[1] == "events"
     torch.randn(10, device="cuda")

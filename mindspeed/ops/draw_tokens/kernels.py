@@ -18,6 +18,19 @@ def _largest_below(x):
 
 
 @triton.jit
+def _share_of(ends, widths, offs, point):
+    """Return the share that a point falls into, of those that are not empty; -1 if all are.
+
+    Running sums are rounded, each by itself: they may grow where nothing is added.
+    """
+    index = tl.sum((ends <= point).to(tl.int32), axis=0)
+    is_share = widths > 0
+    before = tl.max(tl.where(is_share & (offs <= index), offs, -1), axis=0)
+    first = tl.min(tl.where(is_share, offs, 1 << 30), axis=0)
+    return tl.where(before >= 0, before, tl.where(first < (1 << 30), first, -1))
+
+
+@triton.jit
 def sum_spans(
     logits_ptr,
     stride_m,
@@ -72,10 +85,11 @@ def pick(
     mask_s = offs_s < num_spans
     sums = tl.load(sums_ptr + row * num_spans + offs_s, mask=mask_s, other=0.0)
     tops_s = tl.load(tops_ptr + offs_s // SPANS, mask=mask_s, other=float("-inf"))
-    ends = tl.cumsum(sums * tl.exp(tops_s - top), axis=0)
+    sums *= tl.exp(tops_s - top)
+    ends = tl.cumsum(sums, axis=0)
     total = tl.max(ends, axis=0)
     point = tl.minimum(tl.load(points_ptr + row) * total, _largest_below(total))
-    index = tl.minimum(tl.sum((ends <= point).to(tl.int32), axis=0), num_spans - 1)
+    index = tl.maximum(_share_of(ends, sums, offs_s, point), 0)
     begin = tl.max(tl.where(offs_s < index, ends, 0.0), axis=0)
 
     offs = tl.arange(0, SPAN)
@@ -83,9 +97,9 @@ def pick(
     probs = tl.exp(x - top)
     ends = tl.cumsum(probs, axis=0)
     point = tl.minimum(point - begin, _largest_below(tl.max(ends, axis=0)))
-    inner = tl.sum((ends <= point).to(tl.int32), axis=0)
-    # Running sums are rounded: they may grow where nothing is added. Then the best token is taken.
-    is_drawn = tl.sum(tl.where(offs == inner, probs, 0.0), axis=0) > 0
+    inner = _share_of(ends, probs, offs, point)
+    # Every token of a span may vanish beside the best one of the row, which is taken then.
+    is_drawn = inner >= 0
     logit = tl.sum(tl.where(offs == inner, x, 0.0), axis=0)
     best = tl.load(best_ptr + row * num_blocks + best_block)
     token = tl.where(is_drawn, index * SPAN + inner, best)

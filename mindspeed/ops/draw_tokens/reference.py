@@ -49,18 +49,16 @@ def tokens_at(points: Tensor, spans: Tensor, totals: Tensor) -> Tensor:
     `totals` are the running sums of the spans (rows, spans).
     """
     points = points * totals[:, -1:]
-    index = _share_of(points, totals)
+    index = _share_of(points, totals, spans.sum(-1))
     begin = F.pad(totals, (1, 0)).gather(1, index)
     span = spans.gather(1, index[..., None].expand(-1, -1, SPAN)).squeeze(1)
-    tokens = index * SPAN + _share_of(points - begin, span.cumsum(-1))
-    # Running sums are rounded: they may grow at a span in which no token can be chosen.
-    probs = spans.flatten(1)
-    best = probs.argmax(-1, keepdim=True)
-    return torch.where(probs.gather(1, tokens) > 0, tokens, best).squeeze(-1)
+    return (index * SPAN + _share_of(points - begin, span.cumsum(-1), span)).squeeze(-1)
 
 
-def _share_of(points: Tensor, totals: Tensor) -> Tensor:
-    """Return the index of the share of running totals that each point falls into (rows, 1)."""
-    # Rounding may bring a point up to the total, beyond the last share that is not empty.
-    points = torch.minimum(points, totals[:, -1:].nextafter(totals.new_zeros(())))
-    return torch.searchsorted(totals, points, right=True).clamp(max=totals.shape[-1] - 1)
+def _share_of(points: Tensor, totals: Tensor, widths: Tensor) -> Tensor:
+    """Return the share that each point falls into (rows, 1), of those that are not empty."""
+    index = torch.searchsorted(totals, points, right=True).clamp(max=totals.shape[-1] - 1)
+    # Running sums are rounded, each by itself on a GPU: they may grow where nothing is added.
+    numbers = torch.arange(totals.shape[-1], device=totals.device)
+    last = torch.where(widths > 0, numbers, -1).cummax(-1).values.gather(1, index)
+    return torch.where(last >= 0, last, (widths > 0).int().argmax(-1, keepdim=True))

@@ -73,6 +73,9 @@ class OffloadContext:
 
     def next_layer(self, hidden: Tensor) -> Tensor:
         """Count one layer as done and return its output unchanged."""
+        # A region waits for the next one to leave the device: behind the last there is none.
+        if self._swapper is not None and not self.layer_is_offloaded():
+            self._swapper.release()
         self._layer = (self._layer + 1) % self._model_layers
         return hidden
 

@@ -69,7 +69,7 @@ def test_a_span_without_tokens_is_never_chosen():
     spans[:, 0, 3], spans[:, 1, 5] = 0.5, 0.49999994
     totals = torch.tensor([0.5, 0.99999994, 1.0]).repeat(4, 1)
     points = torch.tensor([[0.0], [0.7], [NEAR_ONE], [1.0]])
-    assert tokens_at(points, spans, totals).tolist() == [3, SPAN + 5, 3, 3]
+    assert tokens_at(points, spans, totals).tolist() == [3, *[SPAN + 5] * 3]
 
 
 def test_arguments_that_do_not_match_are_named():
