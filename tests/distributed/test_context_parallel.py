@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed.distributed import collectives
+from mindspeed.parallel.context import merge
 from mindspeed.parallel.context.attention import (
     ContextParallel,
     context_attention,
@@ -29,6 +31,7 @@ ALGORITHMS = {
 if examples(1) > 100:  # the deep profile
     ALGORITHMS[8] = [("p2p", 1), ("p2p", 2), ("p2p", 4), ("a2a", 1), ("all_gather", 1)]
     ALGORITHMS[8] += [("a2a+p2p", 1), ("a2a+p2p", 2)]
+    ALGORITHMS[6] = [("p2p", 1), ("p2p", 2), ("p2p", 3), ("a2a+p2p", 1)]
 
 
 def context(comm_type, size, window=1):
@@ -268,3 +271,33 @@ def test_documents_that_a_rank_holds_alone_do_not_travel():
         for forward, backward, _ in rings:
             assert forward == {"isend": (3, 3 * block)}
             assert backward == {"isend": (3 + 4, (3 + 4) * block)}
+
+
+def order_of_events(size):
+    """Return when a rank sends, waits and attends, in forward and in backward."""
+    events, wait = [], collectives.Pending.wait
+
+    def recording(name, original):
+        def call(*arguments, **options):
+            events.append(name)
+            return original(*arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", recording("send", dist.batch_isend_irecv))
+        patch.setattr(collectives.Pending, "wait", recording("wait", wait))
+        for name in ("partial_attention", "partial_attention_backward"):
+            patch.setattr(merge, name, recording("attend", getattr(merge, name)))
+        traffic("p2p", size, 1, Layout.zigzag(4 * size, size), Spans.whole(4 * size))
+    return events
+
+
+def test_keys_travel_while_a_rank_attends():
+    """What the next step needs is sent before a step is computed, and waited for after it."""
+    forward = ["send", "attend", "wait", "send", "attend", "wait", "attend"]
+    # Gradients are sent when they are there, and waited for when they are added to.
+    backward = ["send", "attend", "send", "wait", "send", "attend", "wait", "send"]
+    backward += ["wait", "attend", "wait", "send", "wait"]
+    for events in run_ranks(order_of_events, 3, 3):
+        assert events == forward + backward

@@ -31,26 +31,25 @@ class Gather(Exchange):
     spans: Spans
 
     @property
-    def parts(self) -> list[Held]:
-        """What is attended to in each step, of every rank: whole documents, then shared ones.
+    def parts(self) -> list[tuple[Held, bool]]:
+        """What is attended to in each step: whole documents, then shared ones (True).
 
-        Every rank has the same steps, of which one may be empty.
+        Ranks have the same steps; a rank may have no rows in one.
         """
         shared, whole = shared_and_whole(self.spans, self.layout)
-        return [part for part in (whole, shared) if any(part.local)]
+        return [part for part in ((whole, False), (shared, True)) if any(part[0].local)]
 
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[Arrived]:
         """Yield this rank's documents, then the shared ones of all ranks, rank after rank."""
-        shared, _ = shared_and_whole(self.spans, self.layout)
-        for part in self.parts:
+        for part, is_shared in self.parts:
             mine = Rows.of(part.local[self.rank], k.device)
             kv = [mine.take(k), mine.take(v)]
-            if part is not shared:
+            if is_shared:
+                gathered = gather_rows(kv, Members(self.group, part.layout))
+                order = sequence_order(part.layout, k.device)
+                yield Arrived(part.layout.covered, gathered, order)
+            else:
                 yield Arrived(part.layout.ranges[self.rank], kv)
-                continue
-            gathered = gather_rows(kv, Members(self.group, part.layout))
-            order = sequence_order(part.layout, k.device)
-            yield Arrived(part.layout.covered, gathered, order)
 
     def returning(self, k: Tensor, v: Tensor) -> ReturningGradients:
         """Return gradients that are summed by a reduce-scatter."""
@@ -60,14 +59,12 @@ class Gather(Exchange):
 class _ScatteredGradients(ReturningGradients):
     def __init__(self, gather: Gather, k: Tensor, v: Tensor) -> None:
         self._gather, self._kv, self._parts = gather, (k, v), gather.parts
-        self._shared = shared_and_whole(gather.spans, gather.layout)[0]
         self._sums: list[RowSums] = []
 
     def sums(self, step: int) -> RowSums:
         """Return sums for this rank's documents, or for the shared rows of all ranks."""
-        part = self._parts[step]
+        part, is_shared = self._parts[step]
         rows = Members(self._gather.group, part.layout).rows
-        is_shared = part is self._shared
         return RowSums(self._kv, sum(rows) if is_shared else rows[self._gather.rank])
 
     def send(self, step: int, sums: RowSums) -> None:
@@ -77,9 +74,9 @@ class _ScatteredGradients(ReturningGradients):
     def result(self) -> list[Tensor]:
         """Sum over the ranks, and return the gradients of this rank's rows."""
         rank, found = self._gather.rank, []
-        for part, sums in zip(self._parts, self._sums):
+        for (part, is_shared), sums in zip(self._parts, self._sums):
             grads = sums.totals()
-            if part is self._shared:
+            if is_shared:
                 grads = scatter_rows(grads, Members(self._gather.group, part.layout))
             found.append((Rows.of(part.local[rank], grads[0].device), grads))
         if len(found) == 1 and found[0][0].is_all(len(self._kv[0])):

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed.parallel.context.blocks import CAUSAL, FULL, Call, Spans, plan
+from mindspeed.parallel.context.blocks import (
+    CAUSAL,
+    FULL,
+    Call,
+    Spans,
+    plan,
+    shared_and_whole,
+)
 from mindspeed.parallel.context.layout import Layout, partitioned_indices, split
 from mindspeed.parallel.context.ring import Schedule
 from mindspeed.parallel.context.whole_documents import whole_documents
@@ -47,11 +54,32 @@ def pairs(call, q_rows, k_rows):
             yield from ((q_rows[block.q[0] + i], k_rows[block.k[0] + j]) for j in keys)
 
 
-@given(LENGTHS, LAYOUTS, st.integers(1, 8), WINDOWS, st.booleans())
-def test_every_visible_pair_is_computed_once(lengths, kind, size, window, is_joined):
+def keys_of_ring(spans, layout, rank):
+    """Return what a rank attends to: its own rows, then those that other ranks send."""
+    shared, _ = shared_and_whole(spans, layout)
+    others = [one for source, one in enumerate(shared.layout.ranges) if source != rank]
+    return [layout.ranges[rank], *others]
+
+
+def keys_of_gather(spans, layout, rank):
+    """Return what a rank attends to: documents that it holds alone, then the gathered ones."""
+    shared, whole = shared_and_whole(spans, layout)
+    return [whole.layout.ranges[rank], shared.layout.covered]
+
+
+KEYS = st.sampled_from([keys_of_ring, keys_of_gather])
+
+
+@given(LENGTHS, LAYOUTS, st.integers(1, 8), WINDOWS, st.booleans(), KEYS)
+def test_every_visible_pair_is_computed_once(lengths, kind, size, window, is_joined, keys_of):
     spans, layout = make(lengths, kind, size)
     found = []
-    for mine, theirs in itertools.product(layout.ranges, repeat=2):
+    steps = [
+        (mine, theirs)
+        for rank, mine in enumerate(layout.ranges)
+        for theirs in keys_of(spans, layout, rank)
+    ]
+    for mine, theirs in steps:
         q_rows, k_rows = (
             [row for one in ranges for row in range(*one)] for ranges in (mine, theirs)
         )
