@@ -223,3 +223,13 @@ def test_the_router_is_fused_where_asked_for_or_by_default(
     else:  # nothing to switch, and no complaint
         setup.check_experts(options, EXPERTS)
         make_config(options, EXPERTS, parallel_dims(options, EXPERTS))
+
+
+def test_the_number_of_shared_experts_is_that_of_the_model() -> None:
+    with pytest.raises(ConfigError, match="--n-shared-experts 2: this llama model has 0, which"):
+        setup.check_experts(TrainOptions(load="m", n_shared_experts=2), EXPERTS)
+    shared = ROUTED.model_copy(update={"shared_ffn_hidden_size": 2 * ROUTED.ffn_hidden_size})
+    shape = SHAPE.model_copy(update={"moe": shared})
+    setup.check_experts(TrainOptions(load="m", n_shared_experts=2), shape)
+    with pytest.raises(ConfigError, match="--n-shared-experts 1: this llama model has 2, which"):
+        setup.check_experts(TrainOptions(load="m", n_shared_experts=1), shape)
