@@ -41,7 +41,7 @@ def test_a_fused_router_refuses_the_replay_that_megatron_would_ignore():
     assert MoeRouterFusion().is_on(None, context)
     MoeRouterFusion().check(None, context)
     replayed = Context(Spelling.FLAG, {"moe_enable_routing_replay": True})
-    with pytest.raises(ConfigError, match="--moe-enable-routing-replay repeats a choice: drop one"):
+    with pytest.raises(ConfigError, match="choices of --moe-enable-routing-replay: drop one"):
         MoeRouterFusion().check(None, replayed)
 
 
