@@ -25,6 +25,7 @@ from mindspeed.training.checkpoint_dir import (
     load_error,
     reason,
 )
+from mindspeed_llm.training import expert_optimizer
 from mindspeed_llm.training.model import RoleModel, gather_parameters
 
 _STATE = re.compile(r"^(?:.*\.)?optimizer\.state\.(\w+)\.", re.MULTILINE)
@@ -69,6 +70,7 @@ class MegatronCheckpoints:
         check_files(folder, dcp_tensors(metadata, folder).values())
         _check_backend(folder)
         wanted = self._state_dict(with_optimizer, is_loading=True)
+        expert_optimizer.rename(wanted, metadata.state_dict_metadata.keys())
         _check_tensors(wanted, metadata, folder)
         if with_optimizer:
             optimizers = [wanted[names.optimizer] for names, _ in self._trained()]
@@ -88,7 +90,9 @@ class MegatronCheckpoints:
                 chunk.load_state_dict(state[name])
         for names, model in self._trained():
             if with_optimizer:
-                model.optimizer.load_state_dict(state[names.optimizer])
+                optimizers = getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+                saved = expert_optimizer.regroup(state[names.optimizer], optimizers)
+                model.optimizer.load_state_dict(saved)
             else:
                 model.optimizer.reload_model_params()
 

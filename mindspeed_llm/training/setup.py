@@ -28,7 +28,7 @@ from mindspeed.training.checkpoint_dir import (
     verify_state,
 )
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
-from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.config import ModelConfig, MoEConfig
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import MegatronCheckpoints
 from mindspeed_llm.training.expert_options import ExpertOptions
@@ -235,6 +235,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         _check_dispatch(options)
         _check_biases(options, shape)
         _check_router(options)
+        _check_shared_experts(options, shape.moe, shape.family)
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
@@ -266,6 +267,17 @@ def _check_router(options: TrainOptions) -> None:
     if options.moe_router_fusion and not model.has_fused_router():
         raise ConfigError(
             "--moe-router-fusion: this megatron-core has no fused router: use 0.16, or drop it"
+        )
+
+
+def _check_shared_experts(options: TrainOptions, moe: MoEConfig, family: str) -> None:
+    """Refuse another number of shared experts than the model has."""
+    given = options.n_shared_experts
+    has = (moe.shared_ffn_hidden_size or 0) / moe.ffn_hidden_size
+    if given is not None and given != has:
+        raise ConfigError(
+            f"--n-shared-experts {given}: this {family} model has {has:g}, which its config.json "
+            "decides: drop it"
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "split experts": (4, {"expert_tensor_parallel_size": 2, "moe_grouped_gemm": True}),
     "alltoall, PP2 EP2": (4, ASYNC | EP2 | {"pipeline_model_parallel_size": 2}),
 }
+LAYOUTS: dict[int, dict[str, Any]] = {1: {}, 2: EP2}
 
 
 def train_all(runs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -118,3 +120,35 @@ def test_a_conversion_for_whole_experts_trains_with_split_ones(
 
 def test_frozen_routers_stay(inputs: tuple[Path, str, str]) -> None:
     assert run_ranks(routers_stay, 1, run_of(inputs, "frozen")) == [True]
+
+
+def test_a_run_resumes_with_and_without_expert_parallelism(inputs: tuple[Path, str, str]) -> None:
+    folder = inputs[0]
+    optimizers = {"plain": {}, "shared": {"use_distributed_optimizer": True}}
+
+    def first(ranks: int, kind: str) -> dict[str, Any]:
+        save = str(folder / f"first {ranks} {kind}")
+        given = {"train_iters": 4, "save": save, "save_interval": 2, "load": inputs[1]}
+        return run_of(inputs, f"{ranks} {kind}", **given, **LAYOUTS[ranks], **optimizers[kind])
+
+    def resumed(ranks: int, kind: str) -> dict[str, Any]:
+        """Continue at step 2 of the run of the other layout."""
+        copy = folder / f"resumed {ranks} {kind}"
+        shutil.copytree(folder / f"first {3 - ranks} {kind}", copy)
+        (copy / "latest_checkpointed_iteration.txt").write_text("2")
+        given = {"train_iters": 4, "save": str(copy), "load": str(copy)}
+        return run_of(inputs, copy.name, **given, **LAYOUTS[ranks], **optimizers[kind])
+
+    logs = run_ranks(train_all, 1, {f"1 {kind}": first(1, kind) for kind in optimizers})[0]
+    runs = {f"2 {kind}": first(2, kind) for kind in optimizers}
+    runs |= {f"resumed 2 {kind}": resumed(2, kind) for kind in optimizers}
+    logs |= run_ranks(train_all, 2, runs, timeout=300)[0]
+    runs = {f"resumed 1 {kind}": resumed(1, kind) for kind in optimizers}
+    logs |= run_ranks(train_all, 1, runs)[0]
+    for name, lines in logs.items():
+        steps = [line for line in lines if "lm loss" in line]
+        expected = [line for line in logs["1 plain"] if "lm loss" in line][-len(steps) :]
+        assert len(steps) == (2 if "resumed" in name else 4), name
+        for found, want in zip(steps, expected, strict=True):
+            for key in ("lm loss", "grad norm"):
+                assert found[key] == pytest.approx(want[key], rel=1e-6), (name, key)

@@ -72,18 +72,18 @@ class MoeBmmMc2(Feature):
         for target, ours, why in (
             (
                 "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
-                "BmmDispatcher",
+                "bmm_dispatcher:BmmDispatcher",
                 "MoELayer names the class itself; no spec or argument chooses another",
             ),
             (
                 f"{transformer_engine}:TEColumnParallelGroupedLinear",
-                "ColumnBmm",
+                "bmm_linears:ColumnBmm",
                 "specs of all versions name it, each in its own place",
             ),
             (
                 f"{transformer_engine}:TERowParallelGroupedLinear",
-                "RowBmm",
+                "bmm_linears:RowBmm",
                 "specs of all versions name it, each in its own place",
             ),
         ):
-            yield Patch.replace(target, f"mindspeed.moe.bmm_experts:{ours}", why=why)
+            yield Patch.replace(target, f"mindspeed.moe.{ours}", why=why)

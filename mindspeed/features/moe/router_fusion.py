@@ -23,6 +23,6 @@ class MoeRouterFusion(Feature):
         """Refuse what Megatron would ignore without a word."""
         if context.argument("moe_enable_routing_replay"):
             raise ConfigError(
-                "--moe-router-fusion chooses experts anew where --moe-enable-routing-replay "
-                "repeats a choice: drop one"
+                "--moe-router-fusion does not replay the choices of --moe-enable-routing-replay: "
+                "drop one"
             )

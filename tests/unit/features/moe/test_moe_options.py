@@ -1,5 +1,8 @@
 """Switches of dispatchers, shared experts and load-aware recompute: what they set and refuse."""
 
+import subprocess
+import sys
+
 import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401  # before Megatron, as in a user's script
@@ -38,7 +41,7 @@ def test_a_fused_router_refuses_the_replay_that_megatron_would_ignore():
     assert MoeRouterFusion().is_on(None, context)
     MoeRouterFusion().check(None, context)
     replayed = Context(Spelling.FLAG, {"moe_enable_routing_replay": True})
-    with pytest.raises(ConfigError, match="--moe-enable-routing-replay repeats a choice: drop one"):
+    with pytest.raises(ConfigError, match="choices of --moe-enable-routing-replay: drop one"):
         MoeRouterFusion().check(None, replayed)
 
 
@@ -131,3 +134,30 @@ def test_n_shared_experts_sets_the_width():
             TransformerConfig(**sizes, **moe, moe_shared_expert_intermediate_size=7)
     finally:
         activation.deactivate()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe_bmm_mc2": True},
+        {
+            "moe_permutation_async_comm": True,
+            "moe_tp_extend_ep": True,
+            "moe_fused_experts": True,
+            "moe_adaptive_recompute_activation": True,
+            "fix_router": True,
+            "n_shared_experts": 1,
+        },
+    ],
+    ids=["bmm", "others"],
+)
+def test_patches_find_megatron_when_it_is_imported_after_them(options):
+    # As in a command. In tests Megatron is there already, and what imports it in a circle passes.
+    script = (
+        "import sys, mindspeed.megatron_adaptor, mindspeed\n"
+        "assert 'megatron.core' not in sys.modules\n"
+        f"mindspeed.enable(**{options})\n"
+        "import megatron.core.transformer.moe.moe_layer\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -8,7 +8,7 @@ import pytest
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
 from mindspeed_llm.models.config import MLAConfig, ModelConfig, MoEConfig, RotaryConfig
-from mindspeed_llm.training import setup
+from mindspeed_llm.training import model, setup
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import check_flags, find_shape
 from mindspeed_llm.training.options import TrainOptions
@@ -202,3 +202,34 @@ def test_the_bias_of_routers_that_are_not_trained_stays(changes: dict[str, Any])
     options = TrainOptions(load="m", **changes)
     config = make_config(options, EXPERTS, parallel_dims(options, EXPERTS))
     assert (config.moe_router_bias_update_rate == 0) == bool(changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "expected"),
+    [(None, (), False), (True, (), True), (None, ("cpu",), True), (False, ("cpu",), False)],
+)
+def test_the_router_is_fused_where_asked_for_or_by_default(
+    monkeypatch: pytest.MonkeyPatch, given: bool | None, devices: tuple[str, ...], expected: bool
+) -> None:
+    monkeypatch.setattr(model, "FUSED_ROUTER_DEVICES", devices)
+    options = TrainOptions(load="m", moe_router_fusion=given)
+    if model.has_fused_router():
+        setup.check_experts(options, EXPERTS)
+        config = make_config(options, EXPERTS, parallel_dims(options, EXPERTS))
+        assert config.moe_router_fusion is expected
+    elif given:
+        with pytest.raises(ConfigError, match="has no fused router: use 0.16, or drop it"):
+            setup.check_experts(options, EXPERTS)
+    else:  # nothing to switch, and no complaint
+        setup.check_experts(options, EXPERTS)
+        make_config(options, EXPERTS, parallel_dims(options, EXPERTS))
+
+
+def test_the_number_of_shared_experts_is_that_of_the_model() -> None:
+    with pytest.raises(ConfigError, match="--n-shared-experts 2: this llama model has 0, which"):
+        setup.check_experts(TrainOptions(load="m", n_shared_experts=2), EXPERTS)
+    shared = ROUTED.model_copy(update={"shared_ffn_hidden_size": 2 * ROUTED.ffn_hidden_size})
+    shape = SHAPE.model_copy(update={"moe": shared})
+    setup.check_experts(TrainOptions(load="m", n_shared_experts=2), shape)
+    with pytest.raises(ConfigError, match="--n-shared-experts 1: this llama model has 2, which"):
+        setup.check_experts(TrainOptions(load="m", n_shared_experts=1), shape)
