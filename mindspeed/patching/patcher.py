@@ -418,7 +418,7 @@ class Patcher:
         for target, content in contents.items():
             target.content = content
         try:
-            for binding in self._bindings.values():
+            for binding in list(self._bindings.values()):
                 touched = binding.targets & contents.keys()
                 if touched:
                     binding.update()
