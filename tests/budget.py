@@ -1,4 +1,4 @@
-"""Hypothesis budgets: `ci` (the default, small), `deep` (HYPOTHESIS_PROFILE=deep, `make fuzz`) and
+"""Budgets of tests: `ci` (the default, small), `deep` (HYPOTHESIS_PROFILE=deep, `make fuzz`) and
 `brief`, for a second pass on another megatron-core.
 
 A test names no number of examples but a multiple of the profile's, or nothing at all.
@@ -16,6 +16,11 @@ def load_profile() -> None:
     for name, max_examples in PROFILES.items():
         settings.register_profile(name, max_examples=max_examples, deadline=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def steps(few: int, *, deep: int) -> int:
+    """Return the number of train steps of a proof: few, but for the deep profile."""
+    return deep if settings.default.max_examples == PROFILES["deep"] else few
 
 
 def examples(multiple: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
@@ -14,34 +15,32 @@ from types import ModuleType
 
 def find_without_import(name: str, skip: Container[object] = ()) -> ModuleSpec | None:
     """Return the spec that `import name` would use, asking every finder that is not in `skip`."""
-    parent = name.rpartition(".")[0]
-    path = _search_path(parent, skip) if parent else None
+    path, parent = None, name.rpartition(".")[0]
+    if parent in sys.modules:
+        path = getattr(sys.modules[parent], "__path__", None)
+    elif parent:
+        spec = find_without_import(parent, skip)
+        path = spec.submodule_search_locations if spec else None
     if parent and path is None:
         return None
-    return ask_finders([each for each in sys.meta_path if each not in skip], name, path)
+    return _ask((each for each in sys.meta_path if each not in skip), name, path)
 
 
-def ask_finders(
-    finders: Iterable[object], name: str, path: Sequence[str] | None
-) -> ModuleSpec | None:
+def _ask(finders: Iterable[object], name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     """Return the first spec that one of `finders` has for `name`."""
     for finder in finders:
         find_spec = getattr(finder, "find_spec", None)
         try:
             spec = find_spec(name, path) if find_spec else None
-        except KeyError:  # the path of a namespace package is looked up in its imported parent
-            spec = _namespace(name, path or ())
+        except KeyError:
+            # A directory without `__init__.py` below a package that is not imported yet: its path
+            # is looked up in its parent.
+            spec = ModuleSpec(name, None, is_package=True)
+            folders = [Path(each, name.rpartition(".")[2]) for each in path or ()]
+            spec.submodule_search_locations = [str(each) for each in folders if each.is_dir()]
         if isinstance(spec, ModuleSpec):
             return spec
     return None
-
-
-def _namespace(name: str, path: Sequence[str]) -> ModuleSpec:
-    """Describe a directory without `__init__.py` below a package that is not imported yet."""
-    spec = ModuleSpec(name, None, is_package=True)
-    folders = [Path(each, name.rpartition(".")[2]) for each in path]
-    spec.submodule_search_locations = [str(folder) for folder in folders if folder.is_dir()]
-    return spec
 
 
 def is_installed(name: str, skip: Container[object] = ()) -> bool:
@@ -56,25 +55,11 @@ def is_installed(name: str, skip: Container[object] = ()) -> bool:
 
 def regular_package(name: str) -> ModuleSpec | None:
     """Return the outermost package of `name` that is no namespace, or None if it is missing."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        spec = find_without_import(".".join(parts[:count]))
+    for package in itertools.accumulate(name.split("."), "{}.{}".format):
+        spec = find_without_import(package)
         if spec is None or not _is_namespace(spec):
             return spec
     return None
-
-
-def _search_path(package: str, skip: Container[object]) -> Sequence[str] | None:
-    """Return where the submodules of `package` lie; None if it is missing or has none."""
-    loaded = sys.modules.get(package)
-    if loaded is None:
-        spec = find_without_import(package, skip)
-        if spec is None:
-            return None
-        if not _is_namespace(spec) or isinstance(spec.submodule_search_locations, list):
-            return spec.submodule_search_locations
-        loaded = importlib.import_module(package)  # a namespace package runs no code
-    return getattr(loaded, "__path__", None)
 
 
 def _is_namespace(spec: ModuleSpec) -> bool:
@@ -121,7 +106,7 @@ class ImportHook(MetaPathFinder):
             sys.meta_path.insert(0, self)
         for name in names:
             if name in sys.modules:
-                self._watch(_spec_of(sys.modules[name]))  # its import is under way
+                self._watch(getattr(sys.modules[name], "__spec__", None))  # import under way
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -129,8 +114,7 @@ class ImportHook(MetaPathFinder):
         """Find an awaited module as the other finders do, and watch its import."""
         if fullname not in self._awaited:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        spec = ask_finders(behind, fullname, path)
+        spec = _ask(sys.meta_path[sys.meta_path.index(self) + 1 :], fullname, path)
         self._watch(spec)
         return spec
 
@@ -146,13 +130,9 @@ def is_imported(name: str) -> bool:
     """Return whether the module is loaded and its body has run to its end."""
     if sys.modules.get(name) is None:
         return False
-    spec = _spec_of(sys.modules[name])
+    spec = getattr(sys.modules[name], "__spec__", None)
     has_run = isinstance(spec, _WatchedSpec) and "_callbacks" not in vars(spec)
     return has_run or not getattr(spec, "_initializing", False)
-
-
-def _spec_of(module: ModuleType) -> ModuleSpec | None:
-    return getattr(module, "__spec__", None)
 
 
 class Aliases(MetaPathFinder):
@@ -170,15 +150,14 @@ class Aliases(MetaPathFinder):
             return self._served[name] == real
         exists = is_installed(name, skip=(self,))
         wanted = not exists if without is None else exists and not is_installed(without)
-        if not wanted:
-            return False
-        self._served[name] = real
-        if self not in sys.meta_path:
+        if wanted:
+            self._served[name] = real
+        if wanted and self not in sys.meta_path:
             # Before the search for files, which would load a second copy from the real package's
             # path; behind the import hook, which must see every module first.
             finders: list[object] = [*sys.meta_path, PathFinder]
             sys.meta_path.insert(finders.index(PathFinder), self)
-        return True
+        return wanted
 
     def revert(self) -> None:
         """Remove every alias and the modules imported through them."""
@@ -197,18 +176,13 @@ class Aliases(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec that leads to the real module, or None if there is none."""
-        real = self._real_name(fullname)
-        found = find_without_import(real) if real else None
-        if real is None or found is None:
-            return None
-        spec = ModuleSpec(fullname, _AliasLoader(real), origin=found.origin)
-        spec.submodule_search_locations = found.submodule_search_locations
-        return spec
-
-    def _real_name(self, fullname: str) -> str | None:
         for name, real in self._served.items():
             if f"{fullname}.".startswith(f"{name}."):
-                return real + fullname[len(name) :]
+                real += fullname.removeprefix(name)
+                if found := find_without_import(real):
+                    spec = ModuleSpec(fullname, _AliasLoader(real), origin=found.origin)
+                    spec.submodule_search_locations = found.submodule_search_locations
+                    return spec
         return None
 
 
@@ -222,7 +196,6 @@ class _AliasLoader(Loader):
 
     def __init__(self, real: str) -> None:
         self._real = real
-        self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._real)

@@ -1,21 +1,13 @@
-"""A patch, its state in a patcher, its report, and the error when it cannot be applied."""
+"""What a patch is, what a report says of it, and the error when it cannot be applied."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal
-
-from mindspeed.patching.imports import is_imported
-from mindspeed.patching.signatures import mismatch
-from mindspeed.patching.slots import MISSING, Slot, has_no_copy, look_up, slot_of, unwrap
-
-if TYPE_CHECKING:
-    from mindspeed.patching.patcher import Target
+from typing import Literal
 
 Kind = Literal["replace", "wrap", "add"]
 
@@ -65,11 +57,6 @@ class Patch:
         """The module that `target` lives in."""
         return self.target.partition(":")[0]
 
-    @property
-    def path(self) -> list[str]:
-        """The attribute names that lead from the module to `target`."""
-        return self.target.partition(":")[2].split(".")
-
 
 @dataclass(frozen=True)
 class Effect:
@@ -93,103 +80,14 @@ class PatchRecord:
     why: str
 
 
-def split_reference(text: object) -> tuple[str, str] | None:
-    """Split "pkg.module:Qual.name" in two; None for anything else."""
-    match = _REFERENCE.fullmatch(text) if isinstance(text, str) else None
-    return (match[1], match[2]) if match else None
-
-
 class PatchError(RuntimeError):
     """A patch that cannot be applied; names its owner, its target and the version found."""
 
 
-@dataclass(eq=False)
-class Entry:
-    """A patch as its owner asked for it; its value and target are known when its module is."""
-
-    owner: str
-    level: int
-    patch: Patch
-    number: int
-    value: Any = MISSING
-    exclusive: bool = False  # nothing else holds the value
-    target: Target | None = None
-
-    @property
-    def order(self) -> tuple[bool, int, str, int]:
-        """Sort replacements first, then wraps by level and owner."""
-        return self.patch.kind == "wrap", self.level, self.owner, self.number
-
-    @property
-    def home(self) -> str:
-        """The module that defines the value."""
-        reference = split_reference(self.patch.value)
-        return reference[0] if reference else str(getattr(self.value, "__module__", ""))
-
-    def is_shared(self, kind: Kind) -> bool:
-        """Return whether this is a `kind` whose value others may hold too."""
-        return self.patch.kind == kind and not self.exclusive
-
-    def error(self, reason: str) -> PatchError:
-        """Build an error that names this patch and the version of what it patches."""
-        patch, version = self.patch, package_version(self.patch.module)
-        text = f"cannot {patch.kind} {patch.target} ({version}): {reason}"
-        return PatchError(f"{self.owner}: {text}")
-
-    def awaits(self) -> str | None:
-        """Return the module whose import has to end before this patch can be applied."""
-        if not is_imported(self.patch.module):
-            return self.patch.module
-        module, name = split_reference(self.patch.value) or ("", "")
-        is_coming = module in sys.modules and not is_imported(module)
-        is_there = is_coming and hasattr(sys.modules[module], name.partition(".")[0])
-        return module if is_coming and not is_there else None
-
-    @property
-    def is_due(self) -> bool:
-        """The modules of this patch are imported, and it is not applied yet."""
-        return self.target is None and self.awaits() is None
-
-    def load(self) -> None:
-        """Import the value if it was given by name."""
-        reference = split_reference(self.patch.value)
-        if reference is None:
-            self.value = self._as_given(self.patch.value)
-            return
-        *path, last = reference[1].split(".")
-        try:
-            container: Any = importlib.import_module(reference[0])
-            for name in path:
-                container = getattr(container, name)
-        except (ImportError, AttributeError) as error:
-            raise self.error(f"cannot load {self.patch.value}: {error}") from error
-        self.exclusive = has_no_copy(slot_of(container, last))
-        self.value = self._as_given(look_up(container, last))
-        if self.value is MISSING:
-            raise self.error(f"cannot load {self.patch.value}: there is no {last}")
-
-    def _as_given(self, raw: Any) -> Any:
-        # An addition keeps its own kind; other values take that of the original (rewrap).
-        return raw if self.patch.kind == "add" else unwrap(raw)
-
-    def make(self, before: Any, original: Any) -> Any:
-        """Return what this patch makes of `before`; `original` is the unpatched object."""
-        if self.patch.kind == "add":
-            return self.value
-        wraps = self.patch.kind == "wrap"
-        new = self._wrapped(before) if wraps else self.value
-        reason = mismatch(original, new, forwards=wraps)
-        if reason:
-            raise self.error(reason)
-        return new
-
-    def _wrapped(self, before: Any) -> Any:
-        try:
-            slot = Slot([self.value(before)], 0)
-        except Exception as error:
-            raise self.error(f"its factory failed: {error!r}") from error
-        self.exclusive = has_no_copy(slot)
-        return unwrap(slot.read())
+def split_reference(text: object) -> tuple[str, str] | None:
+    """Split "pkg.module:Qual.name" in two; None for anything else."""
+    match = _REFERENCE.fullmatch(text) if isinstance(text, str) else None
+    return (match[1], match[2]) if match else None
 
 
 def package_version(module: str) -> str:

@@ -85,7 +85,7 @@ def config_folder(
         return other
     looked = dict.fromkeys((found.folder, found.root / HF_FOLDER, found.root))
     raise ConfigError(
-        f"{found.root}: no config.json tells what model this is: looked in "
+        f"{found.root}: no config.json says what model this is: looked in "
         f"{' and in '.join(map(str, looked))}: give --hf-cfg-dir"
     )
 

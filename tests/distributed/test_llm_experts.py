@@ -1,7 +1,6 @@
 """Fine-tuning mixtures of experts: the steps and the reported load of one rank, in every layout."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from mindspeed_llm.checkpoint import ConvertOptions
 from mindspeed_llm.checkpoint.conversion import convert
+from tests.budget import steps
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     make_mixtral,
@@ -19,7 +19,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
     write_samples,
 )
 
-STEPS = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 3
+STEPS = steps(3, deep=20)
 ASYNC = {"moe_permutation_async_comm": True}
 ALL_GATHER = ASYNC | {"moe_token_dispatcher_type": "allgather"}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

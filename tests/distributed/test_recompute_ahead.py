@@ -99,7 +99,6 @@ def _run(layout, features):
         losses = [training.step()]
         events = list(log)
     losses.append(training.step())
-    mindspeed.disable()
     return events, max(kept), losses, training.gradients()
 
 

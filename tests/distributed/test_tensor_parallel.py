@@ -34,10 +34,10 @@ def test_a_rank_holds_its_part_of_each_matrix(spec: str) -> None:
 
 
 def test_bf16_with_fp32_master_weights_trains_alike() -> None:
-    """bf16 has 8 bits: 4e-3 an operation, of which ten steps leave 5e-4 in the mean loss."""
+    """bf16 has 8 bits: 4e-3 an operation, of which steps leave 5e-4 in the mean loss."""
     whole, split = trained(Layout(bf16=True)), trained(Layout(bf16=True, tp=2))
     exact = trained(Layout())
-    assert whole.losses[-1] < 0.8 * whole.losses[0]
+    assert whole.falls
     assert split.losses == pytest.approx(whole.losses, rel=1e-3)
     assert whole.losses == pytest.approx(exact.losses, rel=5e-3)
     # A norm's weight near one is stored in steps of 2**-7.

@@ -44,7 +44,6 @@ def _train(layout, features):
         steps = [training.step()]
     steps += [training.step() for _ in range(STEPS - 1)]
     weights = {shard.name: shard.values for shard in training.weights()}
-    mindspeed.disable()
     return turns, steps, training.gradients(), weights
 
 

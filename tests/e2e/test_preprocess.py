@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from tests import forked
 from tests.small_tokenizers import byte_level
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +28,19 @@ def python(*arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
 
 
+def forked_command(*words):
+    """Run `mindspeed-llm ...` in a fork of this process, which has imported torch already."""
+    words = ["mindspeed-llm", *map(str, words)]
+    return forked.run(forked.command, words, seconds=240, memory=None)
+
+
 def the_documents_command(workdir, *more):
-    return python(
-        *("./preprocess_data.py", "--input", DATA),
+    return python("./preprocess_data.py", *the_documents_flags(workdir), *more)
+
+
+def the_documents_flags(workdir):
+    return (
+        *("--input", DATA),
         *("--tokenizer-name-or-path", workdir / "tokenizer"),
         *("--output-prefix", workdir / "dataset"),
         *("--workers", "64", "--n-subs", "1", "--log-interval", "100"),
@@ -37,7 +48,6 @@ def the_documents_command(workdir, *more):
         *("--handler-name", "AlpacaStyleInstructionHandler", "--prompt-type", "empty"),
         *("--seq-length", "65536", "--cache-dir", workdir / "tmp"),
         *("--map-keys", '{"prompt":"prompt", "query":"", "response":"response"}'),
-        *more,
     )
 
 
@@ -74,35 +84,29 @@ def test_the_documents_packing(workdir):
 
 
 def test_show_batch(workdir):
-    the_documents_command(workdir, "--seq-length", "600", "--pack", "--neat-pack")
-    command = [
-        "-m",
-        "mindspeed_llm",
-        "show-batch",
-        workdir / "dataset",
-        "--cache-dir",
-        workdir / "tmp",
-    ]
-    shown = python(*command, "--count", "9")
+    pack = ("--seq-length", "600", "--pack", "--neat-pack")
+    assert forked_command("preprocess", *the_documents_flags(workdir), *pack).code == 0
+    command = ["show-batch", workdir / "dataset", "--cache-dir", workdir / "tmp"]
+    shown = python("-m", "mindspeed_llm", *command, "--count", "9")
     assert shown.returncode == 0, shown.stderr
     for line in DATA.read_text().splitlines():
         record = json.loads(line)
         assert record["response"].removesuffix("<|im_end|>") in shown.stdout
         assert "[[" + record["response"][:20] in shown.stdout
     assert "samples packed" in shown.stdout and "packed sample 2" in shown.stdout
-    coloured = python(*command, "--count", "1", "--color", "always", "--seq-length", "100")
-    assert "\x1b[32m" in coloured.stdout, "what is trained is green"
-    assert "\x1b[9;31m" in coloured.stdout, "what would be cut is red"
-    assert "cut at 100" in coloured.stdout
-    tokens = python(*command, "--count", "1", "--tokens").stdout
+    coloured = forked_command(*command, "--count", "1", "--color", "always", "--seq-length", "100")
+    assert "\x1b[32m" in coloured.out, "what is trained is green"
+    assert "\x1b[9;31m" in coloured.out, "what would be cut is red"
+    assert "cut at 100" in coloured.out
+    tokens = forked_command(*command, "--count", "1", "--tokens").out
     assert re.search(r"<\|im_end\|>' +label \d+", tokens)
-    missing = python(*command[:3], workdir / "nothing")
-    assert missing.returncode == 2 and "expected files such as" in missing.stderr
+    missing = forked_command("show-batch", workdir / "nothing")
+    assert missing.code == 2 and "expected files such as" in missing.error
 
 
 def test_a_yaml_file_equals_the_flags(workdir):
-    done = the_documents_command(workdir)
-    expected = done.stdout.splitlines()[:3]
+    done = forked_command("preprocess", *the_documents_flags(workdir))
+    expected = done.out.splitlines()[:3]
     options = {
         "input": str(DATA),
         "tokenizer_name_or_path": str(workdir / "tokenizer"),
@@ -115,30 +119,31 @@ def test_a_yaml_file_equals_the_flags(workdir):
     (workdir / "run.yaml").write_text(
         "".join(f"{key}: {value}\n" for key, value in options.items())
     )
-    command = ["-m", "mindspeed_llm", "preprocess", "--config", workdir / "run.yaml"]
-    flags_win = python(*command, "--prompt-type", "empty")
-    assert flags_win.stdout.splitlines()[:3] == expected, flags_win.stderr
+    command = ["preprocess", "--config", workdir / "run.yaml"]
+    flags_win = forked_command(*command, "--prompt-type", "empty")
+    assert len(expected) == 3 and flags_win.out.splitlines()[:3] == expected, flags_win.err
 
 
 def test_merging(workdir):
     (workdir / "parts").mkdir()
     for number in (1, 2):
-        done = python(
-            *("preprocess_data.py", "--input", DATA, "--json-keys", "response"),
+        done = forked_command(
+            *("preprocess", "--input", DATA, "--json-keys", "response"),
             *("--tokenizer-name-or-path", workdir / "tokenizer", "--cache-dir", workdir / "tmp"),
             *("--output-prefix", workdir / "parts" / f"p{number}"),
         )
-        assert done.returncode == 0, done.stderr
-    merge = ["preprocess_data.py", "--input", workdir / "parts", "--merge-group-keys"]
-    done = python(*merge, "response_document", "--output-prefix", workdir / "all")
+        assert done.code == 0, done.err
+    merge = ["--input", workdir / "parts", "--merge-group-keys"]
+    merged = ("response_document", "--output-prefix", workdir / "all")
+    done = python("preprocess_data.py", *merge, *merged)
     assert "2 pairs joined" in done.stdout, done.stderr
     joined = IndexedDataset(str(workdir / "all_response_document"))
     single = IndexedDataset(str(workdir / "parts" / "p1_response_document"))
     tokens = [single[number].tolist() for number in range(3)]
     assert [joined[number].tolist() for number in range(len(joined))] == tokens * 2
     assert joined.document_indices.tolist() == list(range(7))
-    wrong = python(*merge, "nope", "--output-prefix", workdir / "all")
-    assert wrong.returncode == 2 and "no pair in" in wrong.stderr
+    wrong = forked_command("preprocess", *merge, "nope", "--output-prefix", workdir / "all")
+    assert wrong.code == 2 and "no pair in" in wrong.error
 
 
 def test_help_is_instant_and_complete():

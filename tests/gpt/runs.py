@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.budget import steps
 from tests.gpt.layout import Layout
 from tests.gpt.weights import Shard, assemble
 from tests.ranks import run_ranks
@@ -16,19 +17,24 @@ from tests.ranks import run_ranks
 if TYPE_CHECKING:
     from tests.gpt.training import Training
 
-STEPS = 10
+STEPS = steps(6, deep=10)
 _TIMEOUT = 240  # seconds; a run takes one to four on an idle machine
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What ten steps of a layout gave."""
+    """What the steps of a layout gave."""
 
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
     fingerprints: list[list[str]]
     """For each rank, what its parameters hashed to after each step."""
+
+    @property
+    def falls(self) -> bool:
+        """Whether it learns: the loss falls by 2 % of the first one a step."""
+        return self.losses[-1] < (1 - 0.02 * STEPS) * self.losses[0]
 
 
 def in_ranks(layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -56,7 +62,7 @@ def assert_same_training(layout: Layout, *, bitwise: bool = False) -> None:
     4e-7 in weights that have moved by up to 1e-2.
     """
     run, plain = trained(layout), trained(layout.plain())
-    assert plain.losses[-1] < 0.8 * plain.losses[0]
+    assert plain.falls
     assert run.losses == pytest.approx(plain.losses, rel=0 if bitwise else 1e-6)
     assert run.grad_norms == pytest.approx(plain.grad_norms, rel=1e-5)
     assert_same_weights(run.weights, plain.weights, atol=0 if bitwise else 1e-6)

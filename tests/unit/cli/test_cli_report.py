@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed.cli.main import main
 from mindspeed.compat.table import TABLE
+from tests.commands import run_command
 
 
 def report(*words, env=None):
@@ -34,20 +35,20 @@ def test_flags():
 
 
 def test_compat_entries_are_reported_at_level_0():
-    done = report("--optimization-level", "0")
-    assert done.returncode == 0, done.stderr
+    code, output = run_command("mindspeed", "report", "--optimization-level", "0")
+    assert code == 0, output
     for entry in TABLE:
-        assert line_of(done.stdout, entry.name)[1:] == ["0", "on", "always", "on"]
-    assert "    torch.cuda calls land on cpu" in done.stdout
+        assert line_of(output, entry.name)[1:] == ["0", "on", "always", "on"]
+    assert "    torch.cuda calls land on cpu" in output
 
 
 def test_yaml(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("noop_layers: [0, 5]\n")
-    done = report("--config", str(file))
-    assert done.returncode == 0, done.stderr
-    assert line_of(done.stdout, "noop_layers")[:3] == ["noop_layers", "2", "on"]
-    assert line_of(done.stdout, "fused_swiglu")[2] == "off"
+    code, output = run_command("mindspeed", "report", "--config", str(file))
+    assert code == 0, output
+    assert line_of(output, "noop_layers")[:3] == ["noop_layers", "2", "on"]
+    assert line_of(output, "fused_swiglu")[2] == "off"
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,23 @@ def test_a_copy_that_cannot_be_rebound_undoes_everything(bank, write, patcher):
     assert bank.take is strict.take is strict.Box.tool is original
 
 
+def test_an_error_leaves_the_very_wrapper_that_was_there(bank, write, patcher):
+    write(keyed="from bank import take\ntable = {}")
+    keyed = importlib.import_module("keyed")
+    patcher.apply("first", [Patch.wrap("bank:take", lambda f: lambda *a, **k: f(*a, **k) + 1)])
+    before = bank.take
+    keyed.table[before] = 1
+
+    class Unhashable:
+        __hash__ = None
+
+        def __call__(self, *args, **kwargs):
+            return 0
+
+    refuse(patcher, Patch.wrap("bank:take", lambda original: Unhashable()), owner="second")
+    assert bank.take is keyed.take is before and list(keyed.table) == [before]
+
+
 def test_a_module_that_its_package_does_not_have(bank, write, patcher):
     write(vault__door="x = 1")
     for target in ("vault.window:x", "bank.window:x"):

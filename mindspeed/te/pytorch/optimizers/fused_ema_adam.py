@@ -36,7 +36,7 @@ class FusedEmaAdam(FusedAdam):
         self._start_average(param, param.detach())
 
     def complete_state(self) -> None:
-        """Start the average of parameters whose other state somebody else created or loaded."""
+        """Start the average of parameters whose other state was created or loaded elsewhere."""
         for param in self._all_params():
             if self.state.get(param):
                 self._start_average(param, self._work(param, MASTER))

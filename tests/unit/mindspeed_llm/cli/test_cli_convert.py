@@ -22,12 +22,6 @@ def copy(qwen2, tmp_path):
     return shutil.copytree(qwen2, tmp_path / "model")
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr("os." + name, lambda descriptor: None)
-
-
 def run(capsys, source, target, *flags):
     """Return the exit code, and the one line of an error without its beginning."""
     code = main(["convert", "--load-dir", str(source), "--save-dir", str(target), *flags])

@@ -29,8 +29,6 @@ from tests.llm.mutants import (
 )
 from tests.small_tokenizers import byte_level
 
-pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
-
 RECORDS = [{"prompt": f'question {n}, "x"', "response": f"answer\n{n} é"} for n in range(12)]
 
 

@@ -21,8 +21,6 @@ from tests.llm.mutants import (
     run,
 )
 
-pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
