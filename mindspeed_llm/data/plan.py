@@ -123,7 +123,10 @@ def _find_template(options: PreprocessOptions) -> TemplateEntry | None:
             "tokenizer for the tokenizer's own, or empty if the data has it already"
         )
     if options.pack and len({output.track for output in handler.outputs}) > 1:
-        raise ConfigError(f"--pack: the pairs of {options.handler_name} cannot share rows")
+        raise ConfigError(
+            f"--pack: rows of {options.handler_name} are not filled here: drop --pack, and train "
+            "with --variable-seq-lengths, which puts a micro-batch into one row without padding"
+        )
     return load_template(options.prompt_type, options.prompt_type_path)
 
 

@@ -10,10 +10,12 @@ from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.handlers.base import (
     INSTRUCTION,
     PAIRWISE,
+    UNPAIRED,
     Context,
     Handler,
     Output,
     Record,
+    UnpairedHandler,
     as_text,
     distinct,
     train_last_completion,
@@ -97,6 +99,20 @@ class AlpacaStylePairwiseHandler(AlpacaStyleInstructionHandler):
         return distinct(tracks)
 
 
+class AlpacaStyleKTOHandler(UnpairedHandler, AlpacaStyleInstructionHandler):
+    """Questions with an answer, and whether that is desirable: {"label": true}."""
+
+    outputs = UNPAIRED
+    roles = {**AlpacaStyleInstructionHandler.roles, "kto_tag": "label"}
+    required = ("prompt", "response", "kto_tag")
+
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the conversation; only its last answer is trained."""
+        answer = Message("assistant", self._text(record, "response"))
+        segments = self._render_chat(self._conversation(record, answer).check())
+        return [train_last_completion(segments)]
+
+
 class AlpacaStyleProcessRewardHandler(Handler):
     """{"input": text with a placeholder after every step, "value": the verdict on each}."""
 
@@ -177,6 +193,7 @@ def one_token(encoder: TextEncoder, name: str, text: str) -> int:
     ids = [*encoder.encode([text], continued=True)[0]] if text else []
     if len(ids) != 1:
         raise ConfigError(
-            f"{name} {text!r} is {len(ids)} tokens of this tokenizer: it must be exactly one"
+            f"{name} {text!r} is {len(ids)} tokens of this tokenizer: give a text that is exactly "
+            "one, in the command and in the data"
         )
     return int(ids[0])

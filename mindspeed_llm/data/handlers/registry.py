@@ -3,6 +3,7 @@
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.data.handlers.alpaca import (
     AlpacaStyleInstructionHandler,
+    AlpacaStyleKTOHandler,
     AlpacaStylePairwiseHandler,
     AlpacaStyleProcessRewardHandler,
     StepwiseProcessRewardHandler,
@@ -28,6 +29,7 @@ HANDLERS: dict[str, type[Handler]] = {
     handler.__name__: handler
     for handler in (
         AlpacaStyleInstructionHandler,
+        AlpacaStyleKTOHandler,
         AlpacaStylePairwiseHandler,
         AlpacaStyleProcessRewardHandler,
         OpenAIInstructionHandler,
