@@ -200,6 +200,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"stage": "dpo", "ref_model": "small"},
         "its num_layers is 2, the policy's 4: the reference must be of the same shape",
     ),
+    "a reference with other positions": (
+        {"stage": "dpo", "ref_model": "rotary"},
+        "its rotary.base is 500.0, the policy's 10000.0: the reference must be of the same shape",
+    ),
     "one sample a step": (
         {"stage": "kto", "data_path": ("unpaired",), "global_batch_size": 1},
         "--global-batch-size 1: KTO pairs each prompt",
@@ -245,6 +249,8 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
     merged = transformers.LlamaForCausalLM.from_pretrained(folder / "hf")
     merged.model.layers[1].self_attn.q_proj.weight.data += 0.01
     merged.save_pretrained(folder / "merged")
+    merged.config.rope_parameters["rope_theta"] = 500.0
+    merged.save_pretrained(folder / "rotary")
     model, data = str(folder / "hf"), str(folder / "pairs")
     saved = {"stage": "dpo", "train_iters": 1, "save": str(folder / "saved")}
     run_ranks(train, 1, settings(model, data, tmp_path, **saved))
