@@ -196,6 +196,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"stage": "dpo", "data_path": ("unpaired",)},
         "chosen_input_ids_document.idx is missing: --stage dpo needs it .* is kto data",
     ),
+    "records of another kind": (
+        {"stage": "kto", "data_path": ("raw.jsonl",), "handler_name": "AlpacaStylePairwiseHandler"},
+        "AlpacaStylePairwiseHandler: makes data of another kind than --stage kto trains on: give "
+        "AlpacaStyleKTOHandler or OpenAIKTOHandler or SharegptStyleKTOHandler",
+    ),
     "a reference of another shape": (
         {"stage": "dpo", "ref_model": "small"},
         "its num_layers is 2, the policy's 4: the reference must be of the same shape",
@@ -249,6 +254,7 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
     merged = transformers.LlamaForCausalLM.from_pretrained(folder / "hf")
     merged.model.layers[1].self_attn.q_proj.weight.data += 0.01
     merged.save_pretrained(folder / "merged")
+    (folder / "raw.jsonl").write_text("{}\n")
     merged.config.rope_parameters["rope_theta"] = 500.0
     merged.save_pretrained(folder / "rotary")
     model, data = str(folder / "hf"), str(folder / "pairs")

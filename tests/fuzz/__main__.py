@@ -68,7 +68,7 @@ class Fuzzer:
         folder = self._folder / "reference"
         subjects.scratch(self.good, folder, (), name)
         os.chdir(folder)
-        end = subjects.run(name)
+        end = subjects.run(name, seconds=120)  # also beside other work
         assert end.code == 0, (name, end)
         os.chdir(self._folder)
         shutil.rmtree(folder)

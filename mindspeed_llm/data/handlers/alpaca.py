@@ -41,6 +41,8 @@ class AlpacaStyleInstructionHandler(Handler):
         "tools": "tools",
     }
     required: ClassVar[tuple[str, ...]] = ("prompt", "response")
+    for_messages: ClassVar[str] = ""
+    """The handler of the same kind of data for prompts that are messages."""
 
     @classmethod
     def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
@@ -61,6 +63,11 @@ class AlpacaStyleInstructionHandler(Handler):
         return [self._render_chat(self._conversation(record, answer).check())]
 
     def _conversation(self, record: Record, *answer: Message) -> Conversation:
+        if self.for_messages and isinstance(record.get(self._columns["prompt"]), list):
+            raise MalformedRecord(
+                f"{self._columns['prompt']} holds a list, not text: for messages give "
+                f"--handler-name {self.for_messages}"
+            )
         prompt, query = self._text(record, "prompt"), self._text(record, "query")
         question = f"{prompt}\n{query}" if prompt and query else prompt or query
         messages = (*self._history(record), Message("user", question), *answer)
@@ -88,6 +95,7 @@ class AlpacaStylePairwiseHandler(AlpacaStyleInstructionHandler):
     outputs = PAIRWISE
     roles = {**AlpacaStyleInstructionHandler.roles, "chosen": "chosen", "rejected": "rejected"}
     required = ("prompt", "chosen", "rejected")
+    for_messages = "OpenAIPairwiseHandler"
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation twice, with either response."""
@@ -105,6 +113,7 @@ class AlpacaStyleKTOHandler(UnpairedHandler, AlpacaStyleInstructionHandler):
     outputs = UNPAIRED
     roles = {**AlpacaStyleInstructionHandler.roles, "kto_tag": "label"}
     required = ("prompt", "response", "kto_tag")
+    for_messages = "OpenAIKTOHandler"
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation; only its last answer is trained."""

@@ -47,6 +47,12 @@ HANDLERS: dict[str, type[Handler]] = {
 }
 
 
+def similar_handlers(handler: type[Handler]) -> dict[str, type[Handler]]:
+    """Return the handlers that make the same kind of data, that one included."""
+    kind = (handler.outputs, handler.needs_chat)
+    return {n: one for n, one in HANDLERS.items() if (one.outputs, one.needs_chat) == kind}
+
+
 def find_handler(name: str) -> type[Handler] | None:
     """Return the handler of a name, None for plain documents."""
     if name == PRETRAIN:

@@ -212,6 +212,37 @@ def test_labels_must_be_true_or_false(run, write_lines):
         run(write_lines([record]), handler_name="OpenAIKTOHandler", prompt_type="chatml")
 
 
+@pytest.mark.parametrize(
+    "handler, other",
+    [
+        ("AlpacaStylePairwiseHandler", "OpenAIPairwiseHandler"),
+        ("AlpacaStyleKTOHandler", "OpenAIKTOHandler"),
+        ("PPOAlpacaStyleInstructionHandler", "OpenAIPromptHandler"),
+    ],
+)
+def test_prompts_of_messages_have_their_handler(run, write_lines, handler, other):
+    from mindspeed.config import ConfigError
+
+    record = {"prompt": ASKED, "chosen": "a", "rejected": "b", "answer": "a", "label": True}
+    with pytest.raises(ConfigError, match=f"line 1: prompt holds .* give --handler-name {other}"):
+        run(write_lines([record]), handler_name=handler, prompt_type="chatml")
+
+
+def test_a_handler_that_fits_the_columns_is_named(run, write_lines):
+    from mindspeed.config import ConfigError
+
+    record = {"instruction": "a", "output": "b", "kto_tag": True}
+    with pytest.raises(ConfigError) as caught:
+        run(
+            write_lines([record]),
+            handler_name="SharegptStyleKTOHandler",
+            prompt_type="chatml",
+        )
+    assert str(caught.value).endswith(
+        "with --map-keys, or give --handler-name AlpacaStyleKTOHandler, which fits these"
+    )
+
+
 def test_steps_as_trl_writes_them(run, write_lines):
     """They give what the same steps in one text with placeholders give."""
     stepwise = {"prompt": "12 + 30?", "completions": ["12 + 30", "It is 42."]}
