@@ -113,6 +113,7 @@ BAD = (
     "'good'",
     "[None] * len(completions)",
     "[10 ** 400] * len(completions)",
+    "[1e300] * len(completions)",
     "[[1.0]] * len(completions)",
     "{'score': 1.0}",
     "completions / 0",
@@ -182,6 +183,10 @@ def _files(draw: Draw) -> Case:
         path = draw.one(["raw/pairs.jsonl", "raw/questions.jsonl"])
         command = "posttrain dpo" if "pairs" in path else "posttrain grpo"
         return Case(command, (), {path: draw.damage(path)})
+    if draw(st.booleans()):
+        path = draw.find("cache/data/questions*/*fields*.bin")
+        content = draw.flip(path) if draw(st.booleans()) else draw.damage(path)
+        return Case("posttrain grpo", (), {path: content})
     path = draw.find("cache/reference/*.npy")
     content = draw.flip(path) if draw(st.booleans()) else draw.damage(path)
     return Case("posttrain dpo", (), {path: content}, "numbers")
