@@ -186,8 +186,8 @@ def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
         others = [] if map_keys else _handlers_of(handler, present)
         if not others:
             raise
-        names = " or ".join(others)
-        raise ConfigError(f"{error}, or give --handler-name {names}, which fits these") from None
+        fitting = " or ".join(others)
+        raise ConfigError(f"{error}, or give --handler-name {fitting}, which fits these") from None
 
 
 def _handlers_of(handler: type[Handler], present: Sequence[str]) -> list[str]:

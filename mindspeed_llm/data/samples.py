@@ -279,9 +279,12 @@ def truncate(track: Track, limit: int) -> Track:
 def truncate_pair(tracks: Sequence[Track], limit: int) -> list[Track]:
     """Truncate the sequences of a pair to `limit` tokens each; both keep the same prompt."""
     turns = [next(_split_turns(track)) for track in tracks]
-    sizes = [tuple(sum(s.size for s in side) for side in turn) for turn in turns]
+    sizes = [[sum(s.size for s in side) for side in turn] for turn in turns]
     # The longer completion leaves less to the prompt.
-    kept = min(_split_budget(*size, limit)[0] if sum(size) > limit else size[0] for size in sizes)
+    kept = min(
+        _split_budget(prompt, completion, limit)[0] if prompt + completion > limit else prompt
+        for prompt, completion in sizes
+    )
     cut = []
     for track, (prompt, _), (prompt_size, _) in zip(tracks, turns, sizes):
         rest = _truncate_end(track[len(prompt) :], limit - kept)

@@ -1,6 +1,7 @@
 """Stages on preferences: the numbers of TRL's trainers, in every layout."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +209,21 @@ def test_precomputed_log_probs_are_those_of_the_reference(
     written = set()
     for folder in ("computed", "read"):
         values = tiny.settings("dpo", tmp_path / folder, **layout | known | FEW)
-        held = run_ranks(train_and_list_models, world, values)[0]
+        log = tmp_path / f"{folder}.txt"
+        held = run_ranks(train_with_log, world, values, str(log))[0]
         check_steps(values, "dpo")
         assert held == ["policy"]
+        is_announced = "computes the log-probabilities of 20 pairs" in log.read_text()
+        assert is_announced == (folder == "computed")
         (table,) = (tmp_path / "cache/reference").iterdir()
         written.add(table.stat().st_mtime_ns)
     assert len(written) == 1
+
+
+def train_with_log(values: dict[str, Any], file: str) -> list[str]:
+    """Do that with a file for log messages."""
+    logging.basicConfig(filename=file, level=logging.INFO, force=True)
+    return train_and_list_models(values)
 
 
 def train_and_list_models(values: dict[str, Any]) -> list[str]:
