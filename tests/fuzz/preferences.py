@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[Record, tuple[Spoiler, ...]]] = {
             _set(chosen=_answer("bad")),
             _set(messages=[]),
             _set(messages=[_user("why"), _answer("so")]),
-            _set(rejected={"role": "nobody", "content": "x"}),
+            _set(rejected={"role": "robot", "content": "x"}),
             _set(messages=[_user(LONG)]),
         ),
     ),
