@@ -2,7 +2,7 @@
 
 `make drill` does it 20 times, `make drill LONG=1` 100 times, of which a third hit the multimodal
 suite and a third the stages of post-training; `python -m tests.drill --kills 5 --seed 7` repeats a
-shorter one.
+shorter one, and `--only dpo grpo` kills these so often each.
 """
 
 import argparse
@@ -273,8 +273,17 @@ def main() -> int:
     parser.add_argument("--kills", type=int, help=f"how many (default: {SHORT})")
     parser.add_argument("--long", action="store_true", help=f"{LONG} of them")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    names = tuple(shares(SHORT))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=names,
+        metavar="SUITE",
+        help=f"so many kills of each of these: {', '.join(names)}",
+    )
     arguments = parser.parse_args()
     total = arguments.kills or (LONG if arguments.long else SHORT)
+    kills_of = dict.fromkeys(arguments.only, total) if arguments.only else shares(total)
     shown, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  # hides what ranks say
     console = Console(file=shown)
     console.print(f"seed {arguments.seed}")
@@ -282,17 +291,18 @@ def main() -> int:
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     kills = []
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("kills", total=total)
+        task = progress.add_task("kills", total=sum(kills_of.values()))
 
         def tell(suite: str, kill: Kill) -> None:
             progress.console.print(" | ".join([suite, *map(str, astuple(kill))]), highlight=False)
             progress.advance(task)
 
-        for suite, count in shares(total).items():
+        for suite, count in kills_of.items():
             if not count:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                drill = Drill(Path(folder), count, arguments.seed, subjects()[suite])
+                seed = arguments.seed + names.index(suite)  # other victims in every suite
+                drill = Drill(Path(folder), count, seed, subjects()[suite])
                 kills += drill.run(partial(tell, suite))
     sys.stdout = shown
     inside = sum(kill.inside_save for kill in kills)

@@ -27,6 +27,8 @@ PAIRS = [
     {"instruction": f"question {n}", "chosen": f"good {n}", "rejected": f"bad\n{n} é"}
     for n in range(6)
 ]
+QUESTIONS = [{"prompt": f"question {n}", "answer": f"{n} é"} for n in range(4)]
+REWARDS = "def score(prompts, completions, answer):\n    return [len(c) for c in completions]\n"
 DOCUMENTS = [{"text": f"document {n} of a few words, é\n" * 6} for n in range(8)]
 TRAIN = "--train-iters 1 --global-batch-size 2 --lr 1e-3 --seq-length 64 --no-shuffle"
 SFT = f"{TRAIN} --data-path sft/data --prompt-type qwen"
@@ -61,6 +63,11 @@ COMMANDS = {
         "mindspeed-llm preprocess --input raw/good.parquet --output-prefix out/data "
         "--tokenizer-name-or-path tokenizer --cache-dir cache --prompt-type qwen "
         "--handler-name AlpacaStyleInstructionHandler"
+    ),
+    "preprocess preferences": Command(
+        "mindspeed-llm preprocess --input raw/preferences.jsonl --output-prefix out/data "
+        "--tokenizer-name-or-path tokenizer --cache-dir cache --prompt-type qwen --seq-length 200 "
+        "--placeholder-token x --reward-tokens + ( --on-bad-line skip"
     ),
     "preprocess text": Command(
         "mindspeed-llm preprocess --input raw/text.jsonl --output-prefix out/data "
@@ -103,6 +110,11 @@ COMMANDS = {
     "posttrain dpo": Command(
         f"mindspeed-llm posttrain --stage dpo --load hf {TRAIN} --data-path raw/pairs.jsonl "
         "--cache-dir cache --prompt-type qwen --precompute-ref-log-probs"
+    ),
+    "posttrain grpo": Command(
+        f"mindspeed-llm posttrain --stage grpo --load hf {TRAIN} --data-path raw/questions.jsonl "
+        "--handler-name OpenAIPromptHandler --cache-dir cache --prompt-type qwen "
+        "--reward-fn raw/rewards.py:score --reward-timeout 3 --num-generations 2 --max-new-tokens 2"
     ),
     "posttrain mcore": Command(f"mindspeed-llm posttrain --load mcore {SFT}"),
     "posttrain saved": Command(f"mindspeed-llm posttrain --load saved {SFT} --train-iters 3"),
@@ -171,6 +183,7 @@ def make(place: Path) -> None:
     os.chdir(place)
     byte_level(template=TEMPLATE).save_pretrained("tokenizer")
     _make_model(Path("hf"))
+    shutil.copytree("hf", "reference")
     _make_raw(Path("raw"))
     _make_yaml(Path("yaml"))
     _make_gguf(Path("gguf"))
@@ -186,6 +199,7 @@ def make(place: Path) -> None:
     _made("generate hf")
     _made("posttrain raw")  # keeps its tokens
     _made("posttrain dpo")  # keeps the log-probabilities of the reference
+    _made("posttrain grpo")
     _make_mm(Path("mm"))
     _made("mm train", "--save", "mmsaved")
     for name in ("out", "other"):
@@ -225,6 +239,8 @@ def _make_raw(folder: Path) -> None:
     (folder / "good.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
     (folder / "good.json").write_text(json.dumps(RECORDS, indent=1))
     (folder / "pairs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in PAIRS))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in QUESTIONS))
+    (folder / "rewards.py").write_text(REWARDS)
     (folder / "text.jsonl").write_text("".join(json.dumps(r) + "\n" for r in DOCUMENTS))
     (folder / "good.txt").write_text("".join(r["text"] for r in DOCUMENTS))
     (folder / "prompts.jsonl").write_text('{"prompt": "hello"}\n')

@@ -35,6 +35,7 @@ def import_weights(file: Path, folder: Path, dtype: str = "fp32") -> None:
     # transformers refuses to save what came out of a GGUF file, so its parts are saved.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
+    config["architectures"] = [type(model).__name__]
     type(model.config)(**_shortest_floats(config)).save_pretrained(folder)
     _save_weights(model, folder / "model.safetensors")
 

@@ -64,7 +64,9 @@ def _preprocess(options: PreprocessOptions) -> Summary:
 def describe(summary: Summary, options: PreprocessOptions) -> str:
     """Describe the summary: a line per count."""
     from mindspeed_llm.data.finalize import token_files
+    from mindspeed_llm.data.handlers import find_handler
 
+    handler = find_handler(options.handler_name)
     skipped = summary.skipped_records
     lines = [
         f"records    {summary.records} in = {summary.written} written + {skipped} skipped",
@@ -78,7 +80,7 @@ def describe(summary: Summary, options: PreprocessOptions) -> str:
     trained = f"{summary.trained} ({summary.trained / max(1, summary.tokens):.0%}) are trained"
     lines.append(f"tokens     {summary.tokens}, of which {trained}")
     lines.append(f"longest    {summary.longest} tokens ({summary.longest_at})")
-    if summary.is_chat:
+    if handler is not None and handler.ends_with_answer():
         lines.append(f"ended      {summary.ended} of {summary.written} with an end-of-text token")
     if summary.rows is not None:
         filled = summary.tokens / max(1, summary.rows * (options.seq_length or 1))

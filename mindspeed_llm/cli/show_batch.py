@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
             lines = _token_lines(sample, ranks) if args.tokens else [_text(sample, limit, console)]
             for line in lines:
                 console.print(line)
+            if sample.fields:
+                console.print(f"fields for the reward: {sample.fields}", markup=False)
     return 0
 
 
@@ -139,7 +141,7 @@ def _heading(sample: Any, number: int, limit: int | None) -> str:
         parts.append(f"{sample.padding} padding")
     if limit is not None and sample.size > limit:
         parts.append(f"cut at {limit}: {sample.size - limit} tokens lost")
-    elif not sample.is_ended:
+    elif sample.needs_end and not sample.is_ended:
         parts.append("no end-of-text token at the end")
     return ", ".join(parts)
 

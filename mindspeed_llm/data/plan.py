@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from mindspeed_llm.data.handlers import (
     Handler,
     Output,
     find_handler,
+    similar_handlers,
 )
 from mindspeed_llm.data.handlers.base import split_media
 from mindspeed_llm.data.options import PreprocessOptions, check_options
@@ -123,7 +125,10 @@ def _find_template(options: PreprocessOptions) -> TemplateEntry | None:
             "tokenizer for the tokenizer's own, or empty if the data has it already"
         )
     if options.pack and len({output.track for output in handler.outputs}) > 1:
-        raise ConfigError(f"--pack: the pairs of {options.handler_name} cannot share rows")
+        raise ConfigError(
+            f"--pack: rows of {options.handler_name} are not filled here: drop --pack, and train "
+            "with --variable-seq-lengths, which puts a micro-batch into one row without padding"
+        )
     return load_template(options.prompt_type, options.prompt_type_path)
 
 
@@ -174,7 +179,27 @@ def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
         raise ConfigError(f"{record_location(source.path, line)}: {problem.reason}")
     if options.handler_name == PRETRAIN:
         return _document_columns(options.json_keys, map_keys, present)
-    return HANDLERS[options.handler_name].find_columns(map_keys, present)
+    handler = HANDLERS[options.handler_name]
+    try:
+        return handler.find_columns(map_keys, present)
+    except ConfigError as error:
+        others = [] if map_keys else _handlers_of(handler, present)
+        if not others:
+            raise
+        fitting = " or ".join(others)
+        raise ConfigError(f"{error}, or give --handler-name {fitting}, which fits these") from None
+
+
+def _handlers_of(handler: type[Handler], present: Sequence[str]) -> list[str]:
+    """Return the names of handlers for the same kind of data that find their columns."""
+    found = []
+    for name, other in similar_handlers(handler).items():
+        try:
+            other.find_columns({}, present)
+        except ConfigError:
+            continue
+        found.append(name)
+    return found
 
 
 def _document_columns(

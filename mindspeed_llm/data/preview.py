@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed.config import ConfigError, parse_json
+from mindspeed_llm.data.handlers.registry import HANDLERS
 from mindspeed_llm.data.indexed import IGNORE_INDEX, Array, IndexedTokens
-from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.data.instruction import FIELDS, InstructionData
 from mindspeed_llm.data.samples import ends_with_stop_token
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 
@@ -39,6 +40,9 @@ class Span:
 class SamplePreview:
     """One sequence as text."""
 
+    fields = ""
+    """What the reward is given beside a prompt, as JSON."""
+
     def __init__(self, name: str, ids: Array, labels: Array, mask: Array, decoder: Decoder) -> None:
         self.name = name
         self.size = int((mask != 0).sum())
@@ -47,6 +51,7 @@ class SamplePreview:
         self._decoder = decoder
         self.num_packed = int(mask.max(initial=0))
         self.is_ended = ends_with_stop_token(self._labels, decoder.stop_ids)
+        self.needs_end = decoder.needs_end
         self.spans = list(self._spans())
 
     def tokens(self) -> Iterator[tuple[int, str, int | None]]:
@@ -93,13 +98,17 @@ class SamplePreview:
 class Decoder:
     """Ids to text."""
 
-    def __init__(self, facts: TokenizerFacts, stop_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self, facts: TokenizerFacts, stop_ids: Iterable[int] = (), needs_end: bool = True
+    ) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_str(facts.backend)
         self.special = set(facts.special.values())
         self.stop_ids = {facts.eos_id, *stop_ids}
         self._size = facts.size
+        self.needs_end = needs_end
+        """Whether samples should end with a stop token."""
 
     def text(self, ids: list[int]) -> str:
         """Return the text of some ids; an id beyond the vocabulary shows as a number."""
@@ -130,7 +139,10 @@ class Preview(NamedTuple):
             labels = row.get(f"{side}labels", np.full(len(ids), IGNORE_INDEX))
             mask = row.get(f"{side}attention_mask", np.ones(len(ids), np.int32))
             name = f" ({side.removesuffix('_')})" if side else _judgement(row)
-            yield SamplePreview(name, ids, labels, mask, self.decoder)
+            sample = SamplePreview(name, ids, labels, mask, self.decoder)
+            if FIELDS in row:
+                sample.fields = bytes(row[FIELDS].astype(np.uint8)).decode("utf-8", "replace")
+            yield sample
 
 
 def _judgement(row: dict[str, Array]) -> str:
@@ -151,21 +163,28 @@ def open_preview(prefix: str, tokenizer: str = "", cache_dir: str = "") -> Previ
     else:
         data, output_prefix = InstructionData(bare), bare
     metadata = _read_metadata(output_prefix)
-    path = tokenizer or metadata.get("tokenizer", "")
+    path = metadata.pop("tokenizer", "")
+    path = tokenizer or path
     if not path:
         raise ConfigError(
             f"{output_prefix}.summary.json does not name the tokenizer: "
             "give --tokenizer-name-or-path"
         )
     facts = load_facts(path, cache_dir=cache_dir)
-    return Preview(data, Decoder(facts, metadata.get("stop_ids", ())))
+    return Preview(data, Decoder(facts, **metadata))
 
 
 def _read_metadata(prefix: str) -> dict[str, Any]:
-    """Return the tokenizer and the stop tokens of preprocessing, {} if they are not known."""
+    """Return what is known of preprocessing: tokenizer, stop tokens, and if samples need one."""
     try:
         metadata = parse_json(Path(f"{prefix}.summary.json").read_bytes())
         stop_ids = [int(token) for token in metadata.get("stop_ids", ())]
-        return {"tokenizer": str(metadata["tokenizer"]), "stop_ids": stop_ids}
+        handler = HANDLERS.get(metadata.get("handler"))
+        needs_end = handler is None or handler.ends_with_answer()
+        return {
+            "tokenizer": str(metadata["tokenizer"]),
+            "stop_ids": stop_ids,
+            "needs_end": needs_end,
+        }
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return {}

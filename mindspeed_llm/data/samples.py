@@ -276,6 +276,22 @@ def truncate(track: Track, limit: int) -> Track:
     return kept
 
 
+def truncate_pair(tracks: Sequence[Track], limit: int) -> list[Track]:
+    """Truncate the sequences of a pair to `limit` tokens each; both keep the same prompt."""
+    turns = [next(_split_turns(track)) for track in tracks]
+    sizes = [[sum(s.size for s in side) for side in turn] for turn in turns]
+    # The longer completion leaves less to the prompt.
+    kept = min(
+        _split_budget(prompt, completion, limit)[0] if prompt + completion > limit else prompt
+        for prompt, completion in sizes
+    )
+    cut = []
+    for track, (prompt, _), (prompt_size, _) in zip(tracks, turns, sizes):
+        rest = _truncate_end(track[len(prompt) :], limit - kept)
+        cut.append([*_truncate_longest_part(prompt, prompt_size - kept), *rest])
+    return cut
+
+
 def _split_turns(track: Track) -> Iterator[tuple[Track, Track]]:
     prompt: Track = []
     completion: Track = []

@@ -25,11 +25,18 @@ from mindspeed.launch.process import exit_with_parent
 from mindspeed_llm.data.chat import Segment
 from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
 from mindspeed_llm.data.handlers import HANDLERS, PRETRAIN
-from mindspeed_llm.data.handlers.base import as_text, check_media
+from mindspeed_llm.data.handlers.base import SAME_ANSWERS, as_text, check_media
 from mindspeed_llm.data.indexed import Array, smallest_dtype
 from mindspeed_llm.data.plan import Plan, make_chat, make_encoder, make_handler
 from mindspeed_llm.data.readers import Block, Problem, read
-from mindspeed_llm.data.samples import Batch, SampleEncoder, Sequences, truncate
+from mindspeed_llm.data.samples import (
+    Batch,
+    SampleEncoder,
+    Sequences,
+    Track,
+    truncate,
+    truncate_pair,
+)
 from mindspeed_llm.data.summary import BlockCounts, too_long_reason
 
 CHECKED_CHARS_FIRST, CHECKED_CHARS_LATER = 50_000, 250
@@ -217,13 +224,12 @@ class SampleWorker(Worker):
             )
             return ~is_long
         if cuts and is_long.any():
-            tracks = zip(batch, np.repeat(is_long, self._tracks))
-            cut = [truncate(track, limit or 0) if is_cut else track for track, is_cut in tracks]
-            batch = Batch.of(cut, batch.dtype)
+            batch = self._truncate(batch, is_long)
         trained, last = map(self._by_record, batch.whole.count_trained())
         reasons = {
             too_long_reason(limit): is_long & (not cuts),
             "nothing to train on": (trained.min(axis=1) == 0) & self._handler.has_completion,
+            SAME_ANSWERS: self._are_same(batch, is_long & cuts),
             "no tokens": self._by_record(batch.sizes).min(axis=1) == 0,
         }
         dropped = np.select([*reasons.values()], range(1, 1 + len(reasons)))
@@ -240,6 +246,29 @@ class SampleWorker(Worker):
             encoded.tracks.append(batch.concatenate(np.repeat(kept, self._tracks) & is_track))
             counts.tokens += len(encoded.tracks[-1].ids)
         return kept
+
+    def _truncate(self, batch: Batch, is_long: Array) -> Batch:
+        """Truncate the records that are too long."""
+        limit, tracks = self._plan.limit or 0, iter(batch)
+        cut: list[Track] = []
+        for is_cut in is_long:
+            record = list(islice(tracks, self._tracks))
+            if is_cut and self._tracks > 1:
+                record = truncate_pair(record, limit)
+            elif is_cut:
+                record = [truncate(track, limit) for track in record]
+            cut += record
+        return Batch.of(cut, batch.dtype)
+
+    def _are_same(self, batch: Batch, is_cut: Array) -> Array:
+        """Return which pairs have the same answers now that they are cut."""
+        is_same = np.zeros(len(is_cut), bool)
+        if self._tracks > 1:
+            ids, bounds = batch.whole.ids, np.cumsum([0, *batch.sizes])
+            for index in np.flatnonzero(is_cut):
+                start, middle, end = bounds[2 * index : 2 * index + 3]
+                is_same[index] = np.array_equal(ids[start:middle], ids[middle:end])
+        return is_same
 
     def _by_record(self, values: Array) -> Array:
         """Reshape values of sequences: one row per record."""

@@ -215,10 +215,11 @@ class HfConfig:
 def set_num_labels(path: Path, labels: int) -> None:
     """Make a config.json that of a sequence-classification model of the same family."""
     values = json.loads(path.read_text(encoding="utf-8"))
-    classes = values.get("architectures") or []
-    names = [str(name).partition("For")[0] + CLASSIFIER for name in classes]
+    # A config without classes, as configs out of a GGUF file were, still names the family.
+    family = "".join(map(str.capitalize, str(values.get("model_type", "")).split("_")))
+    classes = values.get("architectures") or [family]
     values |= {
-        "architectures": names,
+        "architectures": [str(name).partition("For")[0] + CLASSIFIER for name in classes],
         "id2label": {str(number): f"LABEL_{number}" for number in range(labels)},
         "label2id": {f"LABEL_{number}": number for number in range(labels)},
         "tie_word_embeddings": False,

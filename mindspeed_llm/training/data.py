@@ -18,7 +18,7 @@ import torch
 from mindspeed.checkpoint.commit import atomic_write
 from mindspeed.config import ConfigError, Spelling
 from mindspeed.training.checkpoint_dir import find_resume
-from mindspeed_llm.data.handlers import PRETRAIN, find_handler
+from mindspeed_llm.data.handlers import PRETRAIN, find_handler, similar_handlers
 from mindspeed_llm.data.indexed import TokenFile, find_out_of_range
 from mindspeed_llm.data.instruction import split_weights
 from mindspeed_llm.data.options import PreprocessOptions
@@ -28,6 +28,7 @@ from mindspeed_llm.data.readers import FORMATS, Source
 from mindspeed_llm.data.template import load_template
 from mindspeed_llm.data.tokenizer import TokenizerFacts, has_tokenizer, load_facts
 from mindspeed_llm.training.options import RAW_FIELDS, TrainOptions
+from mindspeed_llm.training.rollout_options import ONLINE
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,11 @@ def token_prefixes(
             path: _prepare(_as_preprocess(options, path, handler, tokenizer, limit)) for path in raw
         }
 
-    found = _on_first_rank(prepare)
+    try:
+        found = _on_first_rank(prepare)
+    except ConfigError as error:  # with the flag of the stage
+        flag = "--max-prompt-length" if options.stage in ONLINE else "--seq-length"
+        raise ConfigError(str(error).replace("--seq-length", flag)) from None
     return tuple(found.get(path, path) for path in options.data_path)
 
 
@@ -86,6 +91,14 @@ def _as_preprocess(
     options: TrainOptions, path: str, handler: str, tokenizer: Path | None, limit: int | None
 ) -> PreprocessOptions:
     chosen = options.handler_name or handler
+    given, expected = find_handler(chosen), find_handler(handler)
+    if given is not None and expected is not None:
+        known = similar_handlers(expected)
+        if chosen not in known:
+            raise ConfigError(
+                f"--handler-name {chosen}: makes data of another kind than --stage {options.stage} "
+                f"trains on: give {' or '.join(known)}"
+            )
     if chosen == PRETRAIN and len(options.json_keys) > 1:
         raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: training takes one column")
     return PreprocessOptions(

@@ -21,6 +21,7 @@ from tests.llm.preferences import (
     make_unpaired,
     save_llama,
     settings,
+    write_columns,
     write_pairs,
     write_steps,
     write_unpaired,
@@ -114,6 +115,35 @@ def test_process_rewards_are_those_of_a_plain_loop(
     assert 0 <= min(line["accuracy"] for line in lines) < max(line["accuracy"] for line in lines)
 
 
+def test_packed_solutions_are_as_separate_ones(folder: Path, tmp_path: Path) -> None:
+    """Two of a row neither see each other nor share positions."""
+    solutions = make_steps(6)
+    pairs = list(zip(solutions[::2], solutions[1::2]))
+    rows = {
+        "input_ids": [[*one[0], *two[0]] for one, two in pairs],
+        "attention_mask": [[1] * len(one[0]) + [2] * len(two[0]) for one, two in pairs],
+        "labels": [[*one[1], *two[1]] for one, two in pairs],
+    }
+    longest = max(map(len, rows["input_ids"]))
+    filling = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    columns = {
+        key: [[*row, *[filling[key]] * (longest - len(row))] for row in found]
+        for key, found in rows.items()
+    }
+    runs = []
+    for name, data, size in (
+        ("packed", write_columns(tmp_path / "packed", columns), 1),
+        ("separate", write_steps(tmp_path / "separate", solutions), 2),
+    ):
+        more = {"stage": "prm", "micro_batch_size": size, "global_batch_size": size}
+        runs.append(
+            settings(str(folder / "hf"), data, tmp_path / name, **more | {"train_iters": 3})
+        )
+        run_ranks(train, 1, runs[-1])
+    one, other = ([line["lm loss"] for line in read_lines(values)] for values in runs)
+    assert one == pytest.approx(other, abs=1e-6)
+
+
 def test_a_new_value_head_is_the_same_in_every_layout_and_exported(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -166,9 +196,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"stage": "dpo", "data_path": ("unpaired",)},
         "chosen_input_ids_document.idx is missing: --stage dpo needs it .* is kto data",
     ),
+    "records of another kind": (
+        {"stage": "kto", "data_path": ("raw.jsonl",), "handler_name": "AlpacaStylePairwiseHandler"},
+        "AlpacaStylePairwiseHandler: makes data of another kind than --stage kto trains on: give "
+        "AlpacaStyleKTOHandler or OpenAIKTOHandler or SharegptStyleKTOHandler",
+    ),
     "a reference of another shape": (
         {"stage": "dpo", "ref_model": "small"},
         "its num_layers is 2, the policy's 4: the reference must be of the same shape",
+    ),
+    "a reference with other positions": (
+        {"stage": "dpo", "ref_model": "rotary"},
+        "its rotary.base is 500.0, the policy's 10000.0: the reference must be of the same shape",
     ),
     "one sample a step": (
         {"stage": "kto", "data_path": ("unpaired",), "global_batch_size": 1},
@@ -189,6 +228,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another stage than the run had": (
         {"stage": "simpo", "save": "saved", "train_iters": 2},
         "saved: holds a run of --stage dpo, not simpo: to start from its weights give it as",
+    ),
+    "packed pairs": (
+        {"stage": "dpo", "neat_pack": True},
+        "--neat-pack: --stage dpo has no packed rows: give --variable-seq-lengths",
     ),
     "no reference": (
         {"stage": "dpo", "ref_model": "nowhere"},
@@ -211,6 +254,9 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
     merged = transformers.LlamaForCausalLM.from_pretrained(folder / "hf")
     merged.model.layers[1].self_attn.q_proj.weight.data += 0.01
     merged.save_pretrained(folder / "merged")
+    (folder / "raw.jsonl").write_text("{}\n")
+    merged.config.rope_parameters["rope_theta"] = 500.0
+    merged.save_pretrained(folder / "rotary")
     model, data = str(folder / "hf"), str(folder / "pairs")
     saved = {"stage": "dpo", "train_iters": 1, "save": str(folder / "saved")}
     run_ranks(train, 1, settings(model, data, tmp_path, **saved))

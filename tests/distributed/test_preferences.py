@@ -1,6 +1,7 @@
 """Stages on preferences: the numbers of TRL's trainers, in every layout."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from mindspeed_llm.checkpoint import ConvertOptions
 from mindspeed_llm.checkpoint.conversion import convert
 from tests.llm.preferences import (
     KTO_BATCH,
+    VOCABULARY,
     make_pairs,
+    make_steps,
     make_unpaired,
     save_llama,
     settings,
     write_pairs,
+    write_steps,
     write_unpaired,
 )
 from tests.ranks import run_ranks
@@ -205,12 +209,21 @@ def test_precomputed_log_probs_are_those_of_the_reference(
     written = set()
     for folder in ("computed", "read"):
         values = tiny.settings("dpo", tmp_path / folder, **layout | known | FEW)
-        held = run_ranks(train_and_list_models, world, values)[0]
+        log = tmp_path / f"{folder}.txt"
+        held = run_ranks(train_with_log, world, values, str(log))[0]
         check_steps(values, "dpo")
         assert held == ["policy"]
+        is_announced = "computes the log-probabilities of 20 pairs" in log.read_text()
+        assert is_announced == (folder == "computed")
         (table,) = (tmp_path / "cache/reference").iterdir()
         written.add(table.stat().st_mtime_ns)
     assert len(written) == 1
+
+
+def train_with_log(values: dict[str, Any], file: str) -> list[str]:
+    """Do that with a file for log messages."""
+    logging.basicConfig(filename=file, level=logging.INFO, force=True)
+    return train_and_list_models(values)
 
 
 def train_and_list_models(values: dict[str, Any]) -> list[str]:
@@ -274,3 +287,36 @@ def test_trained_routers_are_no_reference(tiny: _Tiny, tmp_path: Path) -> None:
     assert run_ranks(list_models_of_each, 1, runs) == [[["policy", "reference"]] * 2]
     one, other = (read_losses(values["log_file"]) for values in runs)
     assert one == other and one[0] == pytest.approx(LN2, abs=1e-6) != one[-1]
+
+
+def train_each(runs: list[dict[str, Any]]) -> None:
+    """Train several runs, one after the other, as one rank of each."""
+    from megatron.core import parallel_state
+
+    for values in runs:
+        train(values)
+        parallel_state.destroy_model_parallel()
+
+
+def test_experts_on_ranks_of_their_own_give_the_numbers_of_one_rank(
+    tiny: _Tiny, tmp_path: Path
+) -> None:
+    """Expert parallelism, with the reference's and the mismatched passes of a step."""
+    model = make_mixtral(tmp_path / "experts", vocab_size=VOCABULARY)
+    steps = write_steps(tmp_path / "steps", make_steps(8))
+    more = FEW | {"moe_grouped_gemm": True, "moe_load_interval": 0}
+    data = {"kto": tiny.unpaired, "prm": steps}
+    runs: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    for world, found in runs.items():
+        for stage in ("dpo", "simpo", "kto", "orm", "prm"):
+            log = str(tmp_path / f"{stage}-{world}.jsonl")
+            values = settings(model, data.get(stage, tiny.pairs), tmp_path, stage=stage, **more)
+            values |= {"global_batch_size": KTO_BATCH} if stage == "kto" else {}
+            found.append(values | {"log_file": log, "expert_model_parallel_size": world})
+        run_ranks(train_each, world, found)
+    for one, other in zip(*runs.values()):
+        lines = [list(map(json.loads, Path(v["log_file"]).open())) for v in (one, other)]
+        for key in ("lm loss", "grad norm"):
+            alone, shared = ([line[key] for line in each] for each in lines)
+            assert shared == pytest.approx(alone, rel=1e-5), (one["stage"], key)
+            assert len(set(alone)) == FEW["train_iters"]

@@ -20,7 +20,8 @@ from typing import Any
 
 from tests import forked, subjects
 from tests.fuzz import checks
-from tests.fuzz.areas import AREAS, Case, Draw
+from tests.fuzz.areas import AREAS
+from tests.fuzz.draws import Case, Draw
 
 WHOLE = ("preprocess", "convert", "export-lora", "import-gguf", "mm convert")
 """Commands, by how their names begin, that leave nothing behind when they fail."""
@@ -67,7 +68,7 @@ class Fuzzer:
         folder = self._folder / "reference"
         subjects.scratch(self.good, folder, (), name)
         os.chdir(folder)
-        end = subjects.run(name)
+        end = subjects.run(name, seconds=120)  # also beside other work
         assert end.code == 0, (name, end)
         os.chdir(self._folder)
         shutil.rmtree(folder)
@@ -111,7 +112,7 @@ def _left() -> list[str]:
 def _compared() -> tuple[str, ...]:
     return (
         *("posttrain hf", "pretrain hf", "posttrain finetune", "posttrain saved", "posttrain lora"),
-        *("generate saved", "mm load"),
+        *("posttrain dpo", "generate saved", "mm load"),
     )
 
 

@@ -1,90 +1,23 @@
 """What is fuzzed: for every reader and command, how a case is drawn and how it is checked."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from random import Random
-from typing import Any
+from collections.abc import Callable
 
 import yaml
 from hypothesis import strategies as st
-from hypothesis.internal.conjecture.data import ConjectureData
 
 from mindspeed_llm.cli import chat, convert, generate, posttrain, preprocess, pretrain, show_batch
 from mindspeed_mm.cli import convert as mm_convert
 from mindspeed_mm.cli import train as mm_train
-from tests.llm.mutants import TOKENS, VALUES, as_json, changed, damaged, flags, known_flags
+from tests.fuzz.draws import Case, Draw
+from tests.fuzz.preferences import draw_preferences
+from tests.llm.mutants import VALUES, as_json, changed, damaged, flags, known_flags
 
 WRITES = {"--save", "--log-file", "--tensorboard-dir", "--output", "--save-dir", "--output-prefix"}
 """Flags that say where to write: an odd value would write outside the test."""
 ENDLESS = {"--train-iters", "--train-samples", "--epochs", "--num-train-epochs", "--workers"}
 ENDLESS |= {"--n-subs", "--num-workers", "--eval-iters", "--exit-duration-in-mins", "--num-beams"}
 """Flags with which a command does as much work as it is asked for."""
-KEPT = {"save_dir", "output_prefix", "cache_dir", "train_iters", "data_path", "max_new_tokens"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A command, what is added to it, and the files that are written before it."""
-
-    command: str
-    more: tuple[str, ...] = ()
-    files: dict[str, bytes] = field(default_factory=dict)
-    check: str = ""
-    """The check of an accepted case, by a name of tests.fuzz.checks."""
-
-
-class Draw:
-    """Draws from strategies; the same number gives the same case."""
-
-    def __init__(self, good: Path, number: str) -> None:
-        self._data = ConjectureData(random=Random(number))
-        self.good = good
-
-    def __call__(self, strategy: Any) -> Any:
-        return self._data.draw(strategy)
-
-    def one(self, choices: Sequence[Any]) -> Any:
-        """Choose one."""
-        return self(st.sampled_from(list(choices)))
-
-    def read(self, path: str) -> bytes:
-        """Return the good content of a file."""
-        return (self.good / path).read_bytes()
-
-    def find(self, pattern: str) -> str:
-        """Choose one of the files of a pattern."""
-        found = sorted(str(path.relative_to(self.good)) for path in self.good.glob(pattern))
-        return str(self.one(found))
-
-    def damage(self, path: str, end: int | None = None) -> bytes:
-        """Damage the bytes of a file."""
-        return bytes(self(damaged(self.read(path), end)))
-
-    def flip(self, path: str) -> bytes:
-        """Change one bit of a file."""
-        content = bytearray(self.read(path))
-        content[self(st.integers(0, len(content) - 1))] ^= 1 << self(st.integers(0, 7))
-        return bytes(content)
-
-    def edit(self, path: str) -> bytes:
-        """Damage a JSON file, or put odd values into it."""
-        if self(st.booleans()):
-            return self.damage(path)
-        return as_json(self(changed(json.loads(self.read(path)))))
-
-    def edit_yaml(self, path: str) -> bytes:
-        """Damage a YAML file, or put odd values into it; what says where to write is kept."""
-        values = yaml.safe_load(self.read(path))
-        kept = {key: value for key, value in values.items() if key in KEPT}
-        other = {key: value for key, value in values.items() if key not in KEPT}
-        text = yaml.safe_dump(other).encode()
-        if self(st.booleans()):
-            text = yaml.safe_dump(self(changed(other))).encode()
-        else:
-            text = self(damaged(text))
-        return yaml.safe_dump(kept).encode() * bool(kept) + text
 
 
 def _raw(draw: Draw) -> Case:
@@ -142,22 +75,7 @@ def _hf_config(draw: Draw) -> Case:
 
 def _safetensors(draw: Draw) -> Case:
     path = "hf/model.safetensors"
-    return Case("convert hf", (), {path: _structure(draw, path)}, "rank")
-
-
-def _structure(draw: Draw, path: str) -> bytes:
-    """Damage the structure of a safetensors file: without digests nothing guards its numbers."""
-    good = draw.read(path)
-    data = 8 + int.from_bytes(good[:8], "little")
-    kind = draw.one(["header", "header", "values", "values", "size"])
-    if kind == "header":
-        return bytes(draw(damaged(good[:data]))) + good[data:]
-    if kind == "size":
-        position = draw(st.integers(data, len(good) - 1))
-        more = draw.one([b"", *TOKENS])
-        return good[:position] + more + good[position:] if more else good[:position]
-    text = as_json(draw(changed(json.loads(good[8:data]))))
-    return len(text).to_bytes(8, "little") + text + good[data:]
+    return Case("convert hf", (), {path: draw.structure(path)}, "rank")
 
 
 def _hf_index(draw: Draw) -> Case:
@@ -208,7 +126,7 @@ def _lora(draw: Draw) -> Case:
     if draw(st.booleans()):
         path = draw.one(["peft/adapter_config.json", "peft/adapter_model.safetensors"])
         is_json = path.endswith("json")
-        content = draw.edit(path) if is_json else _structure(draw, path)
+        content = draw.edit(path) if is_json else draw.structure(path)
         return Case("posttrain lora", (), {path: content}, "" if is_json else "numbers")
     path = draw.find("lora/iter_0000001/*")
     content = draw.edit(path) if path.endswith(".json") else draw.flip(path)
@@ -262,7 +180,7 @@ def _mm_data(draw: Draw) -> Case:
 
 def _mm_weights(draw: Draw) -> Case:
     path = "mm/model/model.safetensors"
-    return Case("mm convert hf", (), {path: _structure(draw, path)})
+    return Case("mm convert hf", (), {path: draw.structure(path)})
 
 
 def _mm_saved(draw: Draw) -> Case:
@@ -271,15 +189,6 @@ def _mm_saved(draw: Draw) -> Case:
     command = draw.one(["mm convert dcp", "mm convert dcp", "mm load"])
     check = "weights good-mm" if command == "mm convert dcp" else "numbers"
     return Case(command, (), {path: content}, check)
-
-
-def _preferences(draw: Draw) -> Case:
-    if draw(st.booleans()):
-        path = "raw/pairs.jsonl"
-        return Case("posttrain dpo", (), {path: draw.damage(path)})
-    path = draw.find("cache/reference/*.npy")
-    content = draw.flip(path) if draw(st.booleans()) else draw.damage(path)
-    return Case("posttrain dpo", (), {path: content}, "numbers")
 
 
 def _other(draw: Draw) -> Case:
@@ -332,7 +241,7 @@ AREAS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "data of mm": (4, _mm_data),
     "weights of mm": (3, _mm_weights),
     "checkpoint of mm": (4, _mm_saved),
-    "preferences": (4, _preferences),
+    "preferences": (8, draw_preferences),
     "logs and prompts": (2, _other),
     "command lines": (12, _flags),
 }

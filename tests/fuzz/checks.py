@@ -18,6 +18,10 @@ def loss(check: str, end: End, reference: End | None, good: Path) -> str:
     kind, _, name = check.partition(" ")
     if kind == "records":
         return _records(Path(name), end)
+    if kind == "kept":
+        return _kept(name, end)
+    if kind == "refused":
+        return "it was accepted"
     if kind == "numbers":
         assert reference is not None
         return _numbers(end, reference)
@@ -37,6 +41,15 @@ def _records(path: Path, end: End) -> str:
         return f"{records} in, {written} written, {skipped} skipped"
     expected = _count(path)
     return f"{expected} records, {records} counted" if expected not in (None, records) else ""
+
+
+def _kept(name: str, end: End) -> str:
+    """Compare how many records are written with how many are good."""
+    good, _, path = name.partition(" ")
+    found = COUNTS.search(end.out)
+    if found is not None and found.group(2) != good:
+        return f"{found.group(2)} records written, {good} are good"
+    return _records(Path(path), end)
 
 
 def _count(path: Path) -> int | None:

@@ -4,8 +4,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.forked import End
-from tests.fuzz.areas import Draw
 from tests.fuzz.checks import loss
+from tests.fuzz.draws import Draw
 
 LINE = "records {} in = {} written + {} skipped\n"
 
@@ -22,6 +22,18 @@ def test_lost_records_are_detected(tmp_path):
     for counts in ((2, 2, 0), (3, 2, 0), (3, 0, 3)):
         assert loss(check, ended(LINE.format(*counts)), None, tmp_path)
     assert loss(check, ended("done"), None, tmp_path)
+
+
+def test_records_that_should_be_left_out_are_detected(tmp_path):
+    path = tmp_path / "good.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}\n')
+    assert loss(f"kept 2 {path}", ended(LINE.format(3, 2, 1)), None, tmp_path) == ""
+    for counts in ((3, 3, 0), (3, 1, 2), (2, 2, 0)):
+        assert loss(f"kept 2 {path}", ended(LINE.format(*counts)), None, tmp_path)
+
+
+def test_what_must_be_refused_is_not_accepted(tmp_path):
+    assert loss("refused", ended(), None, tmp_path)
 
 
 def test_other_weights_are_detected(tmp_path, monkeypatch):

@@ -10,10 +10,12 @@ from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.handlers.base import (
     INSTRUCTION,
     PAIRWISE,
+    UNPAIRED,
     Context,
     Handler,
     Output,
     Record,
+    UnpairedHandler,
     as_text,
     distinct,
     train_last_completion,
@@ -39,6 +41,8 @@ class AlpacaStyleInstructionHandler(Handler):
         "tools": "tools",
     }
     required: ClassVar[tuple[str, ...]] = ("prompt", "response")
+    for_messages: ClassVar[str] = ""
+    """The handler of the same kind of data for prompts that are messages."""
 
     @classmethod
     def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
@@ -59,6 +63,11 @@ class AlpacaStyleInstructionHandler(Handler):
         return [self._render_chat(self._conversation(record, answer).check())]
 
     def _conversation(self, record: Record, *answer: Message) -> Conversation:
+        if self.for_messages and isinstance(record.get(self._columns["prompt"]), list):
+            raise MalformedRecord(
+                f"{self._columns['prompt']} holds a list, not text: for messages give "
+                f"--handler-name {self.for_messages}"
+            )
         prompt, query = self._text(record, "prompt"), self._text(record, "query")
         question = f"{prompt}\n{query}" if prompt and query else prompt or query
         messages = (*self._history(record), Message("user", question), *answer)
@@ -86,6 +95,7 @@ class AlpacaStylePairwiseHandler(AlpacaStyleInstructionHandler):
     outputs = PAIRWISE
     roles = {**AlpacaStyleInstructionHandler.roles, "chosen": "chosen", "rejected": "rejected"}
     required = ("prompt", "chosen", "rejected")
+    for_messages = "OpenAIPairwiseHandler"
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation twice, with either response."""
@@ -95,6 +105,21 @@ class AlpacaStylePairwiseHandler(AlpacaStyleInstructionHandler):
             segments = self._render_chat(self._conversation(record, answer).check())
             tracks.append(train_last_completion(segments))
         return distinct(tracks)
+
+
+class AlpacaStyleKTOHandler(UnpairedHandler, AlpacaStyleInstructionHandler):
+    """Questions with an answer, and whether that is desirable: {"label": true}."""
+
+    outputs = UNPAIRED
+    roles = {**AlpacaStyleInstructionHandler.roles, "kto_tag": "label"}
+    required = ("prompt", "response", "kto_tag")
+    for_messages = "OpenAIKTOHandler"
+
+    def render(self, record: Record) -> list[list[Segment]]:
+        """Render the conversation; only its last answer is trained."""
+        answer = Message("assistant", self._text(record, "response"))
+        segments = self._render_chat(self._conversation(record, answer).check())
+        return [train_last_completion(segments)]
 
 
 class AlpacaStyleProcessRewardHandler(Handler):
@@ -177,6 +202,7 @@ def one_token(encoder: TextEncoder, name: str, text: str) -> int:
     ids = [*encoder.encode([text], continued=True)[0]] if text else []
     if len(ids) != 1:
         raise ConfigError(
-            f"{name} {text!r} is {len(ids)} tokens of this tokenizer: it must be exactly one"
+            f"{name} {text!r} is {len(ids)} tokens of this tokenizer: give a text that is exactly "
+            "one, in the command and in the data"
         )
     return int(ids[0])

@@ -45,6 +45,7 @@ PROMPTS = (
 """The second track of a record is its tag: what it has beside the prompt, as bytes."""
 
 
+SAME_ANSWERS = "chosen and rejected are the same"
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 """Columns that training on text cannot use: a record with one is not silently reduced to text."""
 
@@ -92,6 +93,11 @@ class Handler(ABC):
     def __init__(self, context: Context) -> None:
         self._context = context
         self._columns = context.columns
+
+    @classmethod
+    def ends_with_answer(cls) -> bool:
+        """Return whether samples end with an answer: prompts and judged steps do not."""
+        return cls.needs_chat and cls.has_completion
 
     @classmethod
     def find_columns(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> Columns:
@@ -152,6 +158,26 @@ class Handler(ABC):
         return as_text(value, column)
 
 
+class UnpairedHandler(Handler):
+    """Completions with a label, true or false: whether each is desirable."""
+
+    outputs: ClassVar[tuple[Output, ...]] = UNPAIRED
+    is_tagged = True
+
+    @classmethod
+    def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
+        """Return the columns that are read without `--map-keys`: the label may be a kto_tag."""
+        # Whatever the label is called, the other columns are found as if it were there.
+        names = super()._defaults(map_keys, [*present, cls.roles["kto_tag"]])
+        if names["kto_tag"] not in present and "kto_tag" in present:
+            names["kto_tag"] = "kto_tag"
+        return names
+
+    def tag(self, record: Record) -> Sequence[int]:
+        """Return whether the completion is desirable."""
+        return (read_label(record, self._columns["kto_tag"]),)
+
+
 def as_text(value: Any, column: str) -> str:
     """Return a text, with "" for null; anything else is malformed."""
     if isinstance(value, str):
@@ -193,7 +219,7 @@ def train_last_completion(segments: Sequence[Segment]) -> list[Segment]:
 def distinct(tracks: list[list[Segment]]) -> list[list[Segment]]:
     """Return the sequences of a pair, which must not be the same."""
     if tracks[0] == tracks[1]:
-        raise UnusableRecord("chosen and rejected are the same")
+        raise UnusableRecord(SAME_ANSWERS)
     return tracks
 
 

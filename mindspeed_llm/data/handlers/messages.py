@@ -12,9 +12,9 @@ from mindspeed_llm.data.handlers.base import (
     Handler,
     Output,
     Record,
+    UnpairedHandler,
     as_text,
     distinct,
-    read_label,
     train_last_completion,
 )
 from mindspeed_llm.data.readers import kind_of
@@ -138,21 +138,17 @@ class SharegptStylePairwiseHandler(SharegptStyleInstructionHandler):
         return Message("assistant", as_text(value, column))
 
 
-class SharegptStyleKTOHandler(SharegptStyleInstructionHandler):
+class SharegptStyleKTOHandler(UnpairedHandler, SharegptStyleInstructionHandler):
     """Conversations, and whether the last answer is desirable: {"label": true}."""
 
     outputs = UNPAIRED
-    is_tagged = True
     roles = {**SharegptStyleInstructionHandler.roles, "kto_tag": "label"}
     required = ("messages", "kto_tag")
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation; only its last answer is trained."""
-        return [train_last_completion(segments) for segments in super().render(record)]
-
-    def tag(self, record: Record) -> Sequence[int]:
-        """Return whether the answer is desirable."""
-        return (read_label(record, self._columns["kto_tag"]),)
+        segments = self._render_chat(self._conversation(record).check())
+        return [train_last_completion(segments)]
 
 
 class OpenAIInstructionHandler(Handler):
@@ -216,18 +212,20 @@ def _content(entry: dict[str, Any]) -> str:
 def text_of(content: Any, column: str) -> str:
     """Return the text of a message, which may come in parts: {"type": "text", "text": ...}.
 
-    LLaMA-Factory's parts have a "value" in place of "text".
+    LLaMA-Factory's parts have a "value" in place of "text", and may be of the type reasoning.
     """
     if not isinstance(content, list):
         return as_text(content, column)
-    texts: list[str] = []
-    for part in content:
-        text = part.get("text", part.get("value")) if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-            raise MalformedRecord(f"a message holds {kind}: only text can be trained on here")
-        texts.append(text)
-    return "".join(texts)
+    return "".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: Any) -> str:
+    entry = part if isinstance(part, dict) else {"type": "text", "value": part}
+    text, kind = entry.get("text", entry.get("value")), entry.get("type", "text")
+    if not isinstance(text, str) or kind not in ("text", "reasoning"):
+        found = kind if isinstance(part, dict) else kind_of(part)
+        raise MalformedRecord(f"a message holds {found}: only text can be trained on here")
+    return text if kind == "text" else f"{THOUGHTS[0]}{text}{THOUGHTS[1]}"
 
 
 def _merge_turns(messages: list[Message]) -> list[Message]:

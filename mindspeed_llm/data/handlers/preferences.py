@@ -5,22 +5,25 @@ from os.path import commonprefix
 from typing import Any, ClassVar
 
 from mindspeed_llm.data.chat import Segment
-from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord
+from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord, dump
 from mindspeed_llm.data.handlers.base import (
     PAIRWISE,
     UNPAIRED,
     Handler,
     Output,
     Record,
+    UnpairedHandler,
     distinct,
-    read_label,
     train_last_completion,
 )
-from mindspeed_llm.data.handlers.messages import conversation_of
+from mindspeed_llm.data.handlers.messages import conversation_of, text_of
 from mindspeed_llm.data.readers import kind_of
 
 Entries = list[dict[str, Any]]
 """Messages, each with a role and a content."""
+PROMPTS_DIFFER = "the prompts of chosen and rejected differ"
+PREFERRED = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+"""The columns of OpenAI's preference fine-tuning; the input is an object with messages."""
 
 
 class PreferenceHandler(Handler):
@@ -34,10 +37,18 @@ class PreferenceHandler(Handler):
         value = record[column]
         if isinstance(value, str):
             return [{"role": author, "content": value}]
-        entries = [value] if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            value = value.get("messages", [value])
+        entries = value
         if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
             raise MalformedRecord(f"{column} holds {kind_of(value)}, not a text or messages")
         return entries
+
+    def _tools(self, record: Record) -> str:
+        """Return the tools; where the prompt is an object of messages and tools, those of it."""
+        prompt = record.get(self._columns["prompt"])
+        tools = prompt.get("tools") if isinstance(prompt, dict) else None
+        return dump(tools) if tools else super()._tools(record)
 
     def _render_completion(self, record: Record, entries: Entries) -> list[Segment]:
         conversation = conversation_of(entries, self._tools(record)).check()
@@ -49,7 +60,7 @@ class OpenAIPairwiseHandler(PreferenceHandler):
 
     Without a prompt it is what chosen and rejected begin with: all messages but the last, or of
     texts the longest common beginning. LLaMA-Factory names the columns chosen_messages and
-    rejected_messages.
+    rejected_messages, OpenAI's API input, preferred_output and non_preferred_output.
     """
 
     outputs: ClassVar[tuple[Output, ...]] = PAIRWISE
@@ -59,6 +70,8 @@ class OpenAIPairwiseHandler(PreferenceHandler):
     @classmethod
     def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
         names = super()._defaults(map_keys, present)
+        if "preferred_output" in present and names["chosen"] not in present:
+            return {**names, **PREFERRED}
         for role in cls.required:
             if names[role] not in present and f"{role}_messages" in present:
                 names[role] = f"{role}_messages"
@@ -68,17 +81,16 @@ class OpenAIPairwiseHandler(PreferenceHandler):
         """Render the prompt with either completion."""
         sides = [self._entries(record, role, "assistant") for role in ("chosen", "rejected")]
         if self._columns["prompt"]:
-            prompt = self._entries(record, "prompt", "user")
+            prompt, sides = _separate(self._entries(record, "prompt", "user"), sides)
         else:
             prompt, sides = _split_prompt(record, sides, self._columns.names)
         return distinct([self._render_completion(record, [*prompt, *side]) for side in sides])
 
 
-class OpenAIKTOHandler(PreferenceHandler):
+class OpenAIKTOHandler(UnpairedHandler, PreferenceHandler):
     """Unpaired completions: {"prompt": ..., "completion": ..., "label": true}."""
 
     outputs: ClassVar[tuple[Output, ...]] = UNPAIRED
-    is_tagged = True
     roles = {
         "prompt": "prompt",
         "completion": "completion",
@@ -91,11 +103,30 @@ class OpenAIKTOHandler(PreferenceHandler):
         """Render the prompt with its completion."""
         prompt = self._entries(record, "prompt", "user")
         completion = self._entries(record, "completion", "assistant")
+        prompt, (completion,) = _separate(prompt, [completion])
         return [self._render_completion(record, [*prompt, *completion])]
 
-    def tag(self, record: Record) -> Sequence[int]:
-        """Return whether the completion is desirable."""
-        return (read_label(record, self._columns["kto_tag"]),)
+
+def _separate(prompt: Entries, sides: list[Entries]) -> tuple[Entries, list[Entries]]:
+    """Return the prompt and its completions; data often repeats the prompt before each of them.
+
+    A prompt may then be one question of conversations, whose other messages belong to it as well.
+    """
+    is_repeated = any(side and side[0].get("role") != "assistant" for side in sides)
+    if not is_repeated or not prompt or prompt[-1].get("role") != "user":
+        return prompt, sides
+    whole, *others = [[_said(entry) for entry in side[:-1]] for side in sides]
+    given = [_said(entry) for entry in prompt]
+    runs = (whole[start : start + len(given)] for start in range(len(whole)))
+    if any(other != whole for other in others):
+        raise UnusableRecord(PROMPTS_DIFFER)
+    if given not in runs:
+        raise UnusableRecord("the prompt is not in the conversations of its answers")
+    return sides[0][:-1], [side[-1:] for side in sides]
+
+
+def _said(entry: Mapping[str, Any]) -> tuple[Any, str]:
+    return entry.get("role"), text_of(entry.get("content"), "content").strip()
 
 
 def _split_prompt(
@@ -111,5 +142,5 @@ def _split_prompt(
         return [{"role": "user", "content": start}], ends
     prompts = [entries[:-1] for entries in sides]
     if prompts[0] != prompts[1]:
-        raise UnusableRecord("the prompts of chosen and rejected differ")
+        raise UnusableRecord(PROMPTS_DIFFER)
     return prompts[0], [entries[-1:] for entries in sides]

@@ -38,6 +38,7 @@ class PPOAlpacaStyleInstructionHandler(PromptHandler, AlpacaStyleInstructionHand
     outputs = PROMPTS
     required = ("prompt",)
     asked = ("prompt", "query", "history", "system", "tools")
+    for_messages = "OpenAIPromptHandler"
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the prompt."""

@@ -3,6 +3,7 @@
 from mindspeed.config import ConfigError, did_you_mean
 from mindspeed_llm.data.handlers.alpaca import (
     AlpacaStyleInstructionHandler,
+    AlpacaStyleKTOHandler,
     AlpacaStylePairwiseHandler,
     AlpacaStyleProcessRewardHandler,
     StepwiseProcessRewardHandler,
@@ -28,6 +29,7 @@ HANDLERS: dict[str, type[Handler]] = {
     handler.__name__: handler
     for handler in (
         AlpacaStyleInstructionHandler,
+        AlpacaStyleKTOHandler,
         AlpacaStylePairwiseHandler,
         AlpacaStyleProcessRewardHandler,
         OpenAIInstructionHandler,
@@ -43,6 +45,12 @@ HANDLERS: dict[str, type[Handler]] = {
         StepwiseProcessRewardHandler,
     )
 }
+
+
+def similar_handlers(handler: type[Handler]) -> dict[str, type[Handler]]:
+    """Return the handlers that make the same kind of data, that one included."""
+    kind = (handler.outputs, handler.needs_chat)
+    return {n: one for n, one in HANDLERS.items() if (one.outputs, one.needs_chat) == kind}
 
 
 def find_handler(name: str) -> type[Handler] | None:

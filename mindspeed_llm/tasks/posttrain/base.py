@@ -19,6 +19,8 @@ class BaseTrainer(Trainer):
     handler = "AlpacaStyleInstructionHandler"
     data_kind: ClassVar[str] = "instruction"
     """What preprocess has to have made of the records."""
+    may_pack: ClassVar[bool] = False
+    """Whether preprocess can fill rows with several samples (--pack --neat-pack)."""
 
     @property
     def stage_name(self) -> str:
@@ -44,8 +46,8 @@ class BaseTrainer(Trainer):
 
     def make_rows(self, data: Sequence[InstructionData]) -> Rows:
         """Derive how the sequences of a micro-batch become rows."""
-        rows = Rows.of(self.options, self.setup.shape, data)
-        if rows.kind == "concatenated":
+        rows = Rows.of(self.options, self.setup.shape, data, may_pack=self.may_pack)
+        if rows.has_documents:
             self.expect_documents()
         return rows
 

@@ -1,5 +1,7 @@
 """DPO: preferences by log-probabilities relative to a frozen reference."""
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -19,6 +21,11 @@ from mindspeed_llm.tasks.posttrain.precomputed import read_table, table_path, wr
 from mindspeed_llm.tasks.posttrain.reference import REFERENCE, ReferenceTrainer
 from mindspeed_llm.training.model import ModelRole
 from mindspeed_llm.training.trainer import Part
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 60.0
+"""How often the pass of the reference over all pairs logs where it is."""
 
 
 class DPOTrainer(LogProbTrainer, ReferenceTrainer):
@@ -86,14 +93,19 @@ class DPOTrainer(LogProbTrainer, ReferenceTrainer):
 
     def _precompute(self) -> Array:
         """Return the reference's log-probabilities of all pairs."""
-        shape = (sum(map(len, self._data)), 2)
-        table = torch.full(shape, -torch.inf, device=device.current().torch_device)
-        for step in self._steps_in_order():
+        count, size = sum(map(len, self._data)), self.setup.dims.global_batch_size
+        table = torch.full((count, 2), -torch.inf, device=device.current().torch_device)
+        logger.info("the reference computes the log-probabilities of %d pairs, once", count)
+        logged = time.monotonic()
+        for number, step in enumerate(self._steps_in_order(), 1):
             found = self.reference_log_probs([self.split(self.collate(few)) for few in step])
             for samples, values in zip(step, found):
                 table[[int(sample["number"]) for sample in samples]] = torch.stack(
                     [*Pairs.of(values)], 1
                 )
+            if time.monotonic() > logged + PROGRESS_SECONDS:
+                logged = time.monotonic()
+                logger.info("%d of %d pairs", min(number * size, count), count)
         # Pairs that another rank computed are -inf here.
         torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX)
         if not table.isfinite().all():

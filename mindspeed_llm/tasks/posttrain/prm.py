@@ -26,6 +26,7 @@ class PRMTrainer(BaseTrainer):
 
     handler = "AlpacaStyleProcessRewardHandler"
     splits_sequences = True
+    may_pack = True
 
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
         """Derive the length of rows, and the tokens that are verdicts."""
@@ -34,8 +35,8 @@ class PRMTrainer(BaseTrainer):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """A row a sample."""
-        return self.rows.length, self.options.micro_batch_size
+        """A row a sample, or all packed rows as one."""
+        return self.rows.sizes(self.options.micro_batch_size)
 
     def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         """Pad or concatenate the samples; the label of a placeholder is its verdict."""

@@ -1,19 +1,20 @@
 """The frozen reference of a stage: a second model, or the policy without its adapters."""
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from mindspeed.checkpoint.detection import CheckpointDir, detect
 from mindspeed.config import ConfigError
 from mindspeed.training.checkpoint_dir import find_resume
-from mindspeed_llm.checkpoint.loading import config_folder
+from mindspeed_llm.checkpoint.loading import config_folder, open_source
 from mindspeed_llm.losses.log_probs import sequence_log_probs
 from mindspeed_llm.models.config import ModelConfig
-from mindspeed_llm.models.registry import read_model_config
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
 from mindspeed_llm.training.lora import without_adapters
 from mindspeed_llm.training.model import ModelRole, RoleModel
@@ -22,6 +23,8 @@ REFERENCE = "reference_log_probs"
 """Where a micro-batch has the reference's log-probability of every sequence."""
 
 
+NOT_COMPARED = ("max_position_embeddings", "moe.aux_loss_coeff")
+"""What a reference may have another value of: it changes no log-probability."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
@@ -123,15 +126,35 @@ class ReferenceTrainer(BaseTrainer):
             )
 
     def _check_shape(self, ref_model: str) -> None:
+        options = self.options
         try:
-            folder = config_folder(detect(ref_model))
+            found = detect(ref_model)
+            folder = config_folder(found)
+            source = open_source(
+                found, folder, named=options.model_type_hf, noop_layers=options.noop_layers
+            )
         except ConfigError as error:
             raise ConfigError(f"--ref-model {error}") from None
-        theirs = read_model_config(folder, named=self.options.model_type_hf)
-        ours = self.setup.shape
-        for name in ("family", "num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-            if theirs.get(name) != ours.get(name):
+        theirs, ours = (_flat(shape.model_dump()) for shape in (source.config, self.setup.shape))
+        for name in dict.fromkeys([*ours, *theirs]):
+            one, other = theirs.get(name), ours.get(name)
+            if name not in NOT_COMPARED and not _is_same(one, other):
                 raise ConfigError(
-                    f"--ref-model {ref_model}: its {name} is {theirs.get(name)}, the policy's "
-                    f"{ours.get(name)}: the reference must be of the same shape"
+                    f"--ref-model {ref_model}: its {name} is {one}, the policy's {other}: the "
+                    "reference must be of the same shape"
                 )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {}
+        flat |= inner or {f"{prefix}{name}": value}
+    return flat
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)  # some files keep 32 bits of an epsilon
+    return bool(one == other)

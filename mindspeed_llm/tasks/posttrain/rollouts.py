@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import IGNORE_INDEX
 from mindspeed_llm.data.instruction import FIELDS
 from mindspeed_llm.data.stream import Sample
@@ -25,12 +26,20 @@ class Prompt:
 
     number: int
     tokens: tuple[int, ...]
-    record: bytes = b"{}"
+    record: Sequence[int] = b"{}"
+    """The bytes of JSON, as they are stored."""
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What the record has beside the prompt."""
-        found: dict[str, Any] = json.loads(self.record)
+        """What the record has beside the prompt; raises ConfigError if the data is damaged."""
+        try:
+            found = json.loads(bytes(self.record))
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"the fields of prompt {self.number} are damaged (no JSON object): preprocess again"
+            )
         return found
 
 
@@ -69,7 +78,7 @@ def split_prompts(batch: Batch, first: int) -> Iterator[Prompt]:
     tokens = batch["tokens"].split(batch["lengths"].tolist())
     records = batch["records"].split(batch["record_lengths"].tolist())
     for offset, (ids, record) in enumerate(zip(tokens, records)):
-        yield Prompt(first + offset, tuple(ids.tolist()), bytes(record.tolist()))
+        yield Prompt(first + offset, tuple(ids.tolist()), tuple(record.tolist()))
 
 
 def _joined(arrays: Sequence[Any]) -> torch.Tensor:

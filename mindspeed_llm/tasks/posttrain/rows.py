@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, Spelling
 from mindspeed_llm.data.collate import (
     Samples,
     collate_fixed,
@@ -19,7 +19,9 @@ from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training.options import TrainOptions
 
-Kind = Literal["fixed", "longest", "concatenated"]
+Kind = Literal["fixed", "longest", "concatenated", "packed"]
+PACK_FLAGS = ("neat_pack", "reset_position_ids", "reset_attention_mask")
+"""Options that say that rows are packed, where the data does not say it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Rows:
     """What the length of rows, where it varies, is a multiple of."""
     pad_id: int
     kind: Kind
-    """Padded to the length, padded to the longest of the micro-batch, or one row without."""
+    """Padded to the length, padded to the longest of the micro-batch, one row without padding, or
+    rows that preprocess filled with several samples."""
 
     @classmethod
     def of(
@@ -41,9 +44,10 @@ class Rows:
         shape: ModelConfig,
         data: Sequence[InstructionData],
         *,
-        is_packed: bool = False,
+        may_pack: bool = False,
     ) -> "Rows":
         """Derive the rows from the options and the data sets, which may hold packed rows."""
+        is_packed = _is_packed(options, data, may_pack)
         tp = options.tensor_model_parallel_size
         # With sequence parallelism every rank takes an equal share of the positions.
         multiple = math.lcm(options.pad_to_multiple_of, tp)
@@ -60,14 +64,31 @@ class Rows:
         # Multi-token prediction and Megatron's local layers take rows of one sample only.
         is_one_sample = shape.mtp_num_layers or options.transformer_impl == "local"
         kind: Kind = "fixed"
-        if options.variable_seq_lengths:
+        if is_packed:
+            kind = "packed"
+        elif options.variable_seq_lengths:
             kind = "longest" if is_one_sample else "concatenated"
         pad_id = next((one.facts.get("pad_id", 0) for one in data), 0)
         return cls(length, multiple, pad_id, kind)
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether a row holds several sequences."""
+        return self.kind in ("concatenated", "packed")
+
+    def sizes(self, micro_batch_size: int) -> tuple[int, int]:
+        """Return the length and the number of rows; packed ones are concatenated to one."""
+        if self.kind == "packed":
+            return self.length * micro_batch_size, 1
+        return self.length, micro_batch_size
+
     def collate(self, sequences: Samples, *, shift: bool = True) -> dict[str, torch.Tensor]:
         """Make the tensors of a micro-batch, and count its sequences and their tokens."""
         pad_id, multiple = self.pad_id, self.multiple
+        if self.kind == "packed":
+            real = sum(int((each["attention_mask"] != 0).sum()) for each in sequences)
+            batch = collate_packed(sequences, shift=shift)
+            return batch | {"real_tokens": torch.tensor(real)}
         if self.kind == "concatenated":
             batch = collate_packed(sequences, multiple=multiple, pad_id=pad_id, shift=shift)
         elif self.kind == "longest":
@@ -77,6 +98,25 @@ class Rows:
         batch["num_sequences"] = torch.tensor(len(sequences))
         batch["real_tokens"] = torch.tensor(sum(len(each["input_ids"]) for each in sequences))
         return batch
+
+
+def _is_packed(options: TrainOptions, data: Sequence[InstructionData], may_pack: bool) -> bool:
+    """Return whether rows hold several samples, by the options or by the data."""
+    asked = [Spelling.FLAG.name_of(name) for name in PACK_FLAGS if getattr(options, name)]
+    if not may_pack:
+        if asked:
+            raise ConfigError(
+                f"{asked[0]}: --stage {options.stage} has no packed rows: give "
+                "--variable-seq-lengths, which puts a micro-batch into one row without padding"
+            )
+        return False
+    if not asked and not any(one.is_neat for one in data):
+        return False
+    if options.transformer_impl == "local":
+        raise ConfigError("packed samples need --transformer-impl transformer_engine")
+    if options.variable_seq_lengths:
+        raise ConfigError("packed rows all have one length: drop --variable-seq-lengths")
+    return True
 
 
 def last_tokens(batch: dict[str, torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:

@@ -90,8 +90,9 @@ def assign_rewards(
 
 def _check_finite(rewards: Sequence[float] | None) -> None:
     for reward in rewards or ():
-        if not math.isfinite(reward):
-            raise ConfigError(f"a reward is {reward}: rewards must be finite numbers")
+        # Ranks share them as float32.
+        if not abs(reward) <= torch.finfo(torch.float32).max:
+            raise ConfigError(f"a reward is {reward}: rewards must be finite numbers of 32 bits")
 
 
 def raise_on_all(error: ConfigError | None) -> None:

@@ -274,3 +274,18 @@ def test_windows_of_some_layers(shape_of):
     assert shape_of(QWEN25 | {"max_window_layers": 0}).sliding_window is None
     with pytest.raises(ConfigError, match="with and without a sliding window are mixed"):
         shape_of(windowed | {"max_window_layers": 21})
+
+
+@pytest.mark.parametrize("classes", [None, [], ["LlamaForCausalLM"]])
+def test_a_config_becomes_that_of_a_scorer(tmp_path, classes):
+    """Also one that names no class: the family is the same."""
+    from transformers import LlamaConfig
+
+    from mindspeed_llm.models.hf_config import set_num_labels
+    from mindspeed_llm.models.registry import read_model_config
+
+    LlamaConfig(architectures=classes, num_hidden_layers=1).save_pretrained(tmp_path)
+    set_num_labels(tmp_path / "config.json", 1)
+    config = LlamaConfig.from_pretrained(tmp_path)
+    assert config.architectures == ["LlamaForSequenceClassification"] and config.num_labels == 1
+    assert read_model_config(tmp_path).num_labels == 1

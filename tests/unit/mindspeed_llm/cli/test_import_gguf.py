@@ -47,3 +47,4 @@ def test_existing_output_is_not_replaced(tmp_path, capsys):
 def test_numbers_of_the_config_are_those_that_people_write(smollm2):
     config = json.loads((smollm2 / "config.json").read_text())
     assert config["rms_norm_eps"] == 1e-05
+    assert config["architectures"] == ["LlamaForCausalLM"]

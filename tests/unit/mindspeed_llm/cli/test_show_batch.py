@@ -1,4 +1,6 @@
-"""show-batch: which tokens each context-parallel rank holds."""
+"""show-batch: which tokens each context-parallel rank holds, and samples without an answer."""
+
+import json
 
 import pytest
 
@@ -53,3 +55,26 @@ def test_every_token_has_its_rank(show):
 def test_sizes_that_cannot_be_shown(show, size):
     code, lines = show("--context-parallel-size", size)
     assert code == 2 and f"--context-parallel-size {size}: give 1 to 1024" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "handler, record",
+    [
+        ("OpenAIPromptHandler", {"prompt": "[Who?]", "answer": "[a] fox"}),
+        ("AlpacaStyleProcessRewardHandler", {"input": "1 + 1x It is 2.x", "value": ["+", "+"]}),
+    ],
+)
+def test_samples_without_an_answer_need_no_end(tmp_path, capsys, handler, record):
+    """Prompts show what the reward gets with them."""
+    byte_level().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    flags = "--prompt-type chatml --placeholder-token x --cache-dir".split()
+    where = ["--input", str(tmp_path / "data.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    where += ["--tokenizer-name-or-path", str(tmp_path / "tokenizer"), "--handler-name", handler]
+    assert main(["preprocess", *where, *flags, str(tmp_path / "cache")]) == 0
+    assert "end-of-text" not in capsys.readouterr().out
+    assert main(["show-batch", str(tmp_path / "out"), "--cache-dir", str(tmp_path / "cache")]) == 0
+    shown = capsys.readouterr().out
+    assert "end-of-text" not in shown
+    fields = json.dumps({"answer": "[a] fox"})
+    assert (f"fields for the reward: {fields}" in shown) == ("answer" in record)

@@ -47,6 +47,22 @@ PAIRS = {
         "OpenAIPairwiseHandler",
         {"chosen_messages": v1(*ASKED, GOOD), "rejected_messages": v1(*ASKED, BAD)},
     ),
+    "conversations with their question": (
+        "OpenAIPairwiseHandler",
+        {"prompt": PARTS["user"], "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+    ),
+    "conversations with their prompt": (
+        "OpenAIPairwiseHandler",
+        {"prompt": ASKED, "chosen": [*ASKED, GOOD], "rejected": v1(*ASKED, BAD)},
+    ),
+    "fine-tuning of OpenAI": (
+        "OpenAIPairwiseHandler",
+        {
+            "input": {"messages": ASKED, "tools": []},
+            "preferred_output": [GOOD],
+            "non_preferred_output": [BAD],
+        },
+    ),
 }
 
 
@@ -102,7 +118,34 @@ def test_the_prompt_of_texts_is_their_common_beginning(run, write_lines):
     assert completion(sample, "rejected_") == " know little."
 
 
+def test_a_question_may_be_one_of_several_in_its_conversations(run, write_lines):
+    """As in TRL, all of the conversation but the last answer is the prompt then."""
+    before = [{"role": "system", "content": "Be brief."}, *ASKED, BAD, *ASKED]
+    whole = {"prompt": before, "chosen": GOOD, "rejected": BAD}
+    text = {"prompt": PARTS["user"], "chosen": [*before, GOOD], "rejected": [*before, BAD]}
+    samples = []
+    for name, record in (("a", whole), ("b", text)):
+        source = write_lines([record], f"{name}.jsonl")
+        options = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
+        samples.append(InstructionData(run(source, name=name, **options)[1])[0])
+    assert all(np.array_equal(samples[0][key], samples[1][key]) for key in samples[0])
+
+
+def test_tools_of_an_input(run, write_lines):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    record = {"input": {"messages": ASKED, "tools": [tool]}}
+    record |= {"preferred_output": [GOOD], "non_preferred_output": [BAD]}
+    options = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "qwen"}
+    ids = InstructionData(run(write_lines([record]), **options)[1])[0]["chosen_input_ids"]
+    assert '{"name": "add", "parameters": {}}' in byte_level().decode(ids.tolist())
+
+
 UNUSABLE = {
+    "the prompt is not in the conversations of its answers": {
+        "prompt": "other",
+        "chosen": [*ASKED, GOOD],
+        "rejected": [*ASKED, BAD],
+    },
     "the prompts of chosen and rejected differ": {
         "chosen": [{"role": "user", "content": "other"}, GOOD],
         "rejected": [*ASKED, BAD],
@@ -117,8 +160,9 @@ UNUSABLE = {
 
 def test_pairs_that_cannot_be_used_are_counted(run, write_lines):
     good = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+    records = [{"prompt": PARTS["user"], **record} for record in (good, *UNUSABLE.values())]
     summary, prefix = run(
-        write_lines([good, *UNUSABLE.values()]),
+        write_lines(records),
         handler_name="OpenAIPairwiseHandler",
         prompt_type="chatml",
     )
@@ -133,16 +177,20 @@ def test_pairs_that_cannot_be_used_are_counted(run, write_lines):
     [
         ("OpenAIKTOHandler", {"prompt": ASKED, "completion": [GOOD]}),
         ("OpenAIKTOHandler", {"prompt": PARTS["user"], "completion": PARTS["good"]}),
+        ("OpenAIKTOHandler", {"prompt": PARTS["user"], "completion": [*ASKED, GOOD]}),
+        ("AlpacaStyleKTOHandler", {"prompt": PARTS["user"], "answer": PARTS["good"]}),
         ("SharegptStyleKTOHandler", {"messages": [*ASKED, GOOD]}),
     ],
 )
 def test_labels_of_unpaired_completions(run, write_lines, handler, record):
-    lines = [{**record, "label": label} for label in (True, False, True)]
+    column = "kto_tag" if len(record) == 2 else "label"
+    lines = [{**record, column: label} for label in (True, False, True)]
     # The second is longer than the limit, and its label is dropped with it.
     lines.insert(1, {**lines[1]})
-    key = "completion" if "completion" in record else "messages"
-    long = {"role": "assistant", "content": "word " * 99}
-    lines[1][key] = [*ASKED, long] if key == "messages" else [long]
+    text = "word " * 99
+    long = {"role": "assistant", "content": text}
+    replaced = {"completion": [long], "messages": [*ASKED, long], "answer": text}
+    lines[1] |= {key: value for key, value in replaced.items() if key in record}
     summary, prefix = run(
         write_lines(lines),
         handler_name=handler,
@@ -164,6 +212,37 @@ def test_labels_must_be_true_or_false(run, write_lines):
         run(write_lines([record]), handler_name="OpenAIKTOHandler", prompt_type="chatml")
 
 
+@pytest.mark.parametrize(
+    "handler, other",
+    [
+        ("AlpacaStylePairwiseHandler", "OpenAIPairwiseHandler"),
+        ("AlpacaStyleKTOHandler", "OpenAIKTOHandler"),
+        ("PPOAlpacaStyleInstructionHandler", "OpenAIPromptHandler"),
+    ],
+)
+def test_prompts_of_messages_have_their_handler(run, write_lines, handler, other):
+    from mindspeed.config import ConfigError
+
+    record = {"prompt": ASKED, "chosen": "a", "rejected": "b", "answer": "a", "label": True}
+    with pytest.raises(ConfigError, match=f"line 1: prompt holds .* give --handler-name {other}"):
+        run(write_lines([record]), handler_name=handler, prompt_type="chatml")
+
+
+def test_a_handler_that_fits_the_columns_is_named(run, write_lines):
+    from mindspeed.config import ConfigError
+
+    record = {"instruction": "a", "output": "b", "kto_tag": True}
+    with pytest.raises(ConfigError) as caught:
+        run(
+            write_lines([record]),
+            handler_name="SharegptStyleKTOHandler",
+            prompt_type="chatml",
+        )
+    assert str(caught.value).endswith(
+        "with --map-keys, or give --handler-name AlpacaStyleKTOHandler, which fits these"
+    )
+
+
 def test_steps_as_trl_writes_them(run, write_lines):
     """They give what the same steps in one text with placeholders give."""
     stepwise = {"prompt": "12 + 30?", "completions": ["12 + 30", "It is 42."]}
@@ -176,3 +255,46 @@ def test_steps_as_trl_writes_them(run, write_lines):
     found, expected = InstructionData(one)[0], InstructionData(two)[0]
     assert all(np.array_equal(found[key], expected[key]) for key in expected)
     assert (found["labels"] != IGNORE_INDEX).sum() == 2
+
+
+def test_pairs_that_are_cut_keep_one_prompt(run, write_lines):
+    """However long the other answer is; and pairs that are the same afterwards are counted."""
+    asked, start = "how " * 40, "well " * 60
+    records = [
+        {"instruction": asked, "chosen": "It is 42.", "rejected": start},
+        {"instruction": asked, "chosen": start, "rejected": start + "no"},
+        {"instruction": "why", "chosen": "It is 42.", "rejected": start},
+    ]
+    summary, prefix = run(
+        write_lines(records),
+        handler_name="AlpacaStylePairwiseHandler",
+        prompt_type="chatml",
+        seq_length=90,
+        too_long="cut",
+    )
+    assert summary.written == 2 and summary.truncated.count == 2
+    assert summary.skipped["chosen and rejected are the same"].count == 1
+    for number, sample in enumerate(InstructionData(prefix)):
+        ids, labels = (
+            {side: sample[f"{side}_{key}"] for side in ("chosen", "rejected")}
+            for key in ("input_ids", "labels")
+        )
+        assert max(map(len, ids.values())) == 90
+        given = {side: ids[side][labels[side] == IGNORE_INDEX].tolist() for side in ids}
+        given["chosen"] = given["chosen"][: len(given["rejected"])]  # less what ends the turn
+        assert given["chosen"] == given["rejected"], number
+        assert completion(sample, "chosen_") == "It is 42.<|im_end|>"
+
+
+def test_parts_of_a_message_that_are_no_text(run, write_lines):
+    from mindspeed.config import ConfigError
+
+    def pair(kind):
+        entry = {"role": "assistant", "content": [{"type": kind, "value": "a.png"}]}
+        return {"chosen_messages": [*ASKED, entry], "rejected_messages": [*ASKED, BAD]}
+
+    options = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
+    with pytest.raises(ConfigError, match="a message holds image_url: only text"):
+        run(write_lines([pair("image_url")]), **options)
+    _, prefix = run(write_lines([pair("reasoning")]), **options)
+    assert completion(InstructionData(prefix)[0], "chosen_").startswith("<think>\na.png\n</think>")
