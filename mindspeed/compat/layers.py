@@ -1,4 +1,4 @@
-"""Megatron's layers where they refuse or go wrong: norms, dtypes, YaRN, experts, lists of layers.
+"""Megatron's layers where they refuse or go wrong: norms, dtypes, YaRN, experts, embeddings, lists.
 
 Norms of local specs: WrappedTorchNorm refuses sequence parallelism, zero-centred gamma and the
 persist flag; `wrap_torch_norm` serves them. The final norm of a block of local layers is
@@ -228,3 +228,20 @@ def wrap_layer_init(original: Callable[..., None]) -> Callable[..., None]:
             config.cp_comm_type = given
 
     return __init__
+
+
+def wrap_allreduce_word_embedding_grads(original: Callable[..., None]) -> Callable[..., None]:
+    """Leave out the gradient of an embedding that is not trained, on all stages alike."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    @functools.wraps(original)
+    def allreduce_word_embedding_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
+        for chunk in model:
+            module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+            if getattr(module, "share_embeddings_and_output_weights", False):
+                weight = module.shared_embedding_or_output_weight()
+                if weight is not None and not weight.requires_grad:
+                    return
+        original(model, *args, **kwargs)
+
+    return allreduce_word_embedding_grads

@@ -177,6 +177,18 @@ TABLE = (
         ),
     ),
     Entry(
+        name="frozen_embeddings",
+        reason="Stages of a pipeline that share a frozen embedding reduce a gradient of None.",
+        versions="before 0.16",
+        patches=(
+            Patch.wrap(
+                "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+                "mindspeed.compat.layers:wrap_allreduce_word_embedding_grads",
+                why="it does not ask whether the weight is trained: with adapters it is not",
+            ),
+        ),
+    ),
+    Entry(
         name="fsdp_on_cpu",
         reason="FSDP refuses CUDA_DEVICE_MAX_CONNECTIONS=1, which tensor parallelism requires.",
         devices=("cpu",),

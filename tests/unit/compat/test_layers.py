@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from mindspeed.compat.layers import (
     keep_type,
     promote,
+    wrap_allreduce_word_embedding_grads,
     wrap_block_submodules,
     wrap_layer_init,
     wrap_torch_norm,
@@ -174,3 +175,17 @@ def test_a_list_of_algorithms_begins_with_the_first_layer():
         assert [layer(config=config, layer_number=n).comm_type for n in (1, 2)] == ["p2p", "a2a"]
         assert config.cp_comm_type == ["p2p", "a2a"]
     assert wrap_layer_init(FixedLayer.__init__) is FixedLayer.__init__
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_gradient_of_a_frozen_embedding_is_not_reduced(is_trained):
+    """The last stage has the shared weight in its output layer."""
+    weight = torch.nn.Parameter(torch.zeros(2), requires_grad=is_trained)
+    stage = SimpleNamespace(
+        pre_process=False,
+        share_embeddings_and_output_weights=True,
+        shared_embedding_or_output_weight=lambda: weight,
+    )
+    reduced = []
+    wrap_allreduce_word_embedding_grads(lambda model, config: reduced.append(model))([stage], None)
+    assert reduced == ([[stage]] if is_trained else [])
