@@ -11,8 +11,7 @@ OLDEST := $(VENV)/megatron-core-$(OLDEST_VERSION)
 MEGATRON := grep -rlE "megatron|tests\.gpt|te_model|one_step" tests/e2e tests/distributed tests/unit --include='test_*.py'
 SUITES := grep -LE "mindspeed_llm|mindspeed_mm|tests\.(llm|mm)"
 # These only mention it.
-NOT_MEGATRON := tests/e2e/test_clients.py tests/e2e/test_debugpy.py tests/distributed/test_facade_strides.py \
-	tests/unit/benchmarks/% tests/unit/launch/% tests/unit/mindspeed_%
+NOT_MEGATRON := tests/e2e/test_clients.py tests/distributed/test_facade_strides.py tests/unit/benchmarks/% tests/unit/mindspeed_%
 MEGATRON_TESTS = $(filter-out $(NOT_MEGATRON),$(shell $(MEGATRON) | xargs $(SUITES)))
 
 export OMP_NUM_THREADS ?= 1
@@ -50,7 +49,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # CHECKED=--ignore=tests/conventions where `make check` has run them.
 test: setup
 	$(PYTEST) $(CHECKED)
-	HYPOTHESIS_PROFILE=brief PYTHONPATH=$(OLDEST) $(PYTEST) $(MEGATRON_TESTS) tests/unit/features
+	HYPOTHESIS_PROFILE=brief PYTHONPATH=$(OLDEST) $(PYTEST) $(MEGATRON_TESTS) tests/unit/features tests/unit/cli/test_cli_features.py
 
 clients: setup  # other projects on the adaptor, see docs/clients.md; CLIENTS="--only verl" for less
 	$(BIN)/python -m tests.clients $(CLIENTS)

@@ -172,7 +172,24 @@ class MegatronCheckpoints:
             if names.prefix:
                 add_prefix_for_sharding(state, names.prefix)
             whole |= state
+        if not is_loading:
+            _copy_strided(whole)
         return whole
+
+
+def _copy_strided(state: dict[str, Any]) -> None:
+    """Copy tensors that are parts of larger ones to the host, one by one.
+
+    Frozen weights beside adapters are. Megatron makes every tensor contiguous before it writes any:
+    on the device that would be most of the model once more.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    for value in nested_values(state):
+        if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.data is not None:
+            if not value.data.is_contiguous():
+                value.data = value.data.detach().cpu().contiguous()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ def _enable(is_on):
     quack_stand_in.install(pytest.MonkeyPatch())
     gemm_swiglu.MIN_TOKENS, gemm_swiglu.DTYPES = 1, (torch.float32,)
     mindspeed.enable(use_fused_swiglu=True, fuse_swiglu_gemm=is_on)
-    assert gemm_swiglu._passes_trial(torch.float32) or not is_on  # its own calls do not count
+    assert (
+        gemm_swiglu._passes_trial(torch.float32, gemm_swiglu.TILES_N[0]) or not is_on
+    )  # its own calls do not count
     import quack.gemm_interface as package
 
     calls, gated = [], package.gemm_gated

@@ -101,7 +101,9 @@ def pick(
     # Every token of a span may vanish beside the best one of the row, which is taken then.
     is_drawn = inner >= 0
     logit = tl.sum(tl.where(offs == inner, x, 0.0), axis=0)
-    best = tl.load(best_ptr + row * num_blocks + best_block)
+    # NaN loses every comparison, so that its best token may be one of the padding.
+    best = tl.load(best_ptr + row * num_blocks + tl.minimum(best_block, num_blocks - 1))
+    best = tl.minimum(tl.maximum(best, 0), vocab_size - 1)
     token = tl.where(is_drawn, index * SPAN + inner, best)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     log_prob = tl.where(is_drawn, logit, top) - top - tl.log(total)

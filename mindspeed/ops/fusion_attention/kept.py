@@ -71,6 +71,16 @@ _active: ContextVar[KeptResults | None] = ContextVar("kept_attention", default=N
 """Of the function that runs now: attention is called from Megatron's modules."""
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Neither keep nor take results: what runs inside is no part of the function."""
+    token = _active.set(None)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
 def is_active() -> bool:
     """Return whether results are kept or taken now."""
     return _active.get() is not None

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    cudnn_sdp_enabled,
+    flash_sdp_enabled,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -59,7 +64,7 @@ def attention(
         return flash4.attention(q, k, v, scale, is_causal)
     if _supports_deterministic(q, k, v, is_causal, dropout):
         return _deterministic_attention(q, k, v, scale, is_causal)
-    if kept.is_active() and _supports_cudnn(q, k, v, is_causal, dropout):
+    if kept.is_active() and _is_cudnn(q, k, v, is_causal, dropout):
         return _KeptOnCudnn.apply(q, k, v, scale, is_causal)
     if torch.compiler.is_compiling():
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
@@ -120,6 +125,14 @@ def _supports_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: f
         and q.shape[-1] == v.shape[-1]
         and (not is_causal or q.shape[-2] == k.shape[-2])
     )
+
+
+def _is_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, dropout: float) -> bool:
+    """Return whether torch itself would choose cuDNN, which not every device and size has."""
+    if not _supports_cudnn(q, k, v, is_causal, dropout):
+        return False
+    is_gqa = q.shape[1] != k.shape[1]
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, is_causal, is_gqa))
 
 
 def _supports_cpu_flash(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:

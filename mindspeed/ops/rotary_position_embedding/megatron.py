@@ -111,6 +111,9 @@ def _document_bounds(packed: Any) -> Tensor | None:
 
 
 def _is_packed_table(freqs: Any, config: Any) -> bool:
+    """Return whether freqs has the angles of positions; multimodal ones are those of tokens."""
+    if getattr(config, "mrope_section", None):
+        return False
     is_table = isinstance(freqs, Tensor) and freqs.dim() == 4 and freqs.shape[1:3] == (1, 1)
     return is_table and config.context_parallel_size == 1
 

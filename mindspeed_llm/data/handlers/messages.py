@@ -219,13 +219,16 @@ def text_of(content: Any, column: str) -> str:
     return "".join(map(_text_of_part, content))
 
 
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
 def _text_of_part(part: Any) -> str:
     entry = part if isinstance(part, dict) else {"type": "text", "value": part}
-    text, kind = entry.get("text", entry.get("value")), entry.get("type", "text")
-    if not isinstance(text, str) or kind not in ("text", "reasoning"):
+    text, kind = entry.get("text", entry.get("value")), entry.get("type") or "text"
+    if not isinstance(text, str) or kind not in (*TEXT_PARTS, "reasoning"):
         found = kind if isinstance(part, dict) else kind_of(part)
         raise MalformedRecord(f"a message holds {found}: only text can be trained on here")
-    return text if kind == "text" else f"{THOUGHTS[0]}{text}{THOUGHTS[1]}"
+    return text if kind in TEXT_PARTS else f"{THOUGHTS[0]}{text}{THOUGHTS[1]}"
 
 
 def _merge_turns(messages: list[Message]) -> list[Message]:

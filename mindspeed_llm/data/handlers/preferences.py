@@ -107,22 +107,31 @@ class OpenAIKTOHandler(UnpairedHandler, PreferenceHandler):
         return [self._render_completion(record, [*prompt, *completion])]
 
 
+PROMPT_ROLES = ("system", "developer", "user")
+"""Who speaks first in a conversation that is more than a completion."""
+
+
 def _separate(prompt: Entries, sides: list[Entries]) -> tuple[Entries, list[Entries]]:
     """Return the prompt and its completions; data often repeats the prompt before each of them.
 
     A prompt may then be one question of conversations, whose other messages belong to it as well.
     """
-    is_repeated = any(side and side[0].get("role") != "assistant" for side in sides)
+    is_repeated = any(side and side[0].get("role") in PROMPT_ROLES for side in sides)
     if not is_repeated or not prompt or prompt[-1].get("role") != "user":
         return prompt, sides
     whole, *others = [[_said(entry) for entry in side[:-1]] for side in sides]
     given = [_said(entry) for entry in prompt]
-    runs = (whole[start : start + len(given)] for start in range(len(whole)))
     if any(other != whole for other in others):
         raise UnusableRecord(PROMPTS_DIFFER)
+    runs = [whole[start : start + len(given)] for start in range(len(whole))]
+    leading = next(number for number, (role, _) in enumerate(given) if role == "user")
+    head: Entries = []
     if given not in runs:
-        raise UnusableRecord("the prompt is not in the conversations of its answers")
-    return sides[0][:-1], [side[-1:] for side in sides]
+        # Instructions to the system may be in the prompt alone.
+        head, question = prompt[:leading], given[leading:]
+        if not head or question != whole[: len(question)]:
+            raise UnusableRecord("the prompt is not in the conversations of its answers")
+    return [*head, *sides[0][:-1]], [side[-1:] for side in sides]
 
 
 def _said(entry: Mapping[str, Any]) -> tuple[Any, str]:

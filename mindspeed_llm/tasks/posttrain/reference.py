@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ REFERENCE = "reference_log_probs"
 """Where a micro-batch has the reference's log-probability of every sequence."""
 
 
-NOT_COMPARED = ("max_position_embeddings", "moe.aux_loss_coeff")
+NOT_COMPARED = ("max_position_embeddings", "moe.aux_loss_coeff", "mtp_num_layers")
 """What a reference may have another value of: it changes no log-probability."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -129,7 +130,8 @@ class ReferenceTrainer(BaseTrainer):
         options = self.options
         try:
             found = detect(ref_model)
-            folder = config_folder(found)
+            # Both models run with the config that the policy is given.
+            folder = Path(options.hf_cfg_dir) if options.hf_cfg_dir else config_folder(found)
             source = open_source(
                 found, folder, named=options.model_type_hf, noop_layers=options.noop_layers
             )

@@ -34,3 +34,11 @@ def test_filtered_tokens_are_never_drawn():
     points = torch.rand(512, 1, device="cuda")
     points[:256] = NEAR_ONE
     assert_drawn(logits, points, 1.0, draw_tokens(logits, points), slack=3e-6)
+
+
+def test_rows_of_nan_draw_a_token_of_the_vocabulary():
+    logits = torch.randn(3, 151936, device="cuda")
+    logits[1:] = torch.nan
+    tokens, log_probs = draw_tokens(logits, torch.rand(3, 1, device="cuda"))
+    assert ((tokens >= 0) & (tokens < 151936)).all()
+    assert log_probs.isnan().tolist() == [False, True, True]

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.utils.flop_counter
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from mindspeed import device
 from mindspeed.device import hopper
 from mindspeed.ops.fusion_attention import flash4, sdpa
+from mindspeed.ops.fusion_attention.kept import KeptResults
 from tests.unit.ops.pairwise import pairwise
 from tests.unit.ops.plain_flash4 import backward, forward, scores
 
@@ -239,3 +241,21 @@ def test_one_whose_kernels_fail_is_left_alone(
     assert (
         line == f"flash-attn-4 is not used for 2 heads (2 of keys) of 64, torch.float32: {reason}"
     )
+
+
+def test_the_trial_is_no_result_of_a_layer_that_is_recomputed(package, on_hopper, monkeypatch):
+    """The first layer of a run is the first to ask for the kernels."""
+    monkeypatch.setattr(flash4, "HEAD_DIMS", (8,))
+    monkeypatch.setattr(flash4, "MIN_TOKENS", 1)
+    asked = []
+
+    def layer(x):
+        asked.append(flash4.supports(x, x, x, True, 0.0))
+        return flash4.attention(x, x, x, 0.3, True)
+
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    plain = torch.autograd.grad(flash4.attention(x, x, x, 0.3, True).square().sum(), x)[0]
+    flash4._passes_trial.cache_clear()
+    kept = checkpoint(KeptResults().wrap_function(layer), x, use_reentrant=True)
+    kept.square().sum().backward()
+    assert asked == [True, True] and torch.equal(x.grad, plain)

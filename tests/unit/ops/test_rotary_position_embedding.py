@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -196,3 +198,20 @@ def test_inference_mode():
         q, freqs = torch.randn(5, 2, 6, 8), torch.randn(5, 1, 1, 8)
         got = triton_impl.rotate_qk(q, None, freqs)[0]
         compare([got], [by_angles(q, freqs, False)], torch.float32)
+
+
+def test_angles_of_tokens_in_packed_documents_are_left_to_megatron():
+    """Multimodal positions: one row of angles for each token, whichever document it is in."""
+    from mindspeed.ops.rotary_position_embedding.megatron import wrap_apply_rotary_pos_emb
+
+    config = SimpleNamespace(
+        mrope_section=[2, 1, 1],
+        context_parallel_size=1,
+        multi_latent_attention=False,
+        rotary_interleaved=False,
+    )
+    called = []
+    rotate = wrap_apply_rotary_pos_emb(lambda *args, **_: called.append(args[3]))
+    bounds = torch.tensor([0, 4, 10], dtype=torch.int32)
+    rotate(torch.randn(10, 2, 8), torch.randn(10, 1, 1, 8), config, bounds)
+    assert called and called[0] is bounds

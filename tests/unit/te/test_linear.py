@@ -213,6 +213,7 @@ def test_a_weight_beside_factors_can_be_saved_loaded_moved_and_copied(sizes):
     stored.seek(0)
     assert torch.equal(torch.load(stored, weights_only=True)["weight"], first)
     twin = copy.deepcopy(module)
+    assert twin._buffered is None, "a copy would hold its weight twice"
     module.load_state_dict({"weight": second})
     assert is_right(module, second) and is_right(twin, first)
     module.weight.data = first
@@ -220,7 +221,8 @@ def test_a_weight_beside_factors_can_be_saved_loaded_moved_and_copied(sizes):
     module.load_state_dict({"weight": second}, assign=True)
     module.requires_grad_(False)
     assert is_right(module, second)
-    assert is_right(module.float(), second, 1e-4)
+    assert module._buffered is not None and module.float()._buffered is None
+    assert is_right(module, second, 1e-4)
     module.low_rank = None
     assert torch.allclose(module(x.float()), x.float() @ module.weight.t(), atol=1e-5)
 

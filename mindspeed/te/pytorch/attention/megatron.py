@@ -126,7 +126,9 @@ def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., 
     ) -> Tensor:
         group = args[0] if args else kwargs.get("cp_group")
         group = group or _context_group()
-        if cu_seqlens is None or group.size() == 1:
+        # Multimodal angles are those of tokens, not of positions.
+        is_by_token = getattr(config, "mrope_section", None)
+        if cu_seqlens is None or group.size() == 1 or is_by_token:
             return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
         bounds = tuple(host_bounds(cu_seqlens))
         positions = _positions(bounds, group.size(), group.rank(), freqs.device)

@@ -130,6 +130,14 @@ class LinearBase(TransformerEngineBaseModule):
             self._buffered = BufferedWeight(weight, len(inner))
         return self._buffered
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearBase:
+        self._buffered = None  # a moved weight leaves its buffer
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the buffer out of copies and pickles: they have the weight itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "_buffered"}
+
     def _wgrad_options(self) -> dict[str, Any]:
         return {"fused": self.fuse_wgrad_accumulation, "deferred": self._deferred}
 

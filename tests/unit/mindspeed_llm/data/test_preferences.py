@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import IGNORE_INDEX
 from mindspeed_llm.data.instruction import InstructionData
 from tests.small_tokenizers import byte_level
@@ -129,6 +130,35 @@ def test_a_question_may_be_one_of_several_in_its_conversations(run, write_lines)
         options = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
         samples.append(InstructionData(run(source, name=name, **options)[1])[0])
     assert all(np.array_equal(samples[0][key], samples[1][key]) for key in samples[0])
+
+
+def test_instructions_to_the_system_may_be_in_the_prompt_alone(run, write_lines):
+    system = {"role": "system", "content": "Be brief."}
+    whole = {"prompt": [system, *ASKED], "chosen": GOOD, "rejected": BAD}
+    repeated = {"prompt": [system, *ASKED], "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+    samples = []
+    for name, record in (("a", whole), ("b", repeated)):
+        source = write_lines([record], f"{name}.jsonl")
+        options = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
+        samples.append(InstructionData(run(source, name=name, **options)[1])[0])
+    assert all(np.array_equal(samples[0][key], samples[1][key]) for key in samples[0])
+
+
+@pytest.mark.parametrize("answer", [{"content": "yes"}, {"role": "asistant", "content": "yes"}])
+def test_an_answer_of_a_wrong_role_is_an_error_and_not_skipped(run, write_lines, answer):
+    record = {"prompt": ASKED, "chosen": [answer], "rejected": [BAD]}
+    with pytest.raises(ConfigError, match="role"):
+        run(write_lines([record]), handler_name="OpenAIPairwiseHandler", prompt_type="chatml")
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", None])
+def test_parts_of_text_have_several_names(run, write_lines, kind):
+    part = {"type": kind, "text": GOOD["content"]}
+    good = {"role": "assistant", "content": [part]}
+    record = {"prompt": ASKED, "chosen": [good], "rejected": [BAD]}
+    options = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
+    sample = InstructionData(run(write_lines([record]), **options)[1])[0]
+    assert completion(sample, "chosen_") == "It is 42.<|im_end|>"
 
 
 def test_tools_of_an_input(run, write_lines):
