@@ -192,6 +192,15 @@ CALLS: dict[str, Callable[[], Call]] = {
         tuple(_random(1, 3, 2, 4) for _ in range(3)),
         {"scale": 0.5},
     ),
+    "decode_attention:decode_attention": lambda: (
+        (
+            *(_random(2, 3, 2, 8), _random(2, 3, 8), _random(2, 3, 8)),
+            (_random(5, 2, 3, 8), _random(5, 2, 3, 8)),
+            torch.tensor([2, 4]),
+        ),
+        {"scale": 0.5, "rotary": (_random(5, 8), _random(5, 8))},
+    ),
+    "draw_tokens:draw_tokens": lambda: ((_random(3, 300), torch.rand(3, 1)), {}),
     "partial_attention:partial_attention_backward": lambda: (
         (*(_random(1, 3, 2, 4) for _ in range(5)), torch.full((1, 2, 3), 3.0)),
         {"scale": 0.5},
