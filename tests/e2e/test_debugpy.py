@@ -84,7 +84,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def port() -> int:
     """Return a port that is free, and the one after it too.
 
-    Below those that the system gives to whoever asks for any, as tests beside this one do.
+    Both are below the ephemeral ports, which tests in other workers are given.
     """
     while True:
         port = random.randrange(20000, 30000, 2)

@@ -56,6 +56,16 @@ class Recompute(MegatronFeature):
             )
 
 
+def check_full_recompute(flag: str, context: Context) -> None:
+    """Raise ConfigError unless layers are recomputed as a whole, which `flag` is about."""
+    is_full = context.argument("recompute_granularity") == "full"
+    if not is_full or context.argument("recompute_activations"):
+        raise ConfigError(
+            f"{flag} needs --recompute-granularity full: add it with --recompute-method, or drop "
+            f"{flag}"
+        )
+
+
 def check_beside_recompute(flag: str, context: Context) -> None:
     """Raise ConfigError if Megatron recomputes parts of the layers that `flag` is about."""
     if context.argument("recompute_activations"):

@@ -6,6 +6,7 @@ from typing import Any
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.memory.megatron import check_full_recompute
 from mindspeed.patching import Patch
 
 
@@ -30,12 +31,7 @@ class RecomputeKeepAttention(Feature):
         if context.megatron is None:
             return
         flag = context.spelling.name_of("recompute_keep_attention")
-        is_full = context.argument("recompute_granularity") == "full"
-        if not is_full or context.argument("recompute_activations"):
-            raise ConfigError(
-                f"{flag} needs --recompute-granularity full: add it with --recompute-method, or "
-                f"drop {flag}"
-            )
+        check_full_recompute(flag, context)
         if context.argument("fp8", False):
             raise ConfigError(f"{flag} and --fp8-format exclude each other: drop one")
 

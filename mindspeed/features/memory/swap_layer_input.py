@@ -6,6 +6,7 @@ from typing import Any
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.memory.megatron import check_full_recompute
 from mindspeed.patching import Patch
 
 _EXCLUDED = {
@@ -38,12 +39,7 @@ class SwapLayerInput(Feature):
         if context.megatron is None:
             return
         flag = context.spelling.name_of("swap_layer_input")
-        is_full = context.argument("recompute_granularity") == "full"
-        if not is_full or context.argument("recompute_activations"):
-            raise ConfigError(
-                f"{flag} needs --recompute-granularity full: add it with --recompute-method, or "
-                f"drop {flag}"
-            )
+        check_full_recompute(flag, context)
         for other, name in _EXCLUDED.items():
             if context.argument(other, False):
                 raise ConfigError(f"{flag} and {name} exclude each other: drop one")

@@ -1,7 +1,7 @@
 """Results of attention that a recomputed layer takes from its first run.
 
-    with KeptResults().active() ...     # or wrap_function, for what is checkpointed
-        out, lse = compute_once(lambda: forward(q, k, v))
+    checkpoint(KeptResults().wrap_function(layer), x)
+    out, lse = compute_once(lambda: forward(q, k, v))     # in the attention of the layer
 
 Backward of attention needs its output and log-sum-exp, not the steps to them. A function that is
 run twice, in forward without a graph and again in backward, keeps both the first time and finds
@@ -35,13 +35,13 @@ class KeptResults:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._active():
+            with self._running():
                 return function(*args, **kwargs)
 
         return run
 
     @contextmanager
-    def _active(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         self._is_replay = bool(self._results)
         self._outer = _active.get()
         token = _active.set(self)

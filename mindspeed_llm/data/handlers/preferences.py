@@ -123,15 +123,14 @@ def _separate(prompt: Entries, sides: list[Entries]) -> tuple[Entries, list[Entr
     given = [_said(entry) for entry in prompt]
     if any(other != whole for other in others):
         raise UnusableRecord(PROMPTS_DIFFER)
-    runs = [whole[start : start + len(given)] for start in range(len(whole))]
-    leading = next(number for number, (role, _) in enumerate(given) if role == "user")
-    head: Entries = []
-    if given not in runs:
-        # Instructions to the system may be in the prompt alone.
-        head, question = prompt[:leading], given[leading:]
-        if not head or question != whole[: len(question)]:
-            raise UnusableRecord("the prompt is not in the conversations of its answers")
-    return [*head, *sides[0][:-1]], [side[-1:] for side in sides]
+    completions = [side[-1:] for side in sides]
+    if any(whole[start : start + len(given)] == given for start in range(len(whole))):
+        return sides[0][:-1], completions
+    # Instructions to the system may be in the prompt alone.
+    first = [role for role, _ in given].index("user")
+    if first and whole[: len(given) - first] == given[first:]:
+        return [*prompt[:first], *sides[0][:-1]], completions
+    raise UnusableRecord("the prompt is not in the conversations of its answers")
 
 
 def _said(entry: Mapping[str, Any]) -> tuple[Any, str]:
