@@ -43,7 +43,8 @@ def _tiled(loss: Callable[..., Tensor], labels: Tensor, logits: PendingLogits, s
     """Return the loss (B, S) of labels (B, S)."""
 
     def compute(hidden: Tensor, tile_labels: Tensor) -> Tensor:
-        return loss(tile_labels, replace(logits, hidden=hidden))
+        # Only the rows of the whole sequence that have a label are known, not those of a tile.
+        return loss(tile_labels, replace(logits, hidden=hidden, rows=None))
 
     # Every rank cuts its part of a split sequence: a tile has positions of all of them.
     parts = labels.unflatten(1, (-1, len(logits.hidden)))

@@ -20,6 +20,7 @@ from mindspeed.checkpoint.detection import HF_FOLDER
 from mindspeed.checkpoint.digests import write_digests
 from mindspeed.config import ConfigError
 from mindspeed.distributed.seeds import seed_everything
+from mindspeed.ops.linear_cross_entropy.megatron import losses_of
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.loop import TrainLoop, num_steps, run_config
 from mindspeed.training.metrics import Metric, StepResult
@@ -29,6 +30,7 @@ from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
 from mindspeed_llm.data.indexed import TokenFile
 from mindspeed_llm.data.instruction import split_parts
+from mindspeed_llm.data.labelled_rows import labelled_rows, with_labelled_rows
 from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
 from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.hf_config import set_num_labels
@@ -175,8 +177,11 @@ class Trainer(ABC):
         """
 
     def split(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the share of a micro-batch that this rank has of its sequences."""
-        return self.context_split.split(batch)
+        """Return the share of a micro-batch that this rank has of its sequences.
+
+        It says which rows have a label, so that only their losses are computed.
+        """
+        return with_labelled_rows(self.context_split.split(batch))
 
     @property
     def context_group(self) -> Any:
@@ -233,15 +238,17 @@ class Trainer(ABC):
     def run_model(self, model: Any, batch: Batch, *, has_labels: bool = True) -> torch.Tensor:
         """Return the loss of every label (b, s), or without labels the model's output (b, s, ...).
 
+        Losses outside of the loss mask do not count, and are not computed where that can be helped.
         There is no mask of size s x s: attention is causal, packed samples have boundaries.
         """
-        output: torch.Tensor = model(
-            batch["tokens"],
-            batch["position_ids"],
-            None,
-            labels=batch["labels"] if has_labels else None,
-            packed_seq_params=packed_seq_params(batch),
-        )
+        with losses_of(model, labelled_rows(batch) if has_labels else None):
+            output: torch.Tensor = model(
+                batch["tokens"],
+                batch["position_ids"],
+                None,
+                labels=batch["labels"] if has_labels else None,
+                packed_seq_params=packed_seq_params(batch),
+            )
         return output
 
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:

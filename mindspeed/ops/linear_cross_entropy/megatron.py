@@ -1,7 +1,8 @@
 """GPTModel's output layer and loss in one operator.
 
 GPTModel calls its output layer and, right after, its loss. While labels are given, the layer
-returns what the loss needs instead of the logits.
+returns what the loss needs instead of the logits. A trainer that knows which rows have a label
+says so by `losses_of`; the others cost nothing then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from mindspeed import device
 from mindspeed.ops.linear_cross_entropy import linear_cross_entropy
+from mindspeed.ops.linear_cross_entropy.labelled_rows import LabelledRows
 
 # The part of the device's memory for logits that backward need not recompute.
 MEMORY_FRACTION = 15
@@ -29,9 +31,11 @@ class PendingLogits:
     layer: nn.Module
     hidden: Tensor
     weight: Tensor
+    rows: LabelledRows | None = None
+    """The rows whose loss counts, None for all."""
 
     def loss(self, labels: Tensor, memory: int) -> Tensor:
-        """Return the loss (b, s) of labels (b, s)."""
+        """Return the loss (b, s) of labels (b, s), 0 where a row does not count."""
         from megatron.core import tensor_parallel
         from megatron.core.parallel_state import get_tensor_model_parallel_group
 
@@ -39,16 +43,40 @@ class PendingLogits:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(self.hidden)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(self.hidden)
+        targets = labels = labels.transpose(0, 1).contiguous()
+        if self.rows is not None:
+            hidden, targets = self.rows.pick(hidden, labels)
         adds_in_place = self.layer.gradient_accumulation_fusion and self.weight.requires_grad
         losses = linear_cross_entropy(
             hidden,
             self.weight,
-            labels.transpose(0, 1).contiguous(),
+            targets,
             get_tensor_model_parallel_group(),
             fused=adds_in_place and hasattr(self.weight, "main_grad"),
             memory=memory,
         )
+        if self.rows is not None:
+            losses = self.rows.spread(losses, like=labels)
         return losses.transpose(0, 1).contiguous()
+
+
+@contextmanager
+def losses_of(model: Any, rows: LabelledRows | None) -> Iterator[None]:
+    """Let a model, wrapped or not, compute the losses of some rows only where it can.
+
+    The losses of other rows are 0, or what they are where the logits are not deferred.
+    """
+    while hasattr(model, "module"):
+        model = model.module
+    layer: Any = getattr(model, "output_layer", None)
+    if layer is None or rows is None:
+        yield
+        return
+    layer.labelled_rows = rows
+    try:
+        yield
+    finally:
+        del layer.labelled_rows
 
 
 def wrap_gpt_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -122,7 +150,8 @@ def _deferred_logits(layer: Any) -> Iterator[None]:
                 layer, input_, weight, runtime_gather_output
             )
             return logits
-        return PendingLogits(layer, input_, layer.weight if weight is None else weight), None
+        rows = getattr(layer, "labelled_rows", None)
+        return PendingLogits(layer, input_, layer.weight if weight is None else weight, rows), None
 
     # On the instance, so that the layer's hooks (Megatron gathers weights in one) still run.
     layer.forward = forward

@@ -163,7 +163,7 @@ class SamplingTrainer(ReferenceTrainer):
             few = rollouts[start : start + size]
             batch = collate_rollouts(few, self.rows)
             sampled = torch.tensor([p for each in few for p in each.completion.log_probs])
-            batches.append(batch | {SAMPLED: spread(sampled, batch)})
+            batches.append(self.split(batch | {SAMPLED: spread(sampled, batch)}))
         return batches
 
     def score(self, rollouts: Sequence[Rollout], batches: list[Batch]) -> None:
