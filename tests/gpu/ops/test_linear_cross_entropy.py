@@ -5,6 +5,7 @@ import torch
 
 from mindspeed import device
 from mindspeed.ops.linear_cross_entropy import linear_cross_entropy
+from mindspeed.ops.linear_cross_entropy.labelled_rows import LabelledRows
 
 pytestmark = pytest.mark.gpu
 T, H, V = 512, 1536, 151936
@@ -90,3 +91,32 @@ def test_logits_wait_in_the_memory_of_the_gradient():
     # With fewer tokens than the hidden size all slices but one fit there.
     one_slice = T * 128 * current.multiprocessors() * 2
     assert extra <= weight.nbytes + one_slice + 3 * hidden.nbytes + 2**20
+
+
+def test_rows_with_a_label_are_enough():
+    """Errors are no worse than those of all rows, and nothing waits for the device."""
+    hidden, weight, labels, grad = inputs()
+    mask = torch.arange(T) % 4 > 0
+    mask[3] = False  # has no label
+    found, grad = LabelledRows.of(mask[None]), grad * mask.to(grad.device)
+    rows = LabelledRows(found.index.to(hidden.device), found.count)
+
+    def ours(hidden, weight, labels):
+        picked, few = rows.pick(hidden[:, None], labels[:, None])
+        return rows.spread(linear_cross_entropy(picked, weight, few, memory=HALF), like=labels)
+
+    def all_rows(*args):
+        return linear_cross_entropy(*args, memory=HALF)
+
+    exact = run(formula, hidden.double(), weight.double(), labels, grad)
+    whole, first = (run(f, hidden, weight, labels, grad) for f in (all_rows, ours))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        second = run(ours, hidden, weight, labels, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact[0], whole[0] = (t * mask.to(t.device) for t in (exact[0], whole[0]))
+    for truth, plain, got, again in zip(exact, whole, first, second):
+        assert torch.equal(got, again)
+        error, allowed = ((t.double() - truth).norm() / truth.norm() for t in (got, plain))
+        assert error <= allowed * 1.05
