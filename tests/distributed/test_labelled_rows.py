@@ -161,20 +161,22 @@ def test_stages_compute_the_losses_that_count(tmp_path: Path) -> None:
     assert sum(found["grpo"][1]) == pytest.approx(3 * completions * sum(lengths))
 
 
+CP2 = {"context_parallel_size": 2}
 LAYOUTS = {
-    "cp": {"context_parallel_size": 2},
-    "pp, concatenated": {"pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
+    "sft, cp": CP2,
+    "sft, pp, concatenated": {"pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
+    "kto, cp": CP2,
 }
 
 
 def test_ranks_compute_the_losses_of_their_rows(tmp_path: Path) -> None:
-    sft = _settings(tmp_path)["sft"]
-    runs = {name: sft | layout for name, layout in LAYOUTS.items()}
+    stages = _settings(tmp_path)
+    runs = {name: stages[name[:3]] | layout for name, layout in LAYOUTS.items()}
     ranks = run_ranks(_train_each, 2, runs)
-    (one,) = run_ranks(_train_each, 1, {"one": sft})
+    (alone,) = run_ranks(_train_each, 1, {name: stages[name] for name in ("sft", "kto")})
     for name in runs:
-        plain, deferred = ranks[0][name][0]
-        for expected, other, values in zip(one["one"][0][0], plain, deferred):
-            assert values == pytest.approx(expected, rel=1e-5) == other, name
-        assert sum(sum(rank[name][2]) for rank in ranks) == sum(TRAINED), name
-    assert ranks[0]["pp, concatenated"][1] == [] and all(rank["cp"][1] for rank in ranks)
+        plain_alone, expected_rows = alone[name[:3]][0][0], alone[name[:3]][1]
+        for expected, *found in zip(plain_alone, *ranks[0][name][0]):
+            assert found == [pytest.approx(expected, rel=1e-5)] * 2, name
+        assert sum(sum(rank[name][2]) for rank in ranks) == sum(expected_rows), name
+        assert all(rank[name][1] for rank in ranks) == ("cp" in name)  # not on a first stage
