@@ -213,6 +213,10 @@ CALLS: dict[str, Callable[[], Call]] = {
         (_random(4, 2, 3, 32, grad=True), _random(4, 1, 1, 8), [16, 8, 8]),
         {},
     ),
+    "router_linear:router_linear": lambda: (
+        (_half(7, 8).requires_grad_(), _half(4, 8).requires_grad_()),
+        {},
+    ),
     "router_topk:router_topk": lambda: (
         (_random(7, 8, grad=True), 4),
         {"num_groups": 4, "group_topk": 2, "with_scores": True},

@@ -1,0 +1,36 @@
+"""The scores of a router on tensor cores: no less exact than GEMMs of float32, the same bits."""
+
+import pytest
+import torch
+
+from mindspeed import device
+from mindspeed.ops.router_linear import reference, router_linear
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(16384, 128, 2048), (4096, 64, 2048), (1000, 8, 4096), (33, 160, 1000), (1, 7, 65)]
+
+
+def run(function, x, weight, grad):
+    x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
+    scores = function(x, weight)
+    scores.backward(grad.to(scores.dtype))
+    return scores.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_less_exact_than_float32(shape):
+    torch.manual_seed(0)
+    tokens, experts, hidden = shape
+    here = device.current().torch_device
+    x = torch.randn(tokens, hidden, device=here).bfloat16()
+    weight = (torch.randn(experts, hidden, device=here) / 50).bfloat16()
+    grad = torch.randn(tokens, experts, device=here)
+    found = run(router_linear, x, weight, grad)
+    for one, two in zip(found, run(router_linear, x, weight, grad), strict=True):
+        assert torch.equal(one, two)
+    exact = run(reference.router_linear, x.double(), weight.double(), grad.double())
+    plain = run(reference.router_linear, x, weight, grad)
+    for one, of_float32, expected in zip(found, plain, exact, strict=True):
+        error, allowed = ((t.double() - expected).norm() for t in (one, of_float32))
+        # Tensor cores drop bits below those of their largest summand: 2^-22 of the sum at most.
+        assert error <= 1.05 * allowed + 2**-22 * expected.norm()
