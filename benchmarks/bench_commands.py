@@ -4,6 +4,7 @@
     python benchmarks/bench_commands.py --only pretrain:2,pretrain:4,torchtitan:2
     python benchmarks/bench_commands.py --site torchtitan=/path/one:/path/two --site peers=/path
     python benchmarks/bench_commands.py --shape 8B --only pretrain:1
+    python benchmarks/bench_commands.py --shape olmoe --only pretrain:2,torchtitan:1,hf-packed:1
     python benchmarks/bench_commands.py --sequence 131072 --global-batch 1 --steps 4 --warm-up 2 \\
         --only pretrain-recompute:1,torchtitan-recompute:1
 
@@ -38,7 +39,7 @@ from train_step.shapes import SHAPES  # noqa: E402
 
 CASES = ours.CASES | peers.CASES | pairs.CASES
 SHAPE_NAMES = {"1.5B": "qwen2.5-1.5b", "8B": "llama3-8b", "smollm2": "smollm2-135m"}
-SHAPE_NAMES |= {"tiny": "tiny"}
+SHAPE_NAMES |= {"olmoe": "olmoe-7b", "tiny": "tiny", "tiny-moe": "tiny-moe"}
 LAYERS = {"8B": 20}
 """18 bytes a weight: 20 layers need 91 GiB beside their activations, 32 would need 135."""
 RATIOS = (

@@ -72,9 +72,20 @@ def prepare(job, has_conversations=True):
 
 def write_model(shape, folder):
     """Write the config.json of a model of the shape, and the tokenizer."""
-    from transformers import LlamaConfig, Qwen2Config
+    from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-    kind, name = (Qwen2Config, "Qwen2") if shape.has_qkv_bias else (LlamaConfig, "Llama")
+    experts = {}
+    if shape.num_experts:
+        kind, name = Qwen3MoeConfig, "Qwen3Moe"
+        experts = {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.top_k,
+            "moe_intermediate_size": shape.ffn,
+            "head_dim": shape.head_size,
+            "norm_topk_prob": True,
+        }
+    else:
+        kind, name = (Qwen2Config, "Qwen2") if shape.has_qkv_bias else (LlamaConfig, "Llama")
     config = kind(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -90,6 +101,7 @@ def write_model(shape, folder):
         eos_token_id=SPECIAL.index("<|im_end|>"),
         pad_token_id=SPECIAL.index("<|endoftext|>"),
         architectures=[f"{name}ForCausalLM"],
+        **experts,
     )
     config.save_pretrained(folder)
     words = tokenizer(shape.vocabulary)

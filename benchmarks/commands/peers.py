@@ -91,7 +91,7 @@ def _megatron(job, batch, script, flags):
 def titan(job, batch, recompute="none"):
     """Build torchtitan's trainer, compiled: float32 weights, bf16 by autocast, fused AdamW."""
     options = {
-        "model.name": "llama3",
+        "model.name": "qwen3" if job.shape.num_experts else "llama3",
         "model.flavor": "benchmark",
         "model.hf_assets_path": job.folder / "tokenizer",
         "experimental.custom_import": "commands.titan_shape",
@@ -112,6 +112,7 @@ def titan(job, batch, recompute="none"):
     for name, value in options.items():
         argv += [f"--{name}", str(value)]
     env = {"BENCHMARK_SHAPE": json.dumps(vars(job.shape))}
+    env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as its own run_train.sh sets it
     return Command(
         argv,
         "titan",

@@ -1,19 +1,18 @@
-"""Adds the benchmarked shape to torchtitan's Llama, whose trainer imports this."""
+"""Adds the benchmarked shape to torchtitan's Llama or Qwen3, whose trainer imports this."""
 
 import json
 import os
 
-from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
+from train_step import torchtitan_peer
+from train_step.shapes import Shape
 
-_shape = json.loads(os.environ["BENCHMARK_SHAPE"])
+_shape = Shape(**json.loads(os.environ["BENCHMARK_SHAPE"]))
 
-llama3_args["benchmark"] = TransformerModelArgs(
-    dim=_shape["hidden"],
-    n_layers=_shape["layers"],
-    n_heads=_shape["heads"],
-    n_kv_heads=_shape["kv_heads"],
-    vocab_size=_shape["vocabulary"],
-    ffn_dim_multiplier=_shape["ffn"] / int(8 * _shape["hidden"] / 3),
-    multiple_of=256,
-    rope_theta=1000000,
-)
+if _shape.num_experts:
+    from torchtitan.models.qwen3 import qwen3_args as _flavors
+
+    _flavors["benchmark"] = torchtitan_peer.qwen3_arguments(_shape)
+else:
+    from torchtitan.models.llama3 import llama3_args as _flavors
+
+    _flavors["benchmark"] = torchtitan_peer.llama_arguments(_shape)

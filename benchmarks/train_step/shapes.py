@@ -46,6 +46,9 @@ SHAPES = {
     "llama3-8b": Shape(32, 4096, 32, 8, 14336, 128256, 8192, False, False, 128),
     # 16 of its 48 layers: what fits one device with gradients.
     "qwen3-30b-a3b": Shape(16, 2048, 32, 4, 768, 151936, 4096, False, False, 128, 128, 8),
+    # Qwen3's kind of attention at OLMoE's sizes: OLMoE norms all heads of a token together.
+    "olmoe-7b": Shape(16, 2048, 16, 16, 1024, 50304, 4096, False, False, 128, 64, 8),
     "smollm2-135m": Shape(30, 576, 9, 3, 1536, 49152, 256, True, False, 64),
     "tiny": Shape(2, 128, 4, 2, 256, 512, 64, True, True, 32),
+    "tiny-moe": Shape(2, 128, 4, 2, 64, 512, 64, True, False, 32, 4, 2),
 }

@@ -27,10 +27,16 @@ def eager(shape):
 
 
 def _llama(shape):
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    arguments = TransformerModelArgs(
+    return Transformer(llama_arguments(shape))
+
+
+def llama_arguments(shape):
+    """Return the shape as torchtitan's Llama takes it."""
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+
+    return TransformerModelArgs(
         dim=shape.hidden,
         n_layers=shape.layers,
         n_heads=shape.heads,
@@ -41,13 +47,18 @@ def _llama(shape):
         max_seq_len=shape.sequence,
         rope_theta=1000000,
     )
-    return Transformer(arguments)
 
 
 def _qwen3(shape):
+    from torchtitan.models.qwen3.model.model import Qwen3Model
+
+    return Qwen3Model(qwen3_arguments(shape))
+
+
+def qwen3_arguments(shape):
+    """Return the shape as torchtitan's Qwen3 with experts takes it."""
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-    from torchtitan.models.qwen3.model.model import Qwen3Model
 
     experts = MoEArgs(
         num_experts=shape.num_experts,
@@ -58,7 +69,7 @@ def _qwen3(shape):
         score_before_experts=False,
         load_balance_coeff=None,
     )
-    arguments = Qwen3ModelArgs(
+    return Qwen3ModelArgs(
         dim=shape.hidden,
         n_layers=shape.layers,
         n_heads=shape.heads,
@@ -70,7 +81,6 @@ def _qwen3(shape):
         moe_inter_dim=shape.ffn,
         moe_args=experts,
     )
-    return Qwen3Model(arguments)
 
 
 def compiled(shape):
