@@ -36,6 +36,7 @@ PEERS = {
     "ours-swiglu-apart": "megatron_peer:swiglu_apart",
     "ours-fused-experts": "megatron_peer:fused_experts",
     "ours-experts-apart": "megatron_peer:experts_apart",
+    "ours-router-apart": "megatron_peer:router_apart",
     "megatron-liger-optimizer": "megatron_peer:liger_with_optimizer",
     "ours-optimizer": "megatron_peer:ours_with_optimizer",
 }
@@ -45,7 +46,8 @@ ROWS = {
     "torchtitan-compiled:2,torchtitan-compiled:4,ours:2,ours:4,ours-deterministic:2,"
     "megatron-liger-optimizer:2,ours-optimizer:2",
     "llama3-8b": "torchtitan-compiled:1,ours:1",
-    "qwen3-30b-a3b": "torchtitan-compiled:4,ours-experts-apart:4,ours-fused-experts:4",
+    "qwen3-30b-a3b": "torchtitan-compiled:4,ours-experts-apart:4,ours-router-apart:4,"
+    "ours-fused-experts:4",
     "tiny": "ours:2",
 }
 STEPS, WARM_UP = 4, 3

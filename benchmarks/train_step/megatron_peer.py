@@ -47,12 +47,17 @@ def ours(shape, *, features=None, **options):
 
 
 def fused_experts(shape):
-    """Build ours with experts that gather tokens in their GEMMs."""
+    """Build ours with experts that gather tokens in their GEMMs, and one kernel for the choice."""
+    return ours(shape, features={"moe_fused_experts": True}, moe_router_fusion=True)
+
+
+def router_apart(shape):
+    """Build the same with Megatron's own choice of experts."""
     return ours(shape, features={"moe_fused_experts": True})
 
 
 def experts_apart(shape):
-    """Build ours with experts that do not."""
+    """Build ours with Megatron's experts and choice."""
     return ours(shape, features={"moe_fused_experts": False})
 
 

@@ -51,6 +51,8 @@ def _choose_all(registry: Registry, options: Any, context: Context) -> list[Choi
         return chosen[feature.name]
 
     choices = [choose(feature) for feature in registry]
+    asked_for = [each for each in choices if each.on and not each.feature.is_undecided(options)]
+    choices = [_yield(choice, asked_for, registry, options, context) for choice in choices]
     _check([choice.feature for choice in choices if choice.on], registry, options, context)
     return choices
 
@@ -127,6 +129,20 @@ def _choose_by_device(
     except ConfigError as reason:  # not requested, so no error
         return Choice(feature, False, str(reason))
     return Choice(feature, True, f"on by default on {name}")
+
+
+def _yield(
+    choice: Choice, asked_for: list[Choice], registry: Registry, options: Any, context: Context
+) -> Choice:
+    """Switch off what is on by default only, where something that was asked for excludes it."""
+    if not (choice.on and choice.feature.is_undecided(options)):
+        return choice
+    for other in (each.feature for each in asked_for):
+        reason = registry.conflict(choice.feature, other)
+        if reason is not None:
+            switch = other.spelled(options, context)
+            return Choice(choice.feature, False, f"not together with {switch}: {reason}")
+    return choice
 
 
 def _check(features: list[Feature], registry: Registry, options: Any, context: Context) -> None:

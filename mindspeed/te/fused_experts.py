@@ -27,15 +27,18 @@ from mindspeed.te.pytorch.module.grouped_linear import GroupedLinear
 logger = logging.getLogger(__name__)
 
 
-def wrap_experts_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Choose the path of experts: `fused_linears` are the classes of their linears if fused."""
+def wrap_experts_init(original: Callable[..., None], is_requested: bool) -> Callable[..., None]:
+    """Choose the path of experts: `fused_linears` are the classes of their linears if fused.
+
+    Experts that cannot be fused are reported where a user has asked for it.
+    """
     warn_once = functools.cache(_warn)
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.fused_linears = _classes(self) if is_fusible(self) else None
-        if self.fused_linears is None:
+        if self.fused_linears is None and is_requested:
             warn_once()
 
     return __init__

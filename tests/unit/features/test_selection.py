@@ -105,6 +105,16 @@ class OnTopOfIt(Feature):
         """On where what it needs is on."""
 
 
+class Rival(Feature):
+    name, title, group, level = "rival", "Rival", "Affinity", Level.AFFINITY
+    enabled_by = "use_rival"
+    conflicts = {"on_cpu": "both write the rows"}
+
+    class Options(config.Options):
+        use_rival: bool = False
+        """Excludes what is on by default."""
+
+
 BY_DEVICE = Registry([OnCpu()])
 ONE_NEEDS_ANOTHER = Registry([OnCpu(), OnTopOfIt()])
 REGISTRY = Registry(kind() for kind in (Facade, Native, Fused, Ring, Star, NpuOnly, NpuSwitch))
@@ -210,6 +220,17 @@ def test_on_by_device(monkeypatch, caplog, level, asked, forbids, device, expect
     (choice,) = select(BY_DEVICE, options, Context(Spelling.FLAG, {"forbids": forbids}))
     assert (choice.on, choice.why) == expected
     assert not caplog.records
+
+
+def test_a_default_feature_yields_to_one_that_was_asked_for(monkeypatch):
+    monkeypatch.setattr("mindspeed.features.selection.device_name", lambda: "cpu")
+    registry = Registry([OnCpu(), Rival()])
+    options, context = registry.options_class, Context(Spelling.FLAG)
+    by_default, rival = select(registry, options(use_rival=True), context)
+    assert rival.on and not by_default.on
+    assert by_default.why == "not together with --use-rival: both write the rows"
+    with pytest.raises(ConfigError, match="--use-on-cpu and --use-rival cannot be used together"):
+        select(registry, options(use_rival=True, use_on_cpu=True), context)
 
 
 def test_a_default_feature_stays_off_where_its_requirement_is_off(monkeypatch):
