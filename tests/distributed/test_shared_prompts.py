@@ -1,15 +1,21 @@
 """Prompts that pairs share: the losses and gradients of whole sequences, in every layout."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
+from mindspeed.compat import megatron
 from tests.distributed import te_model
+from tests.llm import preferences as pref
 from tests.ranks import run_ranks
+from tests.unit.mindspeed_llm.training import tiny_run
 
 SP = {"tp": 2, "sequence_parallel": True}
 FULL = {
@@ -129,3 +135,133 @@ def test_losses_and_gradients_are_those_of_whole_sequences(
                 torch.testing.assert_close(shared[1][weight], grad, rtol=0, atol=1e-12, msg=told)
             # Three and two tokens of prompts are not computed again.
             assert whole[2] != shared[2] == {rows // (2 if "sequence_parallel" in options else 1)}
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FEW = {"train_iters": 3, "micro_batch_size": 3, "global_batch_size": 6}
+VARIABLE = {"variable_seq_lengths": True}
+LOCAL = {"transformer_impl": "local"}
+RUNS: dict[str, dict[str, Any]] = {
+    "dpo": {"stage": "dpo"},
+    "dpo, concatenated": {"stage": "dpo", **VARIABLE},
+    "dpo, adapters": {"stage": "dpo", "lora_r": 4, "lora_alpha": 8},
+    "dpo, local": {"stage": "dpo", **LOCAL},
+    "dpo, yarn": {"stage": "dpo"},
+    "simpo": {"stage": "simpo"},
+    "orm": {"stage": "orm"},
+}
+ONCE, TWICE = "is computed once (--no-share-prompts: twice)", "is computed twice: {} needs it"
+KEYS = ("lm loss", "grad norm", "rewards/margins")
+
+
+class _Rows:
+    """The rows that the layers of all models get."""
+
+    def __init__(self) -> None:
+        from megatron.core.transformer.mlp import MLP
+        from torch.nn.modules.module import register_module_forward_hook
+
+        self.count = 0
+
+        def add(module: Any, args: Any, out: Any) -> None:
+            self.count += args[0].shape[:2].numel() if isinstance(module, MLP) else 0
+
+        register_module_forward_hook(add)
+
+    def take(self) -> int:
+        """Return how many there were since the last time."""
+        found, self.count = self.count, 0
+        return found
+
+
+def _train_each(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train each run, and with whole prompts; return the rows of both, and their files."""
+    rows, found = _Rows(), {}
+    for name, values in runs.items():
+        both = []
+        for is_whole in (False, True):
+            path = f"{values['log_file']}.{name}.{is_whole}"
+            logging.basicConfig(filename=f"{path}.txt", level=logging.INFO, force=True)
+            tiny_run.train(values | {"log_file": path, "no_share_prompts": is_whole})
+            both.append((rows.take(), path))
+        found[name] = both
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("pairs")
+    data = pref.write_pairs(folder / "pairs", pref.make_pairs())
+    sources = {
+        "orm": pref.save_llama(folder / "scorer", "LlamaForSequenceClassification"),
+        "dpo, yarn": tiny_run.make_model(folder / "yarn", rope_scaling=YARN, rope_theta=10000.0),
+    }
+    plain = pref.save_llama(folder / "policy")
+    return {
+        name: pref.settings(sources.get(name, plain), data, folder, **FEW, **changes)
+        for name, changes in RUNS.items()
+        if name != "dpo, yarn" or megatron.version() >= Version("0.13")  # not there before
+    }
+
+
+def test_stages_train_as_with_whole_prompts(runs: dict[str, dict[str, Any]]) -> None:
+    (found,) = run_ranks(_train_each, 1, runs)
+    pairs = pref.make_pairs()[: FEW["train_iters"] * FEW["global_batch_size"]]
+    for name, ((rows, path), (whole_rows, whole_path)) in found.items():
+        _check_metrics(path, whole_path, FEW["train_iters"])
+        log = Path(f"{path}.txt").read_text()
+        assert "common prompt" not in Path(f"{whole_path}.txt").read_text()
+        if name == "dpo, local":
+            assert TWICE.format("--transformer-impl local") in log and rows == whole_rows
+            continue
+        assert ONCE in log
+        # Four layers of one or two models; the rows of three pairs are padded to 16.
+        passes = 4 * (2 if name.startswith("dpo") else 1)
+        used = [sum(map(_rows_of, pairs[at : at + 3])) for at in range(0, len(pairs), 3)]
+        assert rows == passes * sum(-(-each // 16) * 16 for each in used) < whole_rows
+
+
+def _check_metrics(path: str, other_path: str, steps: int) -> None:
+    for key in KEYS:
+        one, other = (tiny_run.read_losses(each, key) for each in (path, other_path))
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6), (path, key)
+        assert len(one) == len(set(one)) == steps
+
+
+def _rows_of(pair: pref.Pair) -> int:
+    return len(pair.prompt) + len(pair.chosen) + 1 + len(pair.rejected)
+
+
+PP2 = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 3}
+
+
+def test_pipeline_stages_exchange_rows_of_any_length(runs: dict[str, dict[str, Any]]) -> None:
+    """Three pairs of different lengths in a step, with the reference's pass."""
+    values = runs["dpo"] | PP2 | {"train_iters": 2}
+    values["log_file"] += ".pp"
+    for found in run_ranks(_train_each, 2, {"dpo": values}):
+        (rows, path), (whole_rows, whole_path) = found["dpo"]
+        assert rows < whole_rows
+    _check_metrics(path, whole_path, 2)
+
+
+def test_a_run_resumes_with_the_switch_changed(
+    runs: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The reference's log-probabilities that one layout has computed serve the other."""
+    known = {"precompute_ref_log_probs": True, "cache_dir": str(tmp_path / "cache")}
+    values = runs["dpo"] | known | {"save": str(tmp_path / "saved")}
+    log = str(tmp_path / "changed.jsonl")
+    resumed = [
+        values | {"log_file": log, "train_iters": 2},
+        values | {"log_file": log, "train_iters": 4, "no_share_prompts": True},
+    ]
+    whole = runs["dpo"] | {"log_file": str(tmp_path / "whole.jsonl"), "train_iters": 4}
+    run_ranks(_train_all, 1, [*resumed, whole])
+    (_,) = (tmp_path / "cache/reference").iterdir()
+    _check_metrics(log, whole["log_file"], 4)
+
+
+def _train_all(every: list[dict[str, Any]]) -> None:
+    for values in every:
+        tiny_run.train(values)
