@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from commands import data, logs, ours, pairs, peers  # noqa: E402
-from commands.job import GLOBAL_BATCH, Job  # noqa: E402
+from commands.job import GLOBAL_BATCH, PROMPT_SHARE, Job  # noqa: E402
 from record import record  # noqa: E402
 from train_step.shapes import SHAPES  # noqa: E402
 
@@ -64,6 +64,7 @@ RATIOS = (
     ("lora-packed:2", "llamafactory-lora:2"),
     ("megatron-lm-mindspeed:2", "megatron-lm:2"),
     ("ms-swift:2", "ms-swift-level-0:2"),
+    ("dpo:4", "dpo-unshared:4"),
     ("dpo:4", "trl-dpo:4"),
     ("dpo:4", "trl-dpo-liger:4"),
 )
@@ -148,6 +149,7 @@ def measure(row, job, options):
         "row": name,
         "micro_batch": batch,
         "global_batch": str(command.global_batch or job.global_batch),
+        "prompt_share": f"{job.prompt_share:g}" if name in pairs.CASES else "",
         **columns,
         "model_tflops": "" if name == "vlm" else f"{flops / 1e12:.1f}",
         "packages": _versions(command, job),
@@ -230,6 +232,13 @@ def _list(options):
         print(f"{name:28} {case.about} (micro-batch {batches}; {', '.join(case.shapes)})")
 
 
+def _share(text):
+    share = float(text)
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a share between 0 and 1")
+    return share
+
+
 def _options():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="list the rows")
@@ -238,6 +247,12 @@ def _options():
     parser.add_argument("--layers", type=int, help="use fewer layers")
     parser.add_argument("--sequence", type=int, help="tokens of a row, instead of the shape's")
     parser.add_argument("--global-batch", type=int, default=GLOBAL_BATCH, help="rows of a step")
+    parser.add_argument(
+        "--prompt-share",
+        type=_share,
+        default=PROMPT_SHARE,
+        help="of the tokens of a sequence (dpo)",
+    )
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warm-up", type=int, default=4, help="steps that are not measured")
     parser.add_argument("--limit", type=float, default=500, help="seconds that one row may take")
@@ -277,6 +292,7 @@ def main():
         sites,
         options.attention,
         options.global_batch,
+        options.prompt_share,
     )
     data.prepare(job, any(CASES[row.partition(":")[0]].has_conversations for row in rows))
     results = measure_all(rows, job, options)

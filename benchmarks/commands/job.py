@@ -9,6 +9,7 @@ from train_step.shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOBAL_BATCH = 16
+PROMPT_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Job:
     attention: str = "auto"
     """The attention of transformers' models."""
     global_batch: int = GLOBAL_BATCH
+    prompt_share: float = PROMPT_SHARE
+    """Of the tokens of each sequence of a pair."""
 
     @property
     def tokens_per_step(self):

@@ -1,7 +1,8 @@
 """Rows on pairs of answers: `posttrain_gpt.py --stage dpo` and TRL's DPOTrainer.
 
 All of them train the same weights on the same pairs: random ones, those of SmolLM2 where that is
-the shape. A sequence has half the tokens of the shape's: 2048 at 1.5B.
+the shape. A sequence has half the tokens of the shape's: 2048 at 1.5B. Tokens are those of both
+sequences of a pair, also where their common prompt is computed once.
 """
 
 import json
@@ -28,6 +29,11 @@ def dpo(job, batch, *flags):
         *([] if job.is_fp32 else ["--bf16"]),
     ]
     return Command([*argv, *flags], "megatron", global_batch=batch)
+
+
+def dpo_unshared(job, batch):
+    """Build it with the prompt of a pair computed for each sequence."""
+    return dpo(job, batch, "--no-share-prompts")
 
 
 def trl_dpo(job, batch, *flags):
@@ -60,13 +66,14 @@ def trl_dpo_liger(job, batch):
 
 def _prepare(job, batch):
     """Write weights, tokenizer and pairs, unless there are enough pairs for the steps already."""
-    folder, done = job.folder / "pairs", job.folder / "pairs" / "prepared.json"
+    folder = job.folder / f"pairs_{job.prompt_share:g}"
+    done = folder / "prepared.json"
     length, count = job.shape.sequence // 2, batch * (job.steps + 2)
     if done.is_file() and json.loads(done.read_text()) >= count:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(job, folder / "model")
-    _write_pairs(job.shape.vocabulary, folder / "pairs.jsonl", length, count)
+    _write_pairs(job, folder / "pairs.jsonl", length, count)
     command = [
         *(sys.executable, str(ROOT / "preprocess_data.py"), "--input", str(folder / "pairs.jsonl")),
         *("--tokenizer-name-or-path", str(folder / "model"), "--seq-length", str(length)),
@@ -89,12 +96,13 @@ def _write_weights(job, folder):
         data.write_random_weights(folder)
 
 
-def _write_pairs(vocabulary, path, length, count):
+def _write_pairs(job, path, length, count):
     """Write pairs with a common prompt, of which both sequences have the same length."""
+    vocabulary = job.shape.vocabulary
     text, words = data.Text(vocabulary, seed=4), data.tokenizer(vocabulary)
     turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
     template = len(words(words.apply_chat_template(turns, tokenize=False))["input_ids"])
-    asked = length // 4
+    asked = round(length * job.prompt_share)
     answered = length - asked - template
     with path.open("w") as file:
         for _ in range(count):
@@ -109,6 +117,7 @@ def _write_pairs(vocabulary, path, length, count):
 
 CASES = {
     "dpo": Case(dpo, "posttrain_gpt.py --stage dpo", (4,), SHAPES),
+    "dpo-unshared": Case(dpo_unshared, "the same with --no-share-prompts", (4,), SHAPES),
     "trl-dpo": Case(trl_dpo, "TRL DPOTrainer + Liger's layer kernels", (4,), SHAPES),
     "trl-dpo-liger": Case(trl_dpo_liger, "the same with Liger's fused DPO loss", (4,), SHAPES),
 }

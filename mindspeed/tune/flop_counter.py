@@ -1,8 +1,9 @@
 """Count the floating-point operations of a piece of code, recomputed ones separately.
 
 A GEMM of (m, k) and (k, n) is 2mnk. Attention is its two GEMMs over the pairs of query and key that
-it computes: all of them, or half where it is causal. Its backward is four GEMMs; the scores that a
-flash kernel recomputes there are not counted, so that the number does not depend on the kernel.
+it computes: all of them, or half where it is causal, with as many queries as keys. Its backward is
+four GEMMs; the scores that a flash kernel recomputes there are not counted, so that the number does
+not depend on the kernel.
 Everything else (norms, activations, the optimizer) is below 1 % and is left out.
 """
 
@@ -143,11 +144,12 @@ def packed_attention(a: Arguments) -> float:
     query, key, value = a["query"], a["key"], a["value"]
     bounds = [_first(a, "cum_seq_q", "cu_seqlens_q"), _first(a, "cum_seq_k", "cu_seqlens_k")]
     if None in bounds:
-        pairs = query.shape[0] * query.shape[1] * key.shape[1]
+        lengths, batch = [(query.shape[1], key.shape[1])], query.shape[0]
     else:
-        lengths = [torch.diff(bound.cpu().long()) for bound in bounds]
-        pairs = int((lengths[0] * lengths[1]).sum())
-    return _attention(pairs, query.shape[-2], query.shape[-1] + value.shape[-1], _is_causal(a))
+        each = [torch.diff(bound.cpu().long()).tolist() for bound in bounds]
+        lengths, batch = list(zip(*each)), 1
+    pairs = batch * sum(_pairs(q, k, _is_causal(a)) for q, k in lengths)
+    return _attention(pairs, query.shape[-2], query.shape[-1] + value.shape[-1], False)
 
 
 def backward(forward: Formula) -> Formula:
@@ -176,6 +178,14 @@ def npu_grouped_matmul(a: Arguments) -> float:
     """Count torch_npu's grouped GEMM, on lists of tensors or on one split by `group_list`."""
     pairs = zip(a["x"], a["weight"])
     return sum(grouped_matmul({"self": x, "mat2": weight}) for x, weight in pairs)
+
+
+def _pairs(queries: int, keys: int, is_causal: bool) -> float:
+    """Count the keys that queries see; causal ones with the last query at the last key."""
+    if not is_causal:
+        return queries * keys
+    seen = min(queries, keys)
+    return seen * keys - seen * seen / 2
 
 
 def _attention(pairs: float, heads: int, sizes: int, is_causal: bool) -> float:

@@ -16,6 +16,7 @@ from mindspeed.features.parallel.context_parallel import chosen
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.megatron import gpt_model, same_named, transformer_config
 from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.shared_prompts import shares_prompts
 
 Provider = Callable[..., Any]
 """Builds the model of one pipeline stage from pre_process, post_process and vp_stage."""
@@ -78,7 +79,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             sequence_parallel=options.sequence_parallel and dims.tp > 1,
             overlap_p2p_comm=dims.vpp is not None,
             batch_p2p_comm=dims.vpp is None,
-            variable_seq_lengths=options.variable_seq_lengths and dims.pp > 1,
+            variable_seq_lengths=_varies(options, shape) and dims.pp > 1,
             recompute_granularity=recompute,
             gradient_accumulation_fusion=_fuses_gradients(options),
             # Megatron's scripts set these; TransformerConfig itself defaults to the unfused paths.
@@ -297,6 +298,11 @@ def _is_first_and_last(dims: ParallelDims, stage: int | None) -> tuple[bool, boo
     rank = parallel_state.get_pipeline_model_parallel_rank()
     last = (dims.vpp or 1) - 1
     return rank == 0 and stage in (None, 0), rank == dims.pp - 1 and stage in (None, last)
+
+
+def _varies(options: TrainOptions, shape: ModelConfig) -> bool:
+    """Return whether micro-batches have rows of different lengths."""
+    return options.variable_seq_lengths or shares_prompts(options, shape)
 
 
 def _fuses_activation(options: TrainOptions, shape: ModelConfig) -> bool:

@@ -17,6 +17,13 @@ class ReferenceOptions(Options):
     train without the reference in memory (--stage dpo)."""
 
 
+class PairOptions(Options):
+    """Stages on pairs: --stage dpo, simpo and orm."""
+
+    no_share_prompts: bool = False
+    """Compute the common prompt of a pair for each of its sequences, instead of once."""
+
+
 class DpoOptions(Options):
     """--stage dpo, and what --stage simpo shares with it."""
 
@@ -65,11 +72,11 @@ class AcceptedStageOptions(Options):
     """Accepted for existing scripts: a value head that --load does not have is initialized."""
 
 
-PREFERENCE_SECTIONS = (ReferenceOptions, DpoOptions, SimpoOptions, KtoOptions)
+PREFERENCE_SECTIONS = (ReferenceOptions, PairOptions, DpoOptions, SimpoOptions, KtoOptions)
 
 
 class PreferenceOptions(
-    AcceptedStageOptions, KtoOptions, SimpoOptions, DpoOptions, ReferenceOptions
+    AcceptedStageOptions, KtoOptions, SimpoOptions, DpoOptions, PairOptions, ReferenceOptions
 ):
     """The options of all stages that train on preferences."""
 
@@ -78,6 +85,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DpoOptions.model_fields, ("dpo",)),
     **dict.fromkeys(SimpoOptions.model_fields, ("simpo",)),
     **dict.fromkeys(KtoOptions.model_fields, ("kto",)),
+    **dict.fromkeys(PairOptions.model_fields, ("dpo", "simpo", "orm")),
     "pref_ftx": ("dpo", "simpo"),
     "precompute_ref_log_probs": ("dpo",),
 }

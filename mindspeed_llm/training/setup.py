@@ -38,6 +38,7 @@ from mindspeed_llm.training.model import ModelRole, RoleModel
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.rollout_options import ONLINE
+from mindspeed_llm.training.shared_prompts import shares_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +194,7 @@ def requested_features(
             "num_layers": _num_layers(options, shape),
             "padded_vocab_size": vocabulary(options, shape),
             "hidden_vocab_rows": vocabulary(options, shape) - shape.vocab_size,
+            "shares_prompts": shares_prompts(options, shape),
         }
     )
     options_class = current().registry.options_class

@@ -31,6 +31,7 @@ from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
 from mindspeed_llm.data.indexed import TokenFile
 from mindspeed_llm.data.instruction import split_parts
 from mindspeed_llm.data.labelled_rows import labelled_rows, with_labelled_rows
+from mindspeed_llm.data.shared_prompts import KEY_BOUNDS, register_shared
 from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
 from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.hf_config import set_num_labels
@@ -225,9 +226,10 @@ class Trainer(ABC):
 
         on_host = next(data_iterator)
         batch = to_device(on_host)
-        for name in ("cu_seqlens", "cu_seqlens_padded"):
+        for name in ("cu_seqlens", "cu_seqlens_padded", KEY_BOUNDS):
             if name in batch:
                 register_host_bounds(batch[name], on_host[name].tolist())
+        register_shared(batch)
         return batch
 
     def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
@@ -506,7 +508,7 @@ def packed_seq_params(batch: Batch) -> Any:
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
+        cu_seqlens_kv=batch.get(KEY_BOUNDS, boundaries),
         cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,

@@ -33,7 +33,16 @@ NORMS = {
 }
 
 
-def build(spec: str, shape: str, *, tp: int = 1, ep: int = 1, seed: int = 3, **options):
+def build(
+    spec: str,
+    shape: str,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    seed: int = 3,
+    position_embedding_type: str = "rope",
+    **options,
+):
     """Make the ranks' groups once, and one model: spec is te, te grouped, te fused or local."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -66,9 +75,13 @@ def build(spec: str, shape: str, *, tp: int = 1, ep: int = 1, seed: int = 3, **o
     else:
         fused = {"use_te_op_fuser": True} if spec == "te fused" else {}
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            **experts, moe_grouped_gemm=config.moe_grouped_gemm, **fused
+            **experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            **fused,
         )
-    return GPTModel(config, layer, VOCAB, SEQUENCE, position_embedding_type="rope")
+    position = {"position_embedding_type": position_embedding_type}
+    return GPTModel(config, layer, VOCAB, SEQUENCE, **position)
 
 
 def step(model) -> torch.Tensor:

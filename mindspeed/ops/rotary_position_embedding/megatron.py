@@ -10,7 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed.ops.rotary_position_embedding import rotate_qk
-from mindspeed.ops.rotary_position_embedding.packed import rotate_packed, rotate_packed_qkv
+from mindspeed.ops.rotary_position_embedding.packed import (
+    registered_positions,
+    rotate_packed,
+    rotate_packed_qkv,
+)
 
 
 def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -99,7 +103,10 @@ def _rotated_qkv(layer: Any, freqs: Tensor, cu_seqlens: Tensor) -> Iterator[None
 
 
 def _document_bounds(packed: Any) -> Tensor | None:
-    """Return the cumulative lengths that queries and keys of packed sequences share, if they do."""
+    """Return the cumulative lengths that queries and keys of packed sequences share, if they do.
+
+    Keys of a shared prefix are rows of another document: the lengths differ, the positions do not.
+    """
     if packed.qkv_format != "thd":
         return None
     of_q, of_kv = (
@@ -107,7 +114,9 @@ def _document_bounds(packed: Any) -> Tensor | None:
         for part in ("q", "kv")
         for padded in [getattr(packed, f"cu_seqlens_{part}_padded", None)]
     )
-    return of_q if of_q is of_kv else None
+    positions = registered_positions(of_q)
+    is_same = positions is not None and positions is registered_positions(of_kv)
+    return of_q if of_q is of_kv or is_same else None
 
 
 def _is_packed_table(freqs: Any, config: Any) -> bool:

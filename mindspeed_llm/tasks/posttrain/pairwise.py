@@ -1,5 +1,6 @@
 """What stages on pairs share: a chosen and a rejected completion of every prompt."""
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -7,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 
 from mindspeed.training.metrics import Metric
-from mindspeed_llm.data.collate import split_pairs
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.stream import Sample
 from mindspeed_llm.losses.log_probs import sequence_log_probs
@@ -22,6 +22,9 @@ from mindspeed_llm.losses.preference import (
     sum_and_count,
 )
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
+from mindspeed_llm.training.shared_prompts import shares_prompts, why_not_shared
+
+logger = logging.getLogger(__name__)
 
 COMPLETION_LOSS = "sft loss"
 
@@ -34,8 +37,14 @@ class PairwiseTrainer(BaseTrainer):
     splits_sequences = True
 
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
-        """Derive the length of rows."""
-        self.rows = self.make_rows(data)
+        """Derive the length of rows, and whether they hold prompts once."""
+        self.rows, options, shape = self.make_rows(data), self.options, self.setup.shape
+        self.shares_prompts = shares_prompts(options, shape)
+        if self.shares_prompts:
+            logger.info("the common prompt of a pair is computed once (--no-share-prompts: twice)")
+        elif not options.no_share_prompts:
+            reason = why_not_shared(options, shape)
+            logger.info("the common prompt of a pair is computed twice: %s needs it", reason)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -43,8 +52,8 @@ class PairwiseTrainer(BaseTrainer):
         return self.rows.length, 2 * self.options.micro_batch_size
 
     def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-        """Pad or concatenate the sequences of pairs."""
-        return self.rows.collate(split_pairs(samples))
+        """Pad or concatenate the sequences of pairs, or concatenate them with each prompt once."""
+        return self.rows.collate_pairs(samples, is_shared=self.shares_prompts)
 
 
 class LogProbTrainer(PairwiseTrainer):

@@ -13,9 +13,11 @@ from mindspeed_llm.data.collate import (
     collate_fixed,
     collate_packed,
     collate_variable,
+    split_pairs,
 )
 from mindspeed_llm.data.context_split import ContextSplit
 from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.data.shared_prompts import collate_shared_pairs
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training.options import TrainOptions
 
@@ -95,9 +97,21 @@ class Rows:
             batch = collate_variable(sequences, multiple=multiple, pad_id=pad_id, shift=shift)
         else:
             batch = collate_fixed(sequences, seq_length=self.length, pad_id=pad_id, shift=shift)
-        batch["num_sequences"] = torch.tensor(len(sequences))
-        batch["real_tokens"] = torch.tensor(sum(len(each["input_ids"]) for each in sequences))
-        return batch
+        return batch | _counts(sequences)
+
+    def collate_pairs(self, pairs: Samples, *, is_shared: bool) -> dict[str, torch.Tensor]:
+        """Do that for the sequences of pairs, chosen ones first, with each prompt once or twice."""
+        sequences = split_pairs(pairs)
+        if not is_shared:
+            return self.collate(sequences)
+        batch = collate_shared_pairs(pairs, multiple=self.multiple, pad_id=self.pad_id)
+        return batch | _counts(sequences)
+
+
+def _counts(sequences: Samples) -> dict[str, torch.Tensor]:
+    """Count sequences and their tokens, which are the user's: also those that are computed once."""
+    tokens = sum(len(each["input_ids"]) for each in sequences)
+    return {"num_sequences": torch.tensor(len(sequences)), "real_tokens": torch.tensor(tokens)}
 
 
 def _is_packed(options: TrainOptions, data: Sequence[InstructionData], may_pack: bool) -> bool:
@@ -122,7 +136,5 @@ def _is_packed(options: TrainOptions, data: Sequence[InstructionData], may_pack:
 def last_tokens(batch: dict[str, torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
     """Return the flat index of the last token of every sequence of a micro-batch."""
     if "cu_seqlens" in batch:
-        starts = batch["cu_seqlens"][: len(lengths)]
-    else:
-        starts = torch.arange(len(lengths)) * batch["tokens"].shape[1]
-    return starts + torch.tensor(lengths) - 1
+        return batch["cu_seqlens"][1 : len(lengths) + 1] - 1
+    return torch.arange(len(lengths)) * batch["tokens"].shape[1] + torch.tensor(lengths) - 1

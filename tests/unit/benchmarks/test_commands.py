@@ -1,7 +1,9 @@
 """Logs of training commands become rows; a row that fails is reported."""
 
 import argparse
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import bench_commands
-from commands import data, logs
+from commands import data, logs, pairs
 from commands.job import Command, Job
 from train_step.shapes import SHAPES
 
@@ -123,6 +125,22 @@ def test_words_are_tokens():
 @pytest.fixture
 def job(tmp_path):
     return Job(SHAPES["tiny"], "tiny", 3, tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_pairs_have_prompts_of_the_share_that_is_asked_for(job, tmp_path, share):
+    pairs._write_pairs(replace(job, prompt_share=share), tmp_path / "pairs.jsonl", 64, 3)
+    words = data.tokenizer(job.shape.vocabulary)
+    for line in (tmp_path / "pairs.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        assert len(words(record["instruction"])["input_ids"]) == 64 * share
+        for side in ("chosen", "rejected"):
+            asked = {"role": "user", "content": record["instruction"]}
+            turns = [asked, {"role": "assistant", "content": record[side]}]
+            assert len(words(words.apply_chat_template(turns, tokenize=False))["input_ids"]) == 64
+    for wrong in ("0", "1", "-1", "2"):
+        with pytest.raises(argparse.ArgumentTypeError, match="between 0 and 1"):
+            bench_commands._share(wrong)
 
 
 def test_a_command_is_run_with_the_packages_of_its_site(job):

@@ -108,6 +108,14 @@ def test_packed_attention_counts_each_sequence_for_itself():
     assert packed_attention(whole) == 4 * 10 * 10 * 4 * 16
 
 
+@pytest.mark.parametrize(("keys", "pairs"), [(4, 8), (10, 32), (3, 4.5)])
+def test_causal_queries_of_a_longer_document_see_all_keys_before_them(keys, pairs):
+    """Four queries at the end of 10 keys: half of their own 16 pairs, and 6 keys each."""
+    named = {"query": random(4, 2, 16), "key": random(keys, 2, 16), "value": random(keys, 2, 16)}
+    bounds = {"cum_seq_q": torch.tensor([0, 4]), "cum_seq_k": torch.tensor([0, keys])}
+    assert packed_attention(named | bounds | {"is_causal": True}) == 4 * pairs * 2 * 16
+
+
 @pytest.mark.parametrize(
     ("left", "right"),
     [((12, 5), (3, 5, 7)), ((5, 12), (12, 7)), ((3, 4, 5), (3, 5, 7)), ((3, 4, 5), (5, 9))],

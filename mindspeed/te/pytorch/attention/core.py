@@ -150,6 +150,8 @@ def attend_documents(
     No mask over all tokens is ever built: one launch where flash attention serves, otherwise one
     document at a time. Padding gets zeros.
     """
+    _check_fits(len(q), of_q, "cu_seqlens_q")
+    _check_fits(len(k), of_k, "cu_seqlens_kv")
     if _is_one_launch(q, k, v, rule, of_q=of_q, of_k=of_k):
         return _attend_packed(q, k, v, rule, softmax, of_q=of_q, of_k=of_k)
     pieces, end = [], 0
@@ -162,6 +164,12 @@ def attend_documents(
         end = rows.stop
     pieces.append(v.new_zeros(q.shape[0] - end, q.shape[1], v.shape[2]))
     return torch.cat(pieces).flatten(1)
+
+
+def _check_fits(tokens: int, documents: Documents, name: str) -> None:
+    last = documents.slices()[-1].stop if documents.starts else 0
+    if last > tokens:
+        raise ValueError(f"{name} ends at {last}, after the {tokens} rows that there are")
 
 
 def _is_one_launch(

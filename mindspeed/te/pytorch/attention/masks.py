@@ -41,6 +41,12 @@ class MaskRule:
         left, right = (-1, -1) if window is None else window
         return cls(mask_type, (left, 0 if "causal" in mask_type else right))
 
+    def bottom_right(self) -> MaskRule:
+        """Return the causal rule with the last query at the last key."""
+        if "causal" not in self.kind:
+            raise ValueError(f"attn_mask_type={self.kind}: a shared prefix needs a causal one")
+        return MaskRule(f"{self.kind.removesuffix('_bottom_right')}_bottom_right", self.window)
+
     @property
     def reads_mask(self) -> bool:
         """Whether a mask tensor takes part; causal and no_mask ignore one."""

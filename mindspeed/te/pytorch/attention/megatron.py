@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed.ops.rotary_position_embedding.packed import registered_positions
 from mindspeed.parallel.context.whole_documents import whole_documents
 from mindspeed.te.pytorch.attention.core import host_bounds
 from mindspeed.te.pytorch.attention.dot_product_attention import DotProductAttention
@@ -109,9 +110,11 @@ def wrap_local_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Rotate packed documents that ranks share by `whole_documents`.
+    """Rotate packed documents whose tokens are not where Megatron takes them to be.
 
-    Every token gets the angle of its position, and the sequence is rotated as if it were one.
+    That is where ranks share them by `whole_documents`, and where positions are registered, since
+    documents share a prefix. Every token gets the angle of its position, and the sequence is
+    rotated as if it were one.
     """
 
     @functools.wraps(original)
@@ -124,14 +127,14 @@ def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., 
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        group = args[0] if args else kwargs.get("cp_group")
-        group = group or _context_group()
         # Multimodal angles are those of tokens, not of positions.
         is_by_token = getattr(config, "mrope_section", None)
-        if cu_seqlens is None or group.size() == 1 or is_by_token:
+        positions = None
+        if cu_seqlens is not None and not is_by_token:
+            group = args[0] if args else kwargs.get("cp_group")
+            positions = _known_positions(cu_seqlens, group or _context_group(), freqs.device)
+        if positions is None:
             return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
-        bounds = tuple(host_bounds(cu_seqlens))
-        positions = _positions(bounds, group.size(), group.rank(), freqs.device)
         angles = freqs.index_select(0, positions)
         return original(t.unsqueeze(1), angles, config, None, mscale, *args, **kwargs).squeeze(1)
 
@@ -142,6 +145,14 @@ def _context_group() -> Any:
     from megatron.core import parallel_state
 
     return parallel_state.get_context_parallel_group()
+
+
+def _known_positions(cu_seqlens: Tensor, group: Any, device: torch.device) -> Tensor | None:
+    """Return the position of each row of this rank; None where Megatron knows it."""
+    given = registered_positions(cu_seqlens)
+    if given is not None or group.size() == 1:
+        return given
+    return _positions(tuple(host_bounds(cu_seqlens)), group.size(), group.rank(), device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,6 +22,7 @@ from mindspeed.te.pytorch.attention.core import (
     largest_in_documents,
 )
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, Window, alibi_bias
+from mindspeed.te.pytorch.attention.shared_prefixes import KeyRows, registered_rows
 from mindspeed.te.pytorch.attention.split_sequence import SplitSequence
 from mindspeed.te.pytorch.distributed import checkpoint
 
@@ -187,6 +188,10 @@ class DotProductAttention(nn.Module):
         scale = self.softmax_scale
         if slopes is not None and self._softmax().dropout:
             raise ValueError("packed documents with alibi_slopes take no dropout: use 0")
+        shared = registered_rows(of_k[0])
+        if shared is not None:
+            _check_shared(context, slopes)
+            rule = rule.bottom_right()
         if context.size > 1 or slopes is not None:
             make_layout = DOCUMENT_LAYOUTS[self.cp_document_layout]
             split = SplitSequence.of_documents(
@@ -195,9 +200,10 @@ class DotProductAttention(nn.Module):
             return split.attend, split.largest
         documents: Any = {"of_q": Documents.of(*of_q), "of_k": Documents.of(*of_k)}
         run = partial(attend_documents, rule=rule, softmax=self._softmax(), **documents)
-        return self._with_random_state(run), partial(
-            largest_in_documents, rule=rule, scale=scale, **documents
-        )
+        largest = partial(largest_in_documents, rule=rule, scale=scale, **documents)
+        if shared is not None:
+            run, largest = _with_keys(run, shared), _with_keys(largest, shared)
+        return self._with_random_state(run), largest
 
     def _of_batch(
         self,
@@ -285,6 +291,20 @@ def _check_softmax(softmax_type: str) -> None:
 def _check_packed(rule: MaskRule, bias: Tensor | None) -> None:
     if bias is not None or rule.kind == "arbitrary":
         raise ValueError("qkv_format=thd takes neither a bias nor attn_mask_type=arbitrary")
+
+
+def _check_shared(context: ContextParallel, slopes: Tensor | None) -> None:
+    if context.size > 1 or slopes is not None:
+        raise ValueError("documents with a shared prefix take no context parallelism and no ALiBi")
+
+
+def _with_keys(attend: Callable[..., Tensor], rows: KeyRows) -> Callable[..., Tensor]:
+    """Let keys, and values if there are any, be there for every document that begins with them."""
+
+    def run(q: Tensor, *keys: Tensor) -> Tensor:
+        return attend(q, *map(rows.spread, keys))
+
+    return run
 
 
 def _slopes(kind: str, slopes: Tensor | None, of_layer: Tensor | None) -> Tensor | None:
