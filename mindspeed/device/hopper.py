@@ -7,19 +7,24 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
 from mindspeed import device
+from mindspeed.device import precompile
+from mindspeed.device.precompile import Kernel
 
 logger = logging.getLogger(__name__)
 
 CAPABILITY = (9, 0)
+COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 NOTICEABLE = 1.0
 """Seconds of compilation that are worth a line."""
 
@@ -52,17 +57,23 @@ class Package:
         """Return whether it can be called on the current device."""
         return _is_usable(self)
 
-    def passes(self, trial: Callable[[], bool], what: str) -> bool:
+    def prepare(self, kernels: Sequence[Kernel], what: str) -> None:
+        """Compile kernels that the cache lacks while the caller goes on, each in a process."""
+        started = [precompile.start(kernel, file) for kernel, file in self._files(kernels)]
+        if any(started):
+            logger.info("%s: compiling %d kernels for %s", self.name, sum(started), what)
+
+    def passes(self, trial: Callable[[], bool], what: str, kernels: Sequence[Kernel] = ()) -> bool:
         """Run kernels on a small problem, which compiles them, before a model relies on them.
 
-        A package that fails here, or computes something else, is not used; with a warning.
+        A package that fails here, or computes something else, is not used; with a warning. The
+        trial waits for those of its `kernels` that another process compiles.
         """
-        folder = kernel_cache()
-        kept = f"kept in {folder}" if folder else "compiled in every run: no folder to keep them in"
+        kept = f"kept in {folder}" if (folder := kernel_cache()) else "compiled in every run"
         logger.info("%s: kernels for %s (%s)", self.name, what, kept)
         began = time.perf_counter()
         try:
-            is_right = trial()
+            is_right = self._run(trial, kernels)
         except Exception as error:  # compilers raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning("%s is not used for %s: %s", self.name, what, reason)
@@ -72,6 +83,36 @@ class Package:
         elif (seconds := time.perf_counter() - began) > NOTICEABLE:
             logger.info("%s: kernels for %s ready after %.1f s", self.name, what, seconds)
         return is_right
+
+    def _run(self, trial: Callable[[], bool], kernels: Sequence[Kernel]) -> bool:
+        with ExitStack() as stack:
+            # Processes that claim several in one order never wait for each other in a circle.
+            files = sorted(file for _, file in self._files(kernels))
+            locks = [stack.enter_context(precompile.claimed(file)) for file in files]
+            is_right = trial()
+            for lock in locks:
+                if is_right and lock is not None:
+                    precompile.set_compiled(lock)
+        return is_right
+
+    def _files(self, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Path]]:
+        """Return kernels with their files; none where there is no folder for them."""
+        if (folder := kernel_cache()) is None:
+            return []
+        versions = _versions(self.name)
+        return [(kernel, kernel.file(folder, versions)) for kernel in kernels]
+
+
+@functools.cache
+def _versions(package: str) -> list[str]:
+    """Return what kernels of a package depend on beside its own source."""
+    found = [f"{sys.version_info.major}.{sys.version_info.minor}"]
+    for name in (package, *COMPILERS):
+        try:
+            found.append(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            found.append("")
+    return found
 
 
 @functools.cache
@@ -106,10 +147,18 @@ def kernel_cache() -> Path | None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(root) / "mindspeed" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        is_ours = folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK)
-        return folder if is_ours and not folder.stat().st_mode & 0o022 else None
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        if folder.stat().st_uid != os.geteuid() or not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is not writable, or another user's")
+        if folder.stat().st_mode & 0o022:
+            raise PermissionError(f"others can write to {folder}")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        logger.warning(
+            "kernels are compiled in every run, there is no folder to keep them in: %s; "
+            "set XDG_CACHE_HOME to a folder of your own",
+            error,
+        )
         return None
+    return folder
 
 
 # What is called of them is not all public: a later version has to be tried first.

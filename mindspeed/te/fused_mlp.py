@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
+from mindspeed.ops.swiglu import gemm_swiglu
 from mindspeed.te.pytorch.module.linear import LinearBase
 
 
@@ -38,6 +39,8 @@ def wrap_mlp_init_in_epilogue(original: Callable[..., None]) -> Callable[..., No
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.swiglu_in_epilogue = True
+        if is_fusible(self):
+            gemm_swiglu.prepare(self.linear_fc1.params_dtype, self.linear_fc1.in_features)
 
     return __init__
 

@@ -17,13 +17,16 @@ from torch.backends.cuda import flash_sdp_enabled
 
 from mindspeed import device
 from mindspeed.device.hopper import FLASH_ATTENTION
+from mindspeed.device.precompile import Kernel
 from mindspeed.ops.dispatch import is_tracing
 from mindspeed.ops.fusion_attention.kept import compute_once, suspended
 
+DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128)
 MIN_TOKENS = 2048  # with fewer, the launch takes longer than the kernel
 MIN_DOCUMENT = 512  # longest packed document: shorter ones are mostly partial tiles
 FULL, CAUSAL = (-1, -1), (-1, 0)
+TRIAL_TOKENS = 256
 
 
 class Documents(NamedTuple):
@@ -96,38 +99,87 @@ def supports_packed(
     )
 
 
+class _Heads(NamedTuple):
+    """What kernels are compiled for."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    size: int
+    is_causal: bool
+    is_packed: bool
+
+    def __str__(self) -> str:
+        sizes = f"{self.heads} heads ({self.kv_heads} of keys) of {self.size}"
+        return f"{sizes}, {self.dtype}" + ", packed" * self.is_packed
+
+    def kernels(self) -> list[Kernel]:
+        """Return forward and backward, in the deterministic mode of this moment."""
+        name = str(self.dtype).removeprefix("torch.")
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        return [
+            Kernel(run_kernel, (False, False, name, *self[1:])),
+            Kernel(run_kernel, (True, is_deterministic, name, *self[1:])),
+        ]
+
+    def draw(self) -> tuple[Tensor, Tensor, Tensor, Documents | None]:
+        """Return zeros as queries, ones as keys and values, all of one document if packed."""
+        shape: tuple[int, ...] = (1, TRIAL_TOKENS)
+        here, documents = device.current().torch_device, None
+        if self.is_packed:
+            shape = (TRIAL_TOKENS,)
+            bounds = torch.tensor([0, TRIAL_TOKENS], dtype=torch.int32, device=here)
+            documents = Documents(bounds, bounds, TRIAL_TOKENS, TRIAL_TOKENS)
+        q = torch.zeros(*shape, self.heads, self.size, dtype=self.dtype, device=here)
+        k, v = (
+            torch.ones(*shape, self.kv_heads, self.size, dtype=self.dtype, device=here)
+            for _ in range(2)
+        )
+        return q, k, v, documents
+
+
+@functools.cache  # every layer asks
+def prepare(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+    """Start to compile the kernels of a causal layer that is built, which will ask for them."""
+    if dtype in DTYPES and size in HEAD_DIMS and FLASH_ATTENTION.is_here() and flash_sdp_enabled():
+        which = _Heads(dtype, heads, kv_heads, size, is_causal=True, is_packed=False)
+        FLASH_ATTENTION.prepare(which.kernels(), str(which))
+
+
+def run_kernel(is_backward: bool, is_deterministic: bool, dtype: str, *sizes: Any) -> None:
+    """Run the kernels of one direction, in a process that compiles them."""
+    which = _Heads(getattr(torch, dtype), *sizes)
+    torch.use_deterministic_algorithms(is_deterministic)
+    q, k, v, documents = which.draw()
+    if not is_backward:
+        forward(q, k, v, 1.0, which.is_causal, documents)
+        return
+    counts = torch.full((TRIAL_TOKENS,), float(TRIAL_TOKENS), device=q.device)
+    counts = torch.ones_like(counts).cumsum(0) if which.is_causal else counts
+    lse = counts.log().expand(*q.shape[:-3], which.heads, -1).contiguous()
+    out, options = torch.ones_like(q), {"is_causal": which.is_causal, "documents": documents}
+    backward(torch.ones_like(q), q, k, v, out, lse, scale=1.0, **options)
+
+
 @functools.cache
 def _passes_trial(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, is_causal: bool, is_packed: bool
 ) -> bool:
     """Return whether the kernels for such heads work on this device; this compiles them."""
-    what = f"{heads} heads ({kv_heads} of keys) of {size}, {dtype}" + ", packed" * is_packed
-    sizes = heads, kv_heads, size
-    return FLASH_ATTENTION.passes(
-        functools.partial(_trial, dtype, sizes, is_causal, is_packed), what
-    )
+    which = _Heads(dtype, heads, kv_heads, size, is_causal, is_packed)
+    trial = functools.partial(_trial, which)
+    return FLASH_ATTENTION.passes(trial, str(which), which.kernels())
 
 
-def _trial(
-    dtype: torch.dtype, sizes: tuple[int, int, int], is_causal: bool, is_packed: bool
-) -> bool:
+def _trial(which: _Heads) -> bool:
     """Run forward and backward with equal scores: outputs are means of values."""
-    heads, kv_heads, size = sizes
-    shape: tuple[int, ...] = (1, 256)
-    here, documents = device.current().torch_device, None
-    if is_packed:
-        shape, bounds = (256,), torch.tensor([0, 256], dtype=torch.int32, device=here)
-        documents = Documents(bounds, bounds, 256, 256)
-    q = torch.zeros(*shape, heads, size, dtype=dtype, device=here, requires_grad=True)
-    k, v = (
-        torch.ones(*shape, kv_heads, size, dtype=dtype, device=here, requires_grad=True)
-        for _ in range(2)
-    )
+    *inputs, documents = which.draw()
+    q, k, v = (x.requires_grad_() for x in inputs)
     with torch.enable_grad(), suspended():  # a layer that is recomputed may be the first to ask
-        out, _ = _Flash4.apply(q, k, v, 1.0, is_causal, documents)
+        out, _ = _Flash4.apply(q, k, v, 1.0, which.is_causal, documents)
         grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     # Every query passes one gradient on to the values it attends to; queries and keys get none.
-    total, each = heads * 256.0, grads[2].float().sum((-3, -2)).flatten()
+    total, each = which.heads * float(TRIAL_TOKENS), grads[2].float().sum((-3, -2)).flatten()
     return (
         bool(((out - 1.0).abs() < 0.01).all())
         and all(bool((one.abs() < 0.01).all()) for one in grads[:2])

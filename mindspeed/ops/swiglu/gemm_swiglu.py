@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed import device
 from mindspeed.device.hopper import QUACK
+from mindspeed.device.precompile import Kernel
 from mindspeed.ops.dispatch import is_tracing
 from mindspeed.ops.swiglu import swiglu_gradient
 
@@ -58,11 +59,51 @@ def tile_for(columns: int, extra_columns: int) -> int:
     return min(TILES_N, key=lambda tile: -(-total // (CLUSTER_N * tile)) * tile)
 
 
+@functools.cache  # every layer asks
+def prepare(dtype: torch.dtype, hidden: int, extra_columns: int = 0) -> None:
+    """Start to compile the kernels of a layer that is built, as `is_supported` will ask for it."""
+    if dtype in DTYPES and _is_aligned(hidden + extra_columns) and QUACK.is_here():
+        tile_n = tile_for(hidden, extra_columns)
+        QUACK.prepare(_trial_kernels(dtype, tile_n), _purpose(dtype))
+
+
 @functools.cache
 def _passes_trial(dtype: torch.dtype, tile_n: int) -> bool:
     """Return whether all kernels of this dtype work here; this compiles them."""
     trial = functools.partial(_trial, dtype, tile_n)
-    return QUACK.passes(trial, f"SwiGLU inside GEMMs ({dtype})")
+    return QUACK.passes(trial, _purpose(dtype), _trial_kernels(dtype, tile_n))
+
+
+def _purpose(dtype: torch.dtype) -> str:
+    return f"SwiGLU inside GEMMs ({dtype})"
+
+
+def _trial_kernels(dtype: torch.dtype, tile_n: int) -> list[Kernel]:
+    name = str(dtype).removeprefix("torch.")
+    others = ("forward", "gradient", "weight_gradient")
+    return [
+        *(Kernel(run_kernel, (kernel, name, 0)) for kernel in others),
+        Kernel(run_kernel, ("input_gradient", name, tile_n)),
+    ]
+
+
+@torch.no_grad()
+def run_kernel(kernel: str, dtype: str, tile_n: int) -> None:
+    """Run one of the kernels on a problem of the trial's size, in a process that compiles it."""
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "device": device.current().torch_device,
+    }
+    x, weight1 = (torch.zeros(size, 64, **options) for size in (128, 256))
+    weight2, preact = torch.zeros(64, 128, **options), torch.zeros(128, 128, 2, **options)
+    if kernel == "forward":
+        gemm_swiglu(x, weight1)
+    elif kernel == "gradient":
+        gemm_swiglu_gradient(x, weight2, preact)
+    elif kernel == "input_gradient":
+        input_gradient(preact, weight1, tile_n)
+    else:
+        add_weight_gradient(weight1.float(), preact, x)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 
 from mindspeed import device
 from mindspeed.device import hopper
+from mindspeed.device.precompile import Kernel
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +27,13 @@ def test_compiled_kernels_are_the_users_alone(monkeypatch, tmp_path):
     assert hopper.kernel_cache() is None
 
 
-def test_without_a_place_nothing_is_kept(monkeypatch, tmp_path):
+def test_without_a_place_nothing_is_kept(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert hopper.kernel_cache() is None
+    (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "compiled in every run" in line and "set XDG_CACHE_HOME" in line
+    assert hopper.QUACK.passes(lambda: True, "a test", [Kernel(afresh, ())])
 
 
 @pytest.mark.parametrize("has_folder", [True, False])

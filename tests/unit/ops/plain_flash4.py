@@ -31,7 +31,7 @@ def forward(
         values = values.transpose(1, 2).repeat_interleave(q.shape[-2] // v.shape[-2], 1)
         result.copy_((weights @ values).transpose(1, 2))
         sums.append(lse.transpose(1, 2))
-    return out, joined(of_q, sums).transpose(-1, -2), None, None, None
+    return out, joined(of_q, sums).transpose(-1, -2).contiguous(), None, None, None
 
 
 def backward(

@@ -7,7 +7,6 @@ output. `A_idx` gathers the rows of A, or its columns in the latter case. What t
 of dtypes, strides and addresses is asserted.
 """
 
-import importlib.metadata
 import inspect
 import itertools
 import sys
@@ -20,6 +19,7 @@ from torch.nn.functional import silu
 
 from mindspeed import device
 from mindspeed.device import hopper
+from tests.unit.ops import kernel_files
 
 
 def woven(x):
@@ -199,7 +199,7 @@ def install(monkeypatch):
         module.__spec__, module.__path__ = SimpleNamespace(name=name), []
         vars(module).update({part.__name__: part for part in parts})
         monkeypatch.setitem(sys.modules, name, module)
-    versions = {"quack-kernels": "0.6.5"}
-    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    kernel_files.install(monkeypatch, {"quack-kernels": "0.6.5"})
     monkeypatch.setattr(type(device.current()), "capability", lambda _: hopper.CAPABILITY)
     monkeypatch.setattr(hopper, "_is_usable", inspect.unwrap(hopper._is_usable))
+    monkeypatch.setattr(hopper, "kernel_cache", lambda: None)  # there are no kernels to keep

@@ -1,6 +1,5 @@
 """How flash-attn-4 is called and when; its kernels are stood in for by plain torch."""
 
-import importlib.metadata
 import logging
 import sys
 import types
@@ -17,6 +16,8 @@ from mindspeed import device
 from mindspeed.device import hopper
 from mindspeed.ops.fusion_attention import flash4, sdpa
 from mindspeed.ops.fusion_attention.kept import KeptResults
+from mindspeed.te.pytorch.attention.dot_product_attention import DotProductAttention
+from tests.unit.ops import kernel_files
 from tests.unit.ops.pairwise import pairwise
 from tests.unit.ops.plain_flash4 import backward, forward, scores
 
@@ -33,18 +34,19 @@ def package(monkeypatch):
 
 
 def install(monkeypatch, version="4.0.0b36"):
-    versions = {"flash-attn-4": version}
-    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    kernel_files.install(monkeypatch, {"flash-attn-4": version})
 
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    seeming = SimpleNamespace(capability=lambda: (9, 0), torch_device=torch.device("cpu"))
+    options = {"capability": lambda: (9, 0), "index": lambda: 0, "name": "cuda"}
+    seeming = SimpleNamespace(torch_device=torch.device("cpu"), **options)
     monkeypatch.setattr(device, "current", lambda: seeming)
-    for answer in (hopper._is_usable, flash4._passes_trial):
+    monkeypatch.setattr(hopper, "kernel_cache", lambda: None)  # there are no kernels to keep
+    for answer in (hopper._is_usable, flash4._passes_trial, flash4.prepare):
         answer.cache_clear()
     yield
-    for answer in (hopper._is_usable, flash4._passes_trial):
+    for answer in (hopper._is_usable, flash4._passes_trial, flash4.prepare):
         answer.cache_clear()
 
 
@@ -259,3 +261,41 @@ def test_the_trial_is_no_result_of_a_layer_that_is_recomputed(package, on_hopper
     kept = checkpoint(KeptResults().wrap_function(layer), x, use_reentrant=True)
     kept.square().sum().backward()
     assert asked == [True, True] and torch.equal(x.grad, plain)
+
+
+@pytest.mark.usefixtures("_repeatable")
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_processes_compile_the_kernels_of_the_trial(
+    package, on_hopper, monkeypatch, is_causal, is_packed
+):
+    calls, module = kernel_files.Calls(), sys.modules["flash_attn.cute.interface"]
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
+        monkeypatch.setattr(module, name, calls.noting(name, getattr(module, name)))
+    which = flash4._Heads(torch.float32, 4, 2, 64, is_causal, is_packed)
+    needed = calls.of(lambda: flash4._trial(which))
+    kernels, mode = which.kernels(), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)  # as in a new process
+    compiled = [calls.of(lambda kernel=kernel: kernel.run(*kernel.arguments)) for kernel in kernels]
+    torch.use_deterministic_algorithms(mode)
+    assert [len(each) for each in compiled] == [1, 1] and set.union(*compiled) == needed
+
+
+def test_a_layer_that_is_built_has_its_kernels_compiled(package, on_hopper, monkeypatch, tmp_path):
+    class Attention(DotProductAttention):
+        """As Megatron's: its config comes first."""
+
+        def __init__(self, dtype, **options):
+            self.config = SimpleNamespace(params_dtype=dtype)
+            super().__init__(8, 64, num_gqa_groups=4, tp_size=2, **options)
+
+    kernel_files.keep(monkeypatch, tmp_path)
+    DotProductAttention(8, 64)  # of no dtype
+    Attention(torch.float32)
+    Attention(torch.bfloat16, attn_mask_type="no_mask")
+    Attention(torch.bfloat16, attention_dropout=0.1)
+    Attention(torch.bfloat16, window_size=(64, 0))
+    assert not list(tmp_path.iterdir())
+    Attention(torch.bfloat16)
+    kernels = flash4._Heads(torch.bfloat16, 4, 2, 64, is_causal=True, is_packed=False).kernels()
+    assert kernel_files.started(hopper.FLASH_ATTENTION, kernels) == kernels

@@ -6,16 +6,19 @@ import pytest
 import torch
 import torch.utils.flop_counter
 
+from mindspeed.device.hopper import QUACK
 from mindspeed.ops.swiglu import gemm_swiglu
-from tests.unit.ops import quack_stand_in
+from tests.unit.ops import kernel_files, quack_stand_in
 
 
 @pytest.fixture
 def quack(monkeypatch):
     quack_stand_in.install(monkeypatch)
-    gemm_swiglu._passes_trial.cache_clear()
+    for answer in (gemm_swiglu._passes_trial, gemm_swiglu.prepare):
+        answer.cache_clear()
     yield
-    gemm_swiglu._passes_trial.cache_clear()
+    for answer in (gemm_swiglu._passes_trial, gemm_swiglu.prepare):
+        answer.cache_clear()
 
 
 def draw():
@@ -59,3 +62,32 @@ def test_not_supported_without_the_package():
 )
 def test_the_tile_that_leaves_least_of_its_pairs_empty(columns, extra, tile):
     assert gemm_swiglu.tile_for(columns, extra) == tile
+
+
+@pytest.mark.parametrize("tile_n", [160, 192])
+def test_processes_compile_the_kernels_of_the_trial(quack, monkeypatch, tile_n):
+    calls, package = kernel_files.Calls(), sys.modules["quack.gemm_interface"]
+    for name in ("gemm_gated", "gemm_dgated"):
+        monkeypatch.setattr(package, name, calls.noting(name, getattr(package, name)))
+    gemm = calls.noting("gemm", package.gemm_tuned.fn)
+    monkeypatch.setattr(package.gemm_tuned, "fn", staticmethod(gemm))
+    needed = calls.of(lambda: gemm_swiglu._trial(torch.bfloat16, tile_n))
+    kernels = gemm_swiglu._trial_kernels(torch.bfloat16, tile_n)
+    compiled = [calls.of(lambda kernel=kernel: kernel.run(*kernel.arguments)) for kernel in kernels]
+    assert all(len(each) == 1 for each in compiled)
+    assert len(needed) == 4 and set.union(*compiled) == needed
+
+
+def test_a_layer_that_is_built_has_its_kernels_compiled(quack, monkeypatch, tmp_path):
+    kernel_files.keep(monkeypatch, tmp_path)
+    gemm_swiglu.prepare(torch.float32, 64)  # no kernel takes it
+    gemm_swiglu.prepare(torch.bfloat16, 60)
+    assert not list(tmp_path.iterdir())
+    gemm_swiglu.prepare(torch.bfloat16, 64)
+    kernels = gemm_swiglu._trial_kernels(torch.bfloat16, gemm_swiglu.TILES_N[0])
+    assert kernel_files.started(QUACK, kernels) == kernels
+    assert gemm_swiglu.is_supported(*draw())
+    assert all(file.read_bytes() for file in tmp_path.iterdir())  # the trial has compiled them
+    gemm_swiglu.prepare.cache_clear()
+    gemm_swiglu.prepare(torch.bfloat16, 1536, extra_columns=32)  # another tile in one of them
+    assert len(list(tmp_path.iterdir())) == 5

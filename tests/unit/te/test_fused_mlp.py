@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
+from mindspeed.device.hopper import QUACK
+from mindspeed.ops.swiglu import gemm_swiglu
 from mindspeed.te import fused_mlp
 from mindspeed.te.pytorch.module import Linear
+from tests.unit.ops import kernel_files, quack_stand_in
 
 CONFIG = {
     "cpu_offloading": False,
@@ -128,3 +131,21 @@ def test_an_mlp_is_compiled_whole():
         setattr(mlp, name.partition(".")[0], linear)
     compiled = torch.compile(mlp, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_kernels_of_an_mlp_are_compiled_while_others_are_built(monkeypatch, tmp_path):
+    class InEpilogue(Mlp):
+        @fused_mlp.wrap_mlp_init_in_epilogue
+        def __init__(self, **changes):
+            super().__init__(**changes)
+            self.linear_fc1.params_dtype = torch.bfloat16
+
+    quack_stand_in.install(monkeypatch)
+    kernel_files.keep(monkeypatch, tmp_path)
+    gemm_swiglu.prepare.cache_clear()
+    InEpilogue(bias_activation_fusion=False)
+    assert not list(tmp_path.iterdir())
+    InEpilogue()
+    kernels = gemm_swiglu._trial_kernels(torch.bfloat16, gemm_swiglu.TILES_N[0])
+    assert kernel_files.started(QUACK, kernels) == kernels
+    gemm_swiglu.prepare.cache_clear()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mindspeed.distributed.context_rules import check_dropout
+from mindspeed.ops.fusion_attention import flash4
 from mindspeed.parallel.context.attention import ContextParallel
 from mindspeed.parallel.context.whole_documents import DOCUMENT_LAYOUTS
 from mindspeed.te.pytorch.attention.core import (
@@ -87,6 +88,15 @@ class DotProductAttention(nn.Module):
         self.cp_window_size = 1  # ranks of an inner ring, of a double ring
         self.cp_document_layout = "zigzag"  # how packed documents are shared by ranks
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        if in_force == flash4.CAUSAL and not attention_dropout:
+            groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+            self._prepare(num_attention_heads // tp_size, groups // tp_size, head_size)
+
+    def _prepare(self, heads: int, groups: int, head_size: int) -> None:
+        """Start to compile kernels: Megatron's subclass has its config by now, with the dtype."""
+        dtype = getattr(getattr(self, "config", None), "params_dtype", None)
+        if dtype is not None:
+            flash4.prepare(dtype, heads, groups, head_size)
 
     def set_context_parallel_group(
         self,
