@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.config import parse_json
-from mindspeed.training.metrics import StepResult
+from mindspeed.training.metrics import MeanMetrics, StepResult
 from mindspeed.training.trackers import WandbRun, open_board
 from mindspeed.tune.flop_meter import HARDWARE, MODEL, FlopMeter
 
@@ -27,8 +27,8 @@ class Interval:
     start: float
     steps: int = 0
     tokens: int = 0
-    finite_steps: int = 0
-    metric_sums: dict[str, float] = field(default_factory=dict)
+    metrics: MeanMetrics = field(default_factory=MeanMetrics)
+    """Those of steps that are finite."""
 
 
 class TrainingLog:
@@ -79,9 +79,7 @@ class TrainingLog:
         self.nan += not result.is_finite
         self.skipped += result.is_finite and not result.is_updated
         if result.is_finite:
-            interval.finite_steps += 1
-            for name, value in result.metrics.items():
-                interval.metric_sums[name] = interval.metric_sums.get(name, 0.0) + value
+            interval.metrics.add(result.metrics)
         if iteration % self._log_interval == 0 or iteration == self._total:
             if self.is_writer:
                 self._write(self._numbers(iteration, consumed, rate, result))
@@ -133,8 +131,7 @@ class TrainingLog:
         if self._meter is not None:
             numbers |= self._meter.rates(seconds / interval.steps)
         numbers |= {"learning rate": rate, "global batch size": self._global_batch}
-        sums = interval.metric_sums.items()
-        numbers |= {name: total / interval.finite_steps for name, total in sums}
+        numbers |= interval.metrics.values()
         numbers |= {
             "loss scale": result.loss_scale,
             "grad norm": result.grad_norm,
@@ -210,7 +207,7 @@ def _iteration(line: str) -> float:
 
 
 class ProgressBar:
-    """Step, loss, speed and remaining time on the first rank's terminal.
+    """Step, first metric, speed and remaining time on the first rank's terminal.
 
     Without a terminal on stderr, and on other ranks, it does nothing.
     """
@@ -234,7 +231,7 @@ class ProgressBar:
             progress.TextColumn("step"),
             progress.MofNCompleteColumn(),
             progress.BarColumn(),
-            progress.TextColumn("loss {task.fields[loss]}"),
+            progress.TextColumn("{task.fields[metric]}"),
             progress.TextColumn("{task.fields[speed]} tokens/s"),
             progress.TimeRemainingColumn(),
         )
@@ -245,7 +242,7 @@ class ProgressBar:
         before = sys.stdout
         self._bar.start()
         self._redirect(before, sys.stdout)
-        self._bar.add_task("", total=self._total, completed=iteration, loss="-", speed="-")
+        self._bar.add_task("", total=self._total, completed=iteration, metric="-", speed="-")
         self._last = time.perf_counter()
 
     def add(self, iteration: int, result: StepResult) -> None:
@@ -257,10 +254,9 @@ class ProgressBar:
         if self._speed is not None:
             speed = SMOOTHING * self._speed + (1 - SMOOTHING) * speed
         self._speed, self._last = speed, now
-        loss = next(iter(result.metrics.values()), float("nan"))
-        self._bar.update(
-            self._bar.task_ids[0], completed=iteration, loss=f"{loss:.4f}", speed=f"{speed:,.0f}"
-        )
+        name, value = next(iter(result.metrics.items()), ("loss", float("nan")))
+        metric, rate = f"{name} {value:.4f}", f"{speed:,.0f}"
+        self._bar.update(self._bar.task_ids[0], completed=iteration, metric=metric, speed=rate)
 
     def exclude(self, seconds: float) -> None:
         """Exclude time in which no step ran, such as that of a save."""

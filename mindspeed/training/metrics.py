@@ -1,8 +1,9 @@
 """Metrics of a train step: reduced over all ranks by one all-reduce, read from the device once."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ class StepResult:
     """What a train step did, the same on every rank."""
 
     metrics: dict[str, float]
-    """Values of the step by name, the loss first."""
+    """Values of the step by name, the loss or the reward first."""
     grad_norm: float
     tokens: int
     """Tokens of the step, without padding."""
@@ -32,14 +33,18 @@ class StepResult:
 class Metric:
     """A number that a stage reports for every micro-batch, and how a step reduces it.
 
-    A report is a scalar, or the pair (sum, count). The mean is that over all that is counted;
-    micro_batch_mean is the mean over micro-batches of the mean of each.
+    A report is a scalar, or the pair (sum, count). The mean is that over all that is counted, and
+    is left out where nothing is; micro_batch_mean is the mean over micro-batches of the mean of
+    each.
     """
 
     name: str
     reduction: Reduction = "mean"
     over: str = ""
     """What the mean is over, where a user may expect something else: the log says so."""
+    difference: tuple[str, str] | None = None
+    """Two other metrics: this one is the first less the second, and is not in reports. A step that
+    lacks one of the two does not have it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class StepTotals:
     """Those of the names that are not divided by their count."""
     bounds: Mapping[str, torch.Tensor] | None = None
     """Largest and smallest values by name."""
+    differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Metrics that are the difference of two others."""
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -90,8 +97,12 @@ class StepTotals:
         metrics = {
             name: value if name in self.sums else value / max(divisor, 1.0)
             for name, value, divisor in zip(self.names, numbers[0:end:2], numbers[1:end:2])
+            if divisor != 0 or name in self.sums
         }
         metrics |= dict(zip(self.bounds or {}, numbers[count : count + len(bounds)]))
+        for name, (one, other) in self.differences.items():
+            if one in metrics and other in metrics:
+                metrics[name] = metrics[one] - metrics[other]
         totals = numbers[:count]
         is_finite = all(map(math.isfinite, totals))
         reduced = ReducedMetrics(metrics, int(totals[end]), totals[end + 1 :], is_finite)
@@ -109,7 +120,9 @@ def reduce_metrics(
 
     A rank that computes no loss has no reports. `extras` are added up over all ranks with them.
     """
-    summed = [metric for metric in metrics if metric.reduction not in ("max", "min")]
+    differences = {metric.name: metric.difference for metric in metrics if metric.difference}
+    reported = [metric for metric in metrics if metric.name not in differences]
+    summed = [metric for metric in reported if metric.reduction not in ("max", "min")]
     pairs = [_sum_and_count(metric, reports) for metric in summed]
     counts = [n for _, count in pairs for n in (0.0, count)]
     host = [value if isinstance(value, float) else 0.0 for value in extras]
@@ -125,8 +138,27 @@ def reduce_metrics(
     torch.distributed.all_reduce(row)
     names = [metric.name for metric in summed]
     sums = frozenset(metric.name for metric in summed if metric.reduction == "sum")
-    bounded = [metric for metric in metrics if metric.reduction in ("max", "min")]
-    return StepTotals(names, row, sums, _bounds(bounded, reports) if bounded else None)
+    bounded = [metric for metric in reported if metric.reduction in ("max", "min")]
+    bounds = _bounds(bounded, reports) if bounded else None
+    return StepTotals(names, row, sums, bounds, differences)
+
+
+class MeanMetrics:
+    """The mean of each metric over the steps that have it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Count the metrics of a step."""
+        self._counts.update(metrics.keys())
+        for name, value in metrics.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def values(self) -> dict[str, float]:
+        """Return the means, by name."""
+        return {name: total / self._counts[name] for name, total in self._sums.items()}
 
 
 def _sum_and_count(

@@ -117,17 +117,18 @@ def _find_template(options: PreprocessOptions) -> TemplateEntry | None:
     handler = find_handler(options.handler_name)
     if handler is None and options.pack:
         raise ConfigError(f"--pack is for samples, not for documents ({PRETRAIN}): drop --pack")
+    if handler and options.pack and len({output.track for output in handler.outputs}) > 1:
+        raise ConfigError(
+            f"--pack: training packs what {options.handler_name} makes: drop --pack here, and give "
+            "--variable-seq-lengths to posttrain_gpt.py, which puts a micro-batch into one row "
+            "without padding"
+        )
     if handler is None or not handler.needs_chat or options.prompt_type == "tokenizer":
         return None
     if not options.prompt_type:
         raise ConfigError(
             f"--prompt-type is missing: {options.handler_name} needs a chat template by name, "
             "tokenizer for the tokenizer's own, or empty if the data has it already"
-        )
-    if options.pack and len({output.track for output in handler.outputs}) > 1:
-        raise ConfigError(
-            f"--pack: rows of {options.handler_name} are not filled here: drop --pack, and train "
-            "with --variable-seq-lengths, which puts a micro-batch into one row without padding"
         )
     return load_template(options.prompt_type, options.prompt_type_path)
 

@@ -23,7 +23,7 @@ from mindspeed.distributed.seeds import seed_everything
 from mindspeed.ops.linear_cross_entropy.megatron import losses_of
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.loop import TrainLoop, num_steps, run_config
-from mindspeed.training.metrics import Metric, StepResult
+from mindspeed.training.metrics import MeanMetrics, Metric, StepResult
 from mindspeed.training.out_of_memory import with_advice
 from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed.tune.flop_meter import FlopMeter
@@ -373,11 +373,10 @@ class Trainer(ABC):
         """Return the mean metrics of the first global batches of the validation data."""
         if self.valid_data is None:
             return None
-        count = self.options.eval_iters
-        sums: dict[str, float] = {}
+        means = MeanMetrics()
         batches = self._prefetch(self.valid_data, 0)
         try:
-            for _ in range(count):
+            for _ in range(self.options.eval_iters):
                 found = evaluate_batch(
                     self.primary,
                     self.forward_step,
@@ -385,10 +384,10 @@ class Trainer(ABC):
                     self._batch_shape,
                     metrics=self.metrics,
                 )
-                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+                means.add(found)
         finally:
             batches.close()
-        return {name: total / count for name, total in sums.items()}
+        return means.values()
 
     def state(self, iteration: int, consumed_samples: int) -> TrainState:
         """Return what a checkpoint stores: also the sizes of the model and its adapters."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mindspeed_llm.data.indexed import TokenWriter
+from tests.largest_tensor import LargestTensor
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     VOCABULARY,
@@ -231,22 +232,10 @@ def test_documents_of_a_pack_do_not_see_each_other(tiny: _Tiny) -> None:
 
 def largest_tensors(run: tuple[str, dict[str, Any]], lengths: list[int]) -> list[int]:
     """Return the size of the largest tensor of a train step, for each sequence length."""
-    import torch
     from megatron.core import parallel_state
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
     from mindspeed_llm.training.options import TrainOptions
-
-    class Watch(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **kwargs or {})
-            tensors = result if isinstance(result, (tuple, list)) else [result]
-            sizes = [x.untyped_storage().nbytes() for x in tensors if isinstance(x, torch.Tensor)]
-            Watch.largest = max([Watch.largest, *sizes])
-            return result
 
     found = []
     for length in lengths:
@@ -254,10 +243,9 @@ def largest_tensors(run: tuple[str, dict[str, Any]], lengths: list[int]) -> list
         batch = trainer.context_split.split(trainer.collate([trainer.train_data[0]]))
         assert not [x for x in batch.values() if x.numel() > length]
         (model,) = trainer.primary.wrapped
-        Watch.largest = 0
-        with Watch():
+        with LargestTensor() as watch:
             trainer.forward_step(iter([batch]), model)[0].sum().backward()
-        found.append(Watch.largest)
+        found.append(watch.nbytes)
         parallel_state.destroy_model_parallel()
     return found
 

@@ -11,9 +11,11 @@ import torch
 
 from mindspeed_llm.checkpoint import ConvertOptions
 from mindspeed_llm.checkpoint.conversion import convert
+from tests.largest_tensor import LargestTensor
 from tests.llm.preferences import (
     KTO_BATCH,
     VOCABULARY,
+    Pair,
     make_pairs,
     make_steps,
     make_unpaired,
@@ -43,7 +45,7 @@ STAGES: dict[str, dict[str, Any]] = {
     },
     "orm": {"stage": "orm"},
 }
-NAMES = {"loss": "lm loss", "grad_norm": "grad norm"}
+NAMES = {"loss": "lm loss", "grad_norm": "grad norm", "margin": "rewards/margins"}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
@@ -82,7 +84,7 @@ def check_steps(values: dict[str, Any], name: str, tolerance: float = 1e-5) -> N
     if name == "dpo":
         assert lines[0]["lm loss"] == LN2
     for key, expected in TRL[name]["steps"].items():
-        found, expected = [line[NAMES.get(key, key)] for line in lines], expected[: len(lines)]
+        found, expected = [line.get(NAMES.get(key, key)) for line in lines], expected[: len(lines)]
         if key == "rewards/accuracies" and name.startswith("dpo"):
             assert lines[0]["rewards/margins"] == 0.0, "policy and reference are the same"
             found, expected = found[1:], expected[1:]
@@ -196,6 +198,37 @@ def test_other_stages_have_the_numbers_of_trl(tiny: _Tiny, tmp_path: Path, name:
     values = tiny.settings(stage, tmp_path, **layout | FEW)
     run_ranks(train, world, values)
     check_steps(values, stage)
+
+
+def largest_tensors(runs: list[dict[str, Any]]) -> list[int]:
+    """Train several runs, and return the size of the largest tensor of each."""
+    from megatron.core import parallel_state
+
+    from mindspeed_llm.tasks.posttrain.dpo import DPOTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    found = []
+    for values in runs:
+        trainer = DPOTrainer(TrainOptions(**values))
+        with LargestTensor() as watch:
+            trainer.train()
+        found.append(watch.nbytes)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_packed_pairs_have_no_mask_of_all_pairs_of_tokens(tiny: _Tiny, tmp_path: Path) -> None:
+    """What a step of policy and reference holds grows with the pairs, and not with their square."""
+    runs = []
+    for layout in (VARIABLE, {}):
+        for length in (256, 512):
+            pairs = [Pair([1] * length, [2] * 8, [3] * 8)]
+            data = write_pairs(tmp_path / f"{len(runs)}", pairs)
+            more = {"data_path": (data,), "max_position_embeddings": 4096, "train_iters": 1}
+            runs.append(tiny.settings("dpo", tmp_path, **more | layout | {"global_batch_size": 1}))
+    (found,) = run_ranks(largest_tensors, 1, runs)
+    for short, long in (found[:2], found[2:]):
+        assert long < 2.3 * short
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ COMMON = {
     "disable_tqdm": True,
     "train_sampling_strategy": "sequential",
 }
-KEPT = ("loss", "rewards", "logps", "grad_norm", "kl", "accuracy")
+KEPT = ("loss", "rewards", "logps", "grad_norm", "kl", "accuracy", "margin")
 DPO: dict[str, dict[str, Any]] = {
     "dpo": {},
     "dpo hinge": {"loss_type": ["hinge"]},
@@ -100,9 +100,9 @@ def _run(trainer: Any) -> dict[str, Any]:
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     assert len(lines) == STEPS
-    # A batch without desirable completions has no mean of them.
-    names = [name for name in lines[0] if name.startswith(KEPT) and all(name in x for x in lines)]
-    steps = {name: [line[name] for line in lines] for name in names}
+    names = {name: None for line in lines for name in line if name.startswith(KEPT)}
+    # A batch without undesirable completions has no mean of them.
+    steps = {name: [line.get(name) for line in lines] for name in names}
     trained = {name: head(weight) for name, weight in trainer.model.named_parameters()}
     return {"steps": steps, "first gradients": gradients, "trained weights": trained}
 

@@ -83,9 +83,10 @@ class KTOTrainer(ReferenceTrainer):
 
     @property
     def metrics(self) -> Sequence[Metric]:
-        """The loss, the divergence, rewards and log-probabilities."""
-        names = (LM_LOSS, "kl", *REWARDS[:2], *LOG_PROBS)
-        return tuple(Metric(name) for name in names)
+        """The loss, the divergence, rewards and log-probabilities; accuracies need pairs."""
+        chosen, rejected, margins, _ = REWARDS
+        names = (LM_LOSS, "kl", chosen, rejected, *LOG_PROBS)
+        return *map(Metric, names), Metric(margins, difference=(chosen, rejected))
 
     def loss_func(self, batch: Batch, output_tensor: torch.Tensor) -> Any:
         """Sum the losses of completions; Megatron divides by their number."""

@@ -7,6 +7,7 @@ import pty
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TextIO
 
 import pytest
@@ -46,6 +47,13 @@ def test_steps_that_are_no_numbers_are_counted_and_not_in_the_mean(written):
     (line,) = written(step(float("nan"), 10, is_finite=False, is_updated=False), step(2.0, 10))
     assert line["loss"] == 2.0
     assert (line["number of nan iterations"], line["number of skipped iterations"]) == (1, 0)
+
+
+def test_a_metric_that_some_steps_lack_is_the_mean_of_the_others(written):
+    whole = replace(step(2.0, 10), metrics={"loss": 2.0, "margin": 3.0})
+    first, second = written(step(1.0, 10), whole, step(4.0, 10), step(4.0, 10))
+    assert (first["loss"], first["margin"]) == (1.5, 3.0)
+    assert "margin" not in second
 
 
 def test_without_tokens_there_is_no_speed_of_them(written):
@@ -156,7 +164,7 @@ def test_a_terminal_shows_step_loss_speed_and_lines(monkeypatch: pytest.MonkeyPa
     with terminal(monkeypatch) as read:
         _run(ProgressBar(4, is_writer=True))
         shown = read()
-    assert "3/4" in shown and "loss 1.2346" in shown and "tokens/s" in shown
+    assert "3/4" in shown and "lm loss 1.2346" in shown and "tokens/s" in shown
     assert "line 2" in shown and "line 3" in shown
 
 

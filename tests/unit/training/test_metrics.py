@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed.training.metrics import Metric, reduce_metrics
+from mindspeed.training.metrics import MeanMetrics, Metric, reduce_metrics
 from tests.ranks import run_ranks
 
 KINDS = [
@@ -47,3 +47,37 @@ def test_reductions_over_two_ranks() -> None:
 def test_an_overflow_of_one_rank_is_known_to_all() -> None:
     for *_, on_host, on_device in run_ranks(_reduce, 2, True):
         assert not on_host and not on_device
+
+
+SIDES = [
+    Metric("chosen"),
+    Metric("rejected"),
+    Metric("margin", difference=("chosen", "rejected")),
+]
+
+
+def _reduce_sides(counts: list[tuple[float, float]]) -> dict[str, float]:
+    """Reduce one micro-batch a rank; each chosen one counts 3, each rejected one 1."""
+    chosen, rejected = counts[torch.distributed.get_rank()]
+    report = {
+        "chosen": torch.tensor([3 * chosen, chosen]),
+        "rejected": torch.tensor([1 * rejected, rejected]),
+    }
+    return reduce_metrics(SIDES, [report], tokens=1).read()[0].metrics
+
+
+def test_a_difference_is_that_of_the_means_over_all_ranks() -> None:
+    """No rank has both kinds; the step has."""
+    expected = {"chosen": 3.0, "rejected": 1.0, "margin": 2.0}
+    assert run_ranks(_reduce_sides, 2, [(4, 0), (0, 1)]) == [expected] * 2
+
+
+def test_a_mean_over_nothing_is_left_out_and_so_is_its_difference() -> None:
+    assert run_ranks(_reduce_sides, 2, [(4, 0), (1, 0)]) == [{"chosen": 3.0}] * 2
+
+
+def test_means_of_several_steps_are_over_those_that_have_the_metric() -> None:
+    means = MeanMetrics()
+    for step in ({"loss": 1.0}, {"loss": 3.0, "margin": 5.0}, {"loss": 5.0}):
+        means.add(step)
+    assert means.values() == {"loss": 3.0, "margin": 5.0}

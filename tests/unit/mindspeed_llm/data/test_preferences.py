@@ -242,6 +242,18 @@ def test_labels_must_be_true_or_false(run, write_lines):
         run(write_lines([record]), handler_name="OpenAIKTOHandler", prompt_type="chatml")
 
 
+@pytest.mark.parametrize("prompt_type", ["chatml", "tokenizer"])
+@pytest.mark.parametrize("handler", ["OpenAIPairwiseHandler", "OpenAIKTOHandler"])
+def test_packing_is_left_to_training(run, write_lines, handler, prompt_type):
+    """Whoever makes the chat template."""
+    from mindspeed.config import ConfigError
+
+    record = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "b", "label": True}
+    packed = {"pack": True, "neat_pack": True, "seq_length": 64}
+    with pytest.raises(ConfigError, match="^--pack: .* --variable-seq-lengths to posttrain_gpt"):
+        run(write_lines([record]), handler_name=handler, prompt_type=prompt_type, **packed)
+
+
 @pytest.mark.parametrize(
     "handler, other",
     [
