@@ -1,12 +1,16 @@
 """The adaptor comes before Megatron in every test session, as in every script."""
 
+import atexit
+import gc
 import os
 import signal
 
-import pytest
+gc.disable()  # until all tests are collected: what is imported stays
 
-import mindspeed.megatron_adaptor  # noqa: F401
-from tests.budget import load_profile
+import pytest  # noqa: E402
+
+import mindspeed.megatron_adaptor  # noqa: E402, F401
+from tests.budget import load_profile  # noqa: E402
 
 load_profile()
 
@@ -17,6 +21,13 @@ os.fsync = os.fdatasync = lambda descriptor: os.fstat(descriptor) and None
 # tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later collection of garbage."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # or Triton, unloaded at the exit, complains of leaks
 
 
 @pytest.fixture(scope="session")
