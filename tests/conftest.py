@@ -14,6 +14,11 @@ from tests.budget import load_profile  # noqa: E402
 
 load_profile()
 
+# A woken thread waits for its turn. Else it interrupts the one that woke it, which may hold a lock
+# for which gloo's thread spins: a third of what tensor-parallel ranks compute. Children inherit it.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # Nothing outlives a test: no wait for the disk. A descriptor that is not open is an error still.
 os.fsync = os.fdatasync = lambda descriptor: os.fstat(descriptor) and None
 
