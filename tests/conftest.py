@@ -1,14 +1,23 @@
 """The adaptor comes before Megatron in every test session, as in every script."""
 
+import atexit
+import gc
 import os
 import signal
 
-import pytest
+gc.disable()  # until all tests are collected: what is imported stays
 
-import mindspeed.megatron_adaptor  # noqa: F401
-from tests.budget import load_profile
+import pytest  # noqa: E402
+
+import mindspeed.megatron_adaptor  # noqa: E402, F401
+from tests.budget import load_profile  # noqa: E402
 
 load_profile()
+
+# A woken thread waits for its turn. Else it interrupts the one that woke it, which may hold a lock
+# for which gloo's thread spins: a third of what tensor-parallel ranks compute. Children inherit it.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Nothing outlives a test: no wait for the disk. A descriptor that is not open is an error still.
 os.fsync = os.fdatasync = lambda descriptor: os.fstat(descriptor) and None
@@ -17,6 +26,13 @@ os.fsync = os.fdatasync = lambda descriptor: os.fstat(descriptor) and None
 # tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later collection of garbage."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # or Triton, unloaded at the exit, complains of leaks
 
 
 @pytest.fixture(scope="session")

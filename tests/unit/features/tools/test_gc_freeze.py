@@ -18,9 +18,10 @@ def cycle():
 
 @pytest.fixture(autouse=True)
 def thaw():
+    gc.unfreeze()
     gc.collect()
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 def test_freezes_once_and_leaves_no_garbage_frozen():
