@@ -20,6 +20,9 @@ from mindspeed.device.precompile import claimed
 from mindspeed.ops.fusion_attention import flash4
 from mindspeed.ops.swiglu import gemm_swiglu
 
+for package in (FLASH_ATTENTION, QUACK):
+    for name in package.cached:  # those that this process inherits are the folders of another
+        os.environ.pop(name, None)
 gemm_swiglu.prepare(torch.bfloat16, 512)
 flash4.prepare(torch.bfloat16, 4, 2, 128)
 heads = flash4._Heads(torch.bfloat16, 4, 2, 128, is_causal=True, is_packed=False)

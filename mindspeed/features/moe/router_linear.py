@@ -23,8 +23,8 @@ class MoeRouterLinear(Feature):
         """The switch."""
 
         moe_router_linear: bool | None = None
-        """Compute float32 scores of routers from bfloat16 tokens and weights on tensor cores, as
-        exact as float32 GEMMs. Default: on CUDA."""
+        """Compute float32 scores of routers from bfloat16 tokens and weights on tensor cores.
+        Default: on CUDA."""
 
     def check(self, options: Any, context: Context) -> None:
         """There are routers."""
