@@ -18,9 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mindspeed.ops.expert_mlp.reference import ExpertRows, sorted_rows
+from mindspeed.ops.module_hooks import (
+    has_global_hooks,
+    has_known_pre_hooks,
+    is_untouched,
+    run_forward_pre_hooks,
+)
 from mindspeed.ops.token_rows import gather_rows, spread_rows
 from mindspeed.parallel.tensor.expert_mlp import expert_mlp
-from mindspeed.te.fused_mlp import has_global_hooks, is_untouched, run_forward_pre_hooks
 from mindspeed.te.pytorch.module.base import activation_dtype
 from mindspeed.te.pytorch.module.grouped_linear import GroupedLinear
 
@@ -144,18 +149,9 @@ def _is_as_built(experts: Any) -> bool:
     """Return whether experts are fused and nothing since then sees the tensors between linears."""
     return (
         getattr(experts, "fused_linears", None) == _classes(experts)
-        and all(is_untouched(each) and _has_known_hooks(each) for each in _linears(experts))
+        and all(is_untouched(each) and has_known_pre_hooks(each) for each in _linears(experts))
         and not has_global_hooks()
     )
-
-
-WEIGHT_HOOKS = "megatron.core.distributed.distributed_data_parallel"
-"""The module whose forward pre-hooks wait for weights and leave the input as it is."""
-
-
-def _has_known_hooks(module: nn.Module) -> bool:
-    """Return whether no forward pre-hook needs, or may return, an input that is never made."""
-    return all(hook.__module__ == WEIGHT_HOOKS for hook in module._forward_pre_hooks.values())
 
 
 def _linears(experts: Any) -> tuple[nn.Module, nn.Module]:

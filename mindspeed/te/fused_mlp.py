@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
 
+from mindspeed.ops.module_hooks import has_global_hooks, is_untouched, run_forward_pre_hooks
 from mindspeed.ops.swiglu import gemm_swiglu
 from mindspeed.te.pytorch.module.linear import LinearBase
 
@@ -104,13 +104,6 @@ def _is_plain_linear(module: nn.Module) -> bool:
     )
 
 
-_BACKWARD_HOOKS = ("backward_hooks", "backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(
-    getattr(every_module, f"_global_{kind}")
-    for kind in ("forward_pre_hooks", "forward_hooks", *_BACKWARD_HOOKS)
-)
-
-
 def _is_as_built(mlp: Any) -> bool:
     """Return whether an MLP is fused and nothing since then sees the tensors between its linears.
 
@@ -124,22 +117,8 @@ def _is_as_built(mlp: Any) -> bool:
     )
 
 
-def has_global_hooks() -> bool:
-    """Return whether a hook on all modules is registered."""
-    return any(_GLOBAL_HOOKS)
-
-
 def _classes(mlp: Any) -> tuple[type, type]:
     return type(mlp.linear_fc1), type(mlp.linear_fc2)
-
-
-def is_untouched(module: nn.Module) -> bool:
-    """Return whether no hook, forward pre-hooks aside, and no other forward sees its tensors."""
-    return (
-        "forward" not in vars(module)
-        and not module._forward_hooks
-        and not any(getattr(module, f"_{kind}") for kind in _BACKWARD_HOOKS)
-    )
 
 
 @functools.cache
@@ -152,16 +131,3 @@ def _socket_forwards() -> frozenset[Any]:
     return frozenset(
         one.forward for one in classes if isinstance(one, type) and issubclass(one, LinearBase)
     )
-
-
-def run_forward_pre_hooks(module: nn.Module, x: Tensor, *others: Any) -> Tensor:
-    """Run what a call of the module would run first: there DDP and FSDP bring its weights."""
-    for key, hook in module._forward_pre_hooks.items():
-        if key in module._forward_pre_hooks_with_kwargs:
-            result = hook(module, (x, *others), {})
-            result = None if result is None else result[0]
-        else:
-            result = hook(module, (x, *others))
-        if result is not None:
-            x = result[0] if isinstance(result, tuple) else result
-    return x

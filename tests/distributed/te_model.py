@@ -67,18 +67,15 @@ def build(
         **SHAPES[shape],
         **options,
     )
-    experts = {"num_experts": config.num_moe_experts}
+    parts = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if spec == "local":
         layer = gpt_layer_specs.get_gpt_layer_local_spec(
-            **experts, moe_grouped_gemm=False, normalization=config.normalization
+            **parts, moe_grouped_gemm=False, normalization=config.normalization
         )
     else:
         fused = {"use_te_op_fuser": True} if spec == "te fused" else {}
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            **experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-            **fused,
+            **parts, moe_grouped_gemm=config.moe_grouped_gemm, **fused
         )
     position = {"position_embedding_type": position_embedding_type}
     return GPTModel(config, layer, VOCAB, SEQUENCE, **position)

@@ -251,6 +251,17 @@ def _partial_sums(
 
 def _reduce_partials(partial: Tensor, dtype: torch.dtype, has_bias: bool) -> list[Tensor | None]:
     """Return the gradients of weight, bias and col_scale, None for those that do not exist."""
+    out = add_partial_sums(partial, dtype)
+    if len(out) == 1:
+        return [out.view(-1), None, None]
+    sums: list[Tensor | None] = list(out.unbind())
+    if not has_bias:
+        sums.insert(1, None)
+    return sums if len(sums) == 3 else [*sums, None]
+
+
+def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums (count, N) of (count, programs, N), added in the order of programs."""
     count, num_programs, width = partial.shape
     out = torch.empty((count, width), dtype=dtype, device=partial.device)
     # All partial sums of 16 columns at once: one pass over memory, one program a multiprocessor.
@@ -266,12 +277,7 @@ def _reduce_partials(partial: Tensor, dtype: torch.dtype, has_bias: bool) -> lis
         BLOCK_N=16,
         num_warps=8 if block_m == 512 else 4,
     )
-    if count == 1:
-        return [out.view(width), None, None]
-    sums: list[Tensor | None] = list(out.unbind())
-    if not has_bias:
-        sums.insert(1, None)
-    return sums if len(sums) == 3 else [*sums, None]
+    return out
 
 
 def _as_rows(x: Tensor) -> tuple[Tensor, int]:

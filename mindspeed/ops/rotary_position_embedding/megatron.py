@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mindspeed.ops.norm_rotate_qkv.megatron import HeadNorms, fusable_norms, has_norms
 from mindspeed.ops.rotary_position_embedding import rotate_qk
 from mindspeed.ops.rotary_position_embedding.packed import (
     registered_positions,
@@ -59,7 +60,8 @@ def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Use a fused rotation of the packed qkv tensor in the calls that support it.
 
     Megatron decides by the config, once for all calls, and fails in those that need them apart.
-    Its own fused rotation takes no packed sequences: these are rotated here, before it sees them.
+    Its own fused rotation takes neither packed sequences nor norms of queries and keys: these are
+    rotated here, before it sees them.
     """
 
     @functools.wraps(original)
@@ -69,13 +71,11 @@ def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if requested is None:  # a Megatron without that path
             return original(self, *args, **kwargs)
         is_fusable = not requested and len(args) < 3 and _is_fusable(self, kwargs)
-        packed = kwargs.get("packed_seq_params")
-        if packed is not None:
-            bounds = _document_bounds(packed) if is_fusable else None
-            freqs: Any = kwargs.get("rotary_pos_emb")
-            if bounds is None or not _is_packed_table(freqs, config):
+        if kwargs.get("packed_seq_params") is not None or has_norms(self):
+            rotation = _rotation(self, *args, **kwargs) if is_fusable else None
+            if rotation is None:
                 return original(self, *args, **kwargs)
-            with _rotated_qkv(self, freqs, bounds):
+            with _rotated_qkv(self, rotation):
                 return original(self, *args, **kwargs | {"rotary_pos_emb": None})
         config.fused_single_qkv_rope = requested or is_fusable
         try:
@@ -86,20 +86,63 @@ def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+class _Rotation(NamedTuple):
+    """How a layer's packed qkv tensor becomes queries, keys and values in one call."""
+
+    freqs: Tensor
+    cu_seqlens: Tensor | None
+    """Bounds of the documents in a row; None for whole rows."""
+    norms: HeadNorms | None
+
+    def apply(self, qkv: Tensor, sizes: list[int], interleaved: bool) -> tuple[Tensor, ...]:
+        if self.norms is not None:
+            return self.norms.norm_rotate(qkv, self.freqs, sizes, self.cu_seqlens)
+        assert self.cu_seqlens is not None
+        return rotate_packed_qkv(qkv, self.freqs, sizes, self.cu_seqlens, interleaved)
+
+
+def _rotation(
+    layer: Any,
+    hidden_states: Tensor,
+    *_: Any,
+    rotary_pos_emb: Any,
+    packed_seq_params: Any = None,
+    **__: Any,
+) -> _Rotation | None:
+    """Return the rotation of a call of Attention.forward, None where Megatron's own is needed."""
+    freqs, bounds = rotary_pos_emb, None
+    if packed_seq_params is not None:
+        bounds = _document_bounds(packed_seq_params)
+        if bounds is None or not _is_packed_table(freqs, layer.config):
+            return None
+    elif not _has_angles_of(hidden_states, freqs, layer.config):
+        return None
+    norms = fusable_norms(layer, hidden_states)
+    return None if norms is None and has_norms(layer) else _Rotation(freqs, bounds, norms)
+
+
 @contextmanager
-def _rotated_qkv(layer: Any, freqs: Tensor, cu_seqlens: Tensor) -> Iterator[None]:
+def _rotated_qkv(layer: Any, rotation: _Rotation) -> Iterator[None]:
     """Let a layer rotate queries and keys as it splits qkv."""
 
-    def get_query_key_value_tensors(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def get_query_key_value_tensors(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         split = type(layer).get_query_key_value_tensors
         qkv, sizes = split(layer, *args, **kwargs | {"split_qkv": False})
-        return rotate_packed_qkv(qkv, freqs, sizes, cu_seqlens, layer.config.rotary_interleaved)
+        return rotation.apply(qkv, sizes, layer.config.rotary_interleaved)
 
     layer.get_query_key_value_tensors = get_query_key_value_tensors
     try:
         yield
     finally:
         del layer.get_query_key_value_tensors
+
+
+def _has_angles_of(hidden: Tensor, freqs: Any, config: Any) -> bool:
+    """Return whether freqs has a row for each token of a layer whose input is (S, B, H)."""
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    is_table = isinstance(freqs, Tensor) and freqs.dim() == 4 and freqs.shape[2] == 1
+    tokens, batch = shards * hidden.shape[0], hidden.shape[1]
+    return is_table and freqs.shape[0] == tokens and freqs.shape[1] in (1, batch)
 
 
 def _document_bounds(packed: Any) -> Tensor | None:
@@ -138,10 +181,6 @@ def _is_fusable(layer: Any, kwargs: dict[str, Any]) -> bool:
         or config.no_rope_freq
         or getattr(config, "yarn_rotary_scaling_factor", None)
     )
-    has_norms = any(
-        type(norm).__name__ not in ("NoneType", "IdentityOp")
-        for norm in (getattr(layer, "q_layernorm", None), getattr(layer, "k_layernorm", None))
-    )
     is_whole = config.num_query_groups >= config.tensor_model_parallel_size
     is_switched = config.test_mode or config.flash_decode
     is_gated = getattr(config, "attention_output_gate", False)
@@ -150,5 +189,5 @@ def _is_fusable(layer: Any, kwargs: dict[str, Any]) -> bool:
         and is_plain_rope
         and is_whole
         and layer.attention_type == "self"
-        and not (has_norms or is_switched or is_gated)
+        and not (is_switched or is_gated)
     )

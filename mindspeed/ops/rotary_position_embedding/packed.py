@@ -79,3 +79,8 @@ def packed_positions(
     if start_positions is not None:
         local = local + torch.cat([start_positions, start_positions.new_zeros(1)])[document]
     return local
+
+
+def document_positions(t: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Return the positions of the tokens of (T, ...) in their documents, None without documents."""
+    return None if cu_seqlens is None else _shared_positions(t, cu_seqlens)

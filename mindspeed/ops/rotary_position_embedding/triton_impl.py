@@ -38,6 +38,12 @@ class Table(NamedTuple):
     """Rows of the table by token, (I, J); None for row i."""
     interleaved: bool
 
+    def strides(self) -> tuple[int, int]:
+        """Return how far apart the rows of positions and of sequences of the batch are."""
+        is_by_row = self.cos.shape[0] > 1 or self.positions is not None
+        of_batch = self.cos.stride(1) if self.cos.shape[1] > 1 else 0
+        return self.cos.stride(0) if is_by_row else 0, of_batch
+
 
 def rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
     """Rotate x by tables that broadcast to it; mode 0 pairs the halves, 1 the neighbours."""
@@ -45,7 +51,7 @@ def rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0
     is_trained = cos.requires_grad or sin.requires_grad
     if shared is None or is_trained or x.dtype == torch.float64:
         return reference.rotary_position_embedding(x, cos, sin, mode)
-    cos, sin = (_contiguous_heads(table).expand_as(x).select(shared, 0) for table in (cos, sin))
+    cos, sin = (contiguous_heads(table).expand_as(x).select(shared, 0) for table in (cos, sin))
     (rotated,) = _Rotate.apply(Table(cos, sin, None, mode == 1), x.movedim(shared, 2))
     return rotated.movedim(2, shared)
 
@@ -60,7 +66,7 @@ def rotate_qk(
     """Rotate (S, B, N, H) queries and keys; `positions` (S,) or (S, B) default to 0, 1, 2, ..."""
     if freqs.requires_grad or q.dtype == torch.float64:
         return reference.rotate_qk(q, k, freqs, positions, interleaved)
-    table = _table(freqs, _of_tokens(positions, q), interleaved)
+    table = rotation_table(q, freqs, positions, interleaved)
     if k is None:
         return _Rotate.apply(table, q)[0], None
     return _Rotate.apply(table, q, k)
@@ -79,7 +85,7 @@ def rotate_qkv(
     """
     if freqs.requires_grad or qkv.dtype == torch.float64:
         return reference.rotate_qkv(qkv, freqs, sizes, interleaved, positions)
-    table = _table(freqs, _of_tokens(positions, qkv), interleaved)
+    table = rotation_table(qkv, freqs, positions, interleaved)
     return _RotatePacked.apply(table, qkv, sizes[0], sizes[1])
 
 
@@ -125,14 +131,14 @@ class _RotatePacked(torch.autograd.Function):
         shape, head_dim = ctx.shape, ctx.head_dim
         qkv = grads[0].new_empty(shape)
         heads = (shape[3] // head_dim - 2, 1, 1)
-        inputs = _args(*(_contiguous_heads(grad) for grad in grads))
+        inputs = _args(*(contiguous_heads(grad) for grad in grads))
         outputs = _packed_args(qkv, head_dim)
         _launch(ctx.table, shape, heads, head_dim, inputs=inputs, outputs=outputs, is_forward=False)
         return None, qkv, None, None
 
 
 def _rotate_all(table: Table, tensors: Sequence[Tensor], is_forward: bool) -> tuple[Tensor, ...]:
-    inputs = [_contiguous_heads(x) for x in tensors]
+    inputs = [contiguous_heads(x) for x in tensors]
     outputs = tuple(torch.empty_like(x) for x in inputs)
     q, *rest = inputs
     heads = (q.shape[2], rest[0].shape[2] if rest else 0, 0)
@@ -150,7 +156,11 @@ def _rotate_all(table: Table, tensors: Sequence[Tensor], is_forward: bool) -> tu
     return outputs
 
 
-def _table(freqs: Tensor, positions: Tensor | None, interleaved: bool) -> Table:
+def rotation_table(
+    x: Tensor, freqs: Tensor, positions: Tensor | None, interleaved: bool = False
+) -> Table:
+    """Return the table that rotates x (S, B, ...) by the angles of `positions`, if given."""
+    positions = _of_tokens(positions, x)
     # A tensor of inference mode has no version counter that would show a change.
     if torch.compiler.is_compiling() or freqs.is_inference():
         cos, sin = _cos_sin(freqs)
@@ -167,7 +177,8 @@ def _cos_sin(freqs: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().contiguous(), angles.sin().contiguous()
 
 
-def _contiguous_heads(x: Tensor) -> Tensor:
+def contiguous_heads(x: Tensor) -> Tensor:
+    """Return x with the channels of a head side by side, a copy if they are not."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -214,8 +225,7 @@ def _launch(
         cos,
         sin,
         positions,
-        cos.stride(0) if cos.shape[0] > 1 or positions is not None else 0,
-        cos.stride(1) if cos.shape[1] > 1 else 0,
+        *table.strides(),
         batch,
         num_heads,
         IS_FORWARD=is_forward,
@@ -229,10 +239,8 @@ def _launch(
 def _constants(
     num_heads: int, heads: tuple[int, int, int], head_dim: int, rotary_dim: int, interleaved: bool
 ) -> tuple[int, dict[str, Any]]:
-    block_d = triton.next_power_of_2(head_dim)
-    block_h = min(triton.next_power_of_2(num_heads), max(1, TILE // block_d))
-    while block_h > 1 and 4 * block_h * triton.cdiv(num_heads, block_h) > 5 * num_heads:
-        block_h //= 2  # no more than a fifth of the threads is masked out
+    block_h = block_of_heads(num_heads, head_dim)
+    elements = block_h * triton.next_power_of_2(head_dim)
     constants = {
         "Q_HEADS": heads[0],
         "K_HEADS": heads[1],
@@ -243,6 +251,15 @@ def _constants(
         "BLOCK_PAIRS": triton.next_power_of_2(rotary_dim // 2),
         "BLOCK_REST": triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
         "BLOCK_H": block_h,
-        "num_warps": max(1, block_h * block_d // (32 * ELEMENTS_PER_THREAD)),
+        "num_warps": max(1, elements // (32 * ELEMENTS_PER_THREAD)),
     }
     return triton.cdiv(num_heads, block_h), constants
+
+
+def block_of_heads(num_heads: int, head_dim: int) -> int:
+    """Return how many heads of a token a program takes."""
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = min(triton.next_power_of_2(num_heads), max(1, TILE // block_d))
+    while block_h > 1 and 4 * block_h * triton.cdiv(num_heads, block_h) > 5 * num_heads:
+        block_h //= 2  # no more than a fifth of the threads is masked out
+    return block_h

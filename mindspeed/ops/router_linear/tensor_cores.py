@@ -1,8 +1,9 @@
 """The scores of a router on tensor cores, several times as fast as GEMMs of float32.
 
 The product of two bfloat16 numbers is exact in float32, in which tensor cores sum, if with fewer
-bits: scores are within 2e-6 of the exact ones. Forward needs no conversion. The gradient of the scores is float32, that is the sum of three bfloat16 numbers of 8
-bits each: these three are multiplied side by side, in one GEMM.
+bits: scores are within 2e-6 of the exact ones. Forward needs no conversion. The gradient of the
+scores is float32, that is the sum of three bfloat16 numbers of 8 bits each: these three are
+multiplied side by side, in one GEMM.
 """
 
 from __future__ import annotations

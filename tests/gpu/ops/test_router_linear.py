@@ -1,4 +1,4 @@
-"""The scores of a router on tensor cores: sums of float32, gradients rounded once, the same bits."""
+"""The scores of a router on tensor cores: close to float64, and the same bits again."""
 
 import pytest
 import torch

@@ -201,6 +201,13 @@ CALLS: dict[str, Callable[[], Call]] = {
         {"scale": 0.5, "rotary": (_random(5, 8), _random(5, 8))},
     ),
     "draw_tokens:draw_tokens": lambda: ((_random(3, 300), torch.rand(3, 1)), {}),
+    "norm_rotate_qkv:norm_rotate_qkv": lambda: (
+        (
+            *(_random(4, 2, 3, 32, grad=True), _random(8, grad=True), _random(8, grad=True)),
+            *(_random(4, 1, 1, 8), [16, 8, 8]),
+        ),
+        {},
+    ),
     "partial_attention:partial_attention_backward": lambda: (
         (*(_random(1, 3, 2, 4) for _ in range(5)), torch.full((1, 2, 3), 3.0)),
         {"scale": 0.5},

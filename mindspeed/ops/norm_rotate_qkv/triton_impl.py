@@ -1,0 +1,187 @@
+"""Normed and rotated heads of a packed qkv tensor in Triton: one kernel each way.
+
+A program of forward takes heads of one token: reads them, reduces, scales, rotates and writes them
+to queries, keys or values. A program of backward takes the same heads of many tokens, so that each
+of its rows adds up the gradient of one weight. Backward keeps the packed tensor alone and computes
+the norms again. Sums over programs are added in a fixed order: no atomics.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mindspeed.ops.launch import launch, multiprocessors
+from mindspeed.ops.norm.triton_impl import add_partial_sums
+from mindspeed.ops.norm_rotate_qkv import reference
+from mindspeed.ops.norm_rotate_qkv.kernels import norm_rotate, norm_rotate_backward
+from mindspeed.ops.rotary_position_embedding.triton_impl import (
+    Table,
+    block_of_heads,
+    contiguous_heads,
+    rotation_table,
+)
+
+ELEMENTS_PER_THREAD = 16  # two loads of 16 bytes in bfloat16
+# Backward: sixteen warps fit on a multiprocessor with so many registers per thread.
+WARPS, REGISTERS = 16, 128
+STAGES = 3  # prefetch the next two tokens while one is reduced
+
+
+def norm_rotate_qkv(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    freqs: Tensor,
+    sizes: Sequence[int],
+    eps: float = 1e-6,
+    *,
+    positions: Tensor | None = None,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split (S, B, groups, queries | key | value) into heads; norm and rotate queries and keys.
+
+    All three are new tensors.
+    """
+    if freqs.requires_grad or qkv.dtype == torch.float64:
+        return reference.norm_rotate_qkv(
+            *(qkv, q_weight, k_weight, freqs, sizes, eps),
+            positions=positions,
+            zero_centered=zero_centered,
+        )
+    table = rotation_table(qkv, freqs, positions)
+    spec = _Spec(sizes[0] // sizes[1], sizes[1], float(eps), zero_centered)
+    return _NormRotate.apply(table, spec, qkv, q_weight, k_weight)
+
+
+class _Spec(NamedTuple):
+    """What the kernels are told beside tensors."""
+
+    q_heads: int
+    """Heads of queries in a group; it has one of keys and one of values."""
+    head_dim: int
+    eps: float
+    zero_centered: bool
+
+
+class _NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, table: Table, spec: _Spec, qkv: Tensor, q_weight: Tensor, k_weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = qkv.contiguous()
+        tokens, batch, groups, _ = qkv.shape
+        q = qkv.new_empty(tokens, batch, groups * spec.q_heads, spec.head_dim)
+        k = qkv.new_empty(tokens, batch, groups, spec.head_dim)
+        v = torch.empty_like(k)
+        ctx.table, ctx.spec = table, spec
+        ctx.save_for_backward(qkv, q_weight, k_weight)
+        if tokens * batch:
+            num_heads = groups * (spec.q_heads + 2)
+            blocks = _blocks(num_heads, spec.head_dim, table.cos.shape[-1])
+            launch(
+                norm_rotate,
+                (tokens * batch, blocks.tiles),
+                *(qkv, q_weight, k_weight),
+                *_args(q, k, v),
+                *_table_args(table),
+                *(batch, num_heads, spec.eps),
+                **_constants(spec, blocks, table),
+                num_warps=blocks.num_warps,
+            )
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q_weight, k_weight = ctx.saved_tensors
+        table, spec = ctx.table, ctx.spec
+        tokens, batch, groups, _ = qkv.shape
+        num_heads = groups * (spec.q_heads + 2)
+        blocks = _blocks(num_heads, spec.head_dim, table.cos.shape[-1])
+        programs = min(tokens * batch, _num_programs(qkv.device, blocks))
+        grad_qkv = torch.empty_like(qkv)
+        partial = None
+        if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
+            shape = (2, programs * blocks.tiles, spec.head_dim)
+            partial = torch.empty(shape, dtype=torch.float32, device=qkv.device)
+        if programs:
+            launch(
+                norm_rotate_backward,
+                (programs, blocks.tiles),
+                *(qkv, q_weight, k_weight),
+                *_args(*(contiguous_heads(grad) for grad in grads)),
+                *_table_args(table),
+                *(grad_qkv, partial, tokens * batch, batch, num_heads, spec.eps),
+                **_constants(spec, blocks, table),
+                NUM_STAGES=STAGES,
+                num_warps=blocks.num_warps,
+                **_max_registers(blocks),
+            )
+        if partial is None:
+            return None, None, grad_qkv, None, None
+        return None, None, grad_qkv, *add_partial_sums(partial, q_weight.dtype).unbind()
+
+
+class _Blocks(NamedTuple):
+    """How the heads of a token are distributed over programs."""
+
+    block_h: int
+    tiles: int
+    num_warps: int
+    pairs: int
+    rest: int
+
+
+@functools.cache
+def _blocks(num_heads: int, head_dim: int, rotary_dim: int) -> _Blocks:
+    block_h = block_of_heads(num_heads, head_dim)
+    elements = block_h * triton.next_power_of_2(head_dim)
+    rest = head_dim - rotary_dim
+    return _Blocks(
+        block_h,
+        triton.cdiv(num_heads, block_h),
+        max(1, elements // (32 * ELEMENTS_PER_THREAD)),
+        triton.next_power_of_2(rotary_dim // 2),
+        triton.next_power_of_2(rest) if rest else 0,
+    )
+
+
+def _num_programs(device: torch.device, blocks: _Blocks) -> int:
+    """Return over how many programs backward distributes the tokens: as many as run at once."""
+    if device.type != "cuda":
+        return 4  # Triton's interpreter: enough to have partial sums to add
+    return max(1, multiprocessors() * WARPS // (blocks.num_warps * blocks.tiles))
+
+
+def _max_registers(blocks: _Blocks) -> dict[str, int]:
+    """Limit the registers of a thread; channels in three parts would spill to memory."""
+    is_unlimited = blocks.rest or torch.compiler.is_compiling()  # which does not know the option
+    return {} if is_unlimited else {"maxnreg": REGISTERS}
+
+
+def _args(*tensors: Tensor) -> list[Any]:
+    return [arg for x in tensors for arg in (x, *x.stride()[:3])]
+
+
+def _table_args(table: Table) -> tuple[Any, ...]:
+    cos, sin, positions, _ = table
+    return cos, sin, positions, *table.strides()
+
+
+def _constants(spec: _Spec, blocks: _Blocks, table: Table) -> dict[str, Any]:
+    return {
+        "Q_HEADS": spec.q_heads,
+        "HEAD_DIM": spec.head_dim,
+        "ROTARY_DIM": table.cos.shape[-1],
+        "ZERO_CENTERED": spec.zero_centered,
+        "BLOCK_PAIRS": blocks.pairs,
+        "BLOCK_REST": blocks.rest,
+        "BLOCK_H": blocks.block_h,
+    }
