@@ -34,6 +34,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all recomputed": (FULL, FUSED),
     "attention kept": (FULL, {"recompute_keep_attention": True}),
     "attention recomputed": ({"recompute_granularity": "selective"}, {}),
+    "attention swapped": ({}, {"swap_attention": True}),
+    "tiles": ({}, {"tiled_mlp_size": 5, "tiled_loss_size": 3}),
 }
 """Changes of the config, and features."""
 
@@ -149,8 +151,8 @@ def test_losses_and_gradients_are_those_of_whole_sequences(
             torch.testing.assert_close(shared[0], whole[0], rtol=0, atol=1e-12, msg=name)
             assert shared[1].keys() == whole[1].keys()
             for weight, grad in whole[1].items():
-                told = f"{name}: {weight}"
-                torch.testing.assert_close(shared[1][weight], grad, rtol=0, atol=1e-12, msg=told)
+                where = f"{name}: {weight}"
+                torch.testing.assert_close(shared[1][weight], grad, rtol=0, atol=1e-12, msg=where)
             # A layer rotates qkv in one as without shared prompts, where Megatron can split so.
             if name == "fused rotation of qkv" and megatron.version() >= Version("0.16"):
                 assert rotated[-te_model.LAYERS :] == [rows] * te_model.LAYERS
