@@ -115,7 +115,8 @@ class DataOptions(Options):
     """Samples of a micro-batch follow each other without padding, and do not see each other; with
     --transformer-impl local they are padded to the longest (also --no-pad-to-seq-lengths)."""
     pad_to_multiple_of: int = 16
-    """With --variable-seq-lengths: pad the tokens of a micro-batch to a multiple of this."""
+    """Pad rows of several samples (--variable-seq-lengths, or pairs that share their prompt) to a
+    multiple of this."""
     neat_pack: bool = False
     """Rows hold several samples that must not see each other; found from the data as well. Data
     files are packed so with --pack."""

@@ -156,6 +156,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 2": (2, CP2),
     "cp 2 tp 2 sp, concatenated": (4, CP2 | TP2 | VARIABLE | {"sequence_parallel": True}),
     "vpp 2": (2, PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
+    "pp 2, whole prompts": (2, PP2 | {"no_share_prompts": True}),
     "tp 2 pp 2 sp, concatenated, recompute": (
         4,
         TP2

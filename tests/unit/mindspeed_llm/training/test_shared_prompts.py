@@ -28,7 +28,7 @@ def shape(**changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("stage", ["dpo", "simpo", "orm"])
-def test_stages_on_pairs_share_unless_told_not_to(stage: str) -> None:
+def test_stages_on_pairs_share_unless_switched_off(stage: str) -> None:
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "lora_r": 4}
     for changes in ({}, layout, {"pipeline_model_parallel_size": 2, "variable_seq_lengths": True}):
         assert shares_prompts(options(stage=stage, **changes), SHAPE)

@@ -209,6 +209,8 @@ class DotProductAttention(nn.Module):
             )
             return split.attend, split.largest
         documents: Any = {"of_q": Documents.of(*of_q), "of_k": Documents.of(*of_k)}
+        run: Callable[..., Tensor]
+        largest: Callable[..., Tensor]
         run = partial(attend_documents, rule=rule, softmax=self._softmax(), **documents)
         largest = partial(largest_in_documents, rule=rule, scale=scale, **documents)
         if shared is not None:
