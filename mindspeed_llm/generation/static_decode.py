@@ -6,6 +6,7 @@ while the device runs the next block. So rows that have ended go on for a while,
 sample is dropped.
 """
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -134,9 +135,23 @@ class StaticDecoder:
         return wait
 
     def _step(self) -> None:
-        logits = self._run(self._tokens, self._position)
+        logits = self._logits()
         self._position += 1
         self._choose(logits)
+
+    def _logits(self) -> torch.Tensor:
+        """Run the fused step, or Megatron's once a kernel of it does not fit the device.
+
+        A step that fails has written nothing but its own position of the KV cache.
+        """
+        try:
+            return self._run(self._tokens, self._position)
+        except errors_of_large_kernels() as error:
+            if self._run == self._state.step_at:
+                raise
+            logger.warning("decoding is slower, a fused kernel does not fit the device: %s", error)
+            self._run = self._state.step_at
+            return self._run(self._tokens, self._position)
 
     def _choose(self, logits: torch.Tensor) -> None:
         points = self._draws.index_select(1, self._number)
@@ -161,6 +176,15 @@ class StaticDecoder:
         finally:
             for each, value in zip(counters, before):
                 each.copy_(value)
+
+
+def errors_of_large_kernels() -> tuple[type[Exception], ...]:
+    """Return what a launch raises that needs more shared memory or threads than there are."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from triton.runtime.errors import OutOfResources
+
+    return (OutOfResources,)
 
 
 class StaticDecoders:
