@@ -74,6 +74,7 @@ class StaticDecoder:
 
         rows, capacity, count = size
         here = device.current().torch_device
+        self._model = model
         self._params, self._log_probs = params, log_probs
         self._state = DecodeState(model, [0] * rows, capacity)
         self._run = decode_step(model, self._state)
@@ -86,6 +87,15 @@ class StaticDecoder:
         kept = SORTED_KEPT if is_filtered(params, vocab_size) else LOGITS_KEPT
         self._logits_bytes = kept * rows * vocab_size * torch.float32.itemsize
         self._replay: Any = None
+        self._recorded_weights: tuple[int, ...] | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights still are where a recorded step, if there is one, reads them."""
+        return self._recorded_weights in (None, self._weights())
+
+    def _weights(self) -> tuple[int, ...]:
+        return tuple(each.data_ptr() for each in self._model.chunks[0].parameters())
 
     @property
     def kept_bytes(self) -> int:
@@ -111,6 +121,8 @@ class StaticDecoder:
     def advance(self) -> None:
         """Sample the next token of all rows; nothing waits for the device."""
         if self._replay is None:
+            # Not earlier: the prompts' forward pass moves the weights that adapters are beside.
+            self._recorded_weights = self._weights()
             self._replay = self._record()
         self._replay()
 
@@ -206,10 +218,8 @@ class StaticDecoders:
         needed = len(prompts[0]) + count
         capacity = -(-needed // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
         size, params = (len(prompts), capacity, count), replace(params, seed=0)
-        # A recorded step reads weights by their addresses.
-        weights = tuple(each.data_ptr() for each in self._model.chunks[0].parameters())
-        key = (size, params, log_probs, weights)
-        if self._kept is None or self._kept[0] != key:
+        key = (size, params, log_probs)
+        if self._kept is None or self._kept[0] != key or not self._kept[1].is_current:
             self._kept = None  # its memory is free before there is a new one
             self._kept = key, StaticDecoder(self._model, size, params, log_probs=log_probs)
         return self._kept[1]
