@@ -6,6 +6,7 @@ while the device runs the next block. So rows that have ended go on for a while,
 sample is dropped.
 """
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -73,6 +74,7 @@ class StaticDecoder:
 
         rows, capacity, count = size
         here = device.current().torch_device
+        self._model = model
         self._params, self._log_probs = params, log_probs
         self._state = DecodeState(model, [0] * rows, capacity)
         self._run = decode_step(model, self._state)
@@ -85,6 +87,15 @@ class StaticDecoder:
         kept = SORTED_KEPT if is_filtered(params, vocab_size) else LOGITS_KEPT
         self._logits_bytes = kept * rows * vocab_size * torch.float32.itemsize
         self._replay: Any = None
+        self._recorded_weights: tuple[int, ...] | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights still are where a recorded step, if there is one, reads them."""
+        return self._recorded_weights in (None, self._weights())
+
+    def _weights(self) -> tuple[int, ...]:
+        return tuple(each.data_ptr() for each in self._model.chunks[0].parameters())
 
     @property
     def kept_bytes(self) -> int:
@@ -110,6 +121,8 @@ class StaticDecoder:
     def advance(self) -> None:
         """Sample the next token of all rows; nothing waits for the device."""
         if self._replay is None:
+            # Not earlier: the prompts' forward pass moves the weights that adapters are beside.
+            self._recorded_weights = self._weights()
             self._replay = self._record()
         self._replay()
 
@@ -134,9 +147,23 @@ class StaticDecoder:
         return wait
 
     def _step(self) -> None:
-        logits = self._run(self._tokens, self._position)
+        logits = self._logits()
         self._position += 1
         self._choose(logits)
+
+    def _logits(self) -> torch.Tensor:
+        """Run the fused step, or Megatron's once a kernel of it does not fit the device.
+
+        A step that fails has written nothing but its own position of the KV cache.
+        """
+        try:
+            return self._run(self._tokens, self._position)
+        except errors_of_large_kernels() as error:
+            if self._run == self._state.step_at:
+                raise
+            logger.warning("decoding is slower, a fused kernel does not fit the device: %s", error)
+            self._run = self._state.step_at
+            return self._run(self._tokens, self._position)
 
     def _choose(self, logits: torch.Tensor) -> None:
         points = self._draws.index_select(1, self._number)
@@ -163,6 +190,15 @@ class StaticDecoder:
                 each.copy_(value)
 
 
+def errors_of_large_kernels() -> tuple[type[Exception], ...]:
+    """Return what a launch raises that needs more shared memory or threads than there are."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from triton.runtime.errors import OutOfResources
+
+    return (OutOfResources,)
+
+
 class StaticDecoders:
     """Makes the decoders of one model, and keeps the last for calls of the same size."""
 
@@ -182,10 +218,8 @@ class StaticDecoders:
         needed = len(prompts[0]) + count
         capacity = -(-needed // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
         size, params = (len(prompts), capacity, count), replace(params, seed=0)
-        # A recorded step reads weights by their addresses.
-        weights = tuple(each.data_ptr() for each in self._model.chunks[0].parameters())
-        key = (size, params, log_probs, weights)
-        if self._kept is None or self._kept[0] != key:
+        key = (size, params, log_probs)
+        if self._kept is None or self._kept[0] != key or not self._kept[1].is_current:
             self._kept = None  # its memory is free before there is a new one
             self._kept = key, StaticDecoder(self._model, size, params, log_probs=log_probs)
         return self._kept[1]

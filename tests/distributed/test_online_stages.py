@@ -124,6 +124,40 @@ def test_ppo_is_that_of_plain_torch(task: _Task, tmp_path: Path, changes: dict[s
     check_weights(export(values["save"], tmp_path / "critic", "critic"), critic)
 
 
+def decoders_of_steps(values: dict[str, Any]) -> list[int]:
+    """Train as one rank that decodes on fixed buffers; return the number of decoders so far."""
+    from mindspeed_llm.generation.rollout import MegatronRollout
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer: Any = AutoTrainer(TrainOptions(**values)).trainer
+    trainer.engine = MegatronRollout(
+        trainer.primary, trainer.setup.shape, trainer.sampling.max_length, static=True
+    )
+    prepare, made, counts = trainer.prepare, [], []
+
+    def prepare_counted(rollouts: Any, batches: Any) -> Any:
+        decoder = trainer.engine._decoders._kept[1]
+        assert decoder._replay is not None
+        made.extend([] if decoder in made else [decoder])
+        counts.append(len(made))
+        return prepare(rollouts, batches)
+
+    trainer.prepare = prepare_counted
+    trainer.train()
+    weight = next(trainer.primary.chunks[0].parameters())
+    assert made[-1].is_current
+    weight.data = weight.data.clone()  # a recorded step would read the old one
+    assert not made[-1].is_current
+    return counts
+
+
+def test_rollouts_with_adapters_record_one_decoder(task: _Task, tmp_path: Path) -> None:
+    values = task.settings(tmp_path, lora_r=4, train_iters=3)
+    (counts,) = run_ranks(decoders_of_steps, 1, values)
+    assert counts == [1, 1, 1]
+
+
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

@@ -1,5 +1,6 @@
 """Decoding on fixed buffers samples the same tokens as the plain loop, token for token."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,43 @@ def steps_of_megatron(folder):
     return reasons, is_fused, plain, found, both
 
 
+def with_a_kernel_that_does_not_fit(folder):
+    """Return what is decoded when a kernel of the third layer is too large, and the warnings.
+
+    On a GPU Triton raises this when it loads a kernel; its interpreter knows no limits.
+    """
+    from megatron.core import parallel_state
+    from triton.runtime.errors import OutOfResources
+
+    from mindspeed_llm.generation import decode_step
+
+    def decode_attention(*args, **options):
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            raise OutOfResources(394_752, 232_448, "shared memory")
+        return fitting(*args, **options)
+
+    parallel_state.destroy_model_parallel()
+    model = load_model(TrainOptions(load=folder))
+    plain = [collect(Engine(model, static=False), each) for each in requests()]
+    calls, lines, fitting = [], [], decode_step.decode_attention
+    decode_step.decode_attention = decode_attention
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("mindspeed_llm.generation.static_decode").addHandler(handler)
+    engine = Engine(model, static=True)
+    found = [collect(engine, requests()[0]) for _ in range(2)]
+    decoder = engine._decoders._kept[1]
+
+    def never_fits(*args):
+        raise OutOfResources(394_752, 232_448, "shared memory")
+
+    decoder._state.step_at = decoder._run = never_fits
+    with pytest.raises(OutOfResources):  # there is no other step
+        decoder._step()
+    return plain[0], found, lines
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return [str(tiny.save(name, tmp_path_factory.mktemp("models"))) for name in FAMILIES]
@@ -130,6 +168,17 @@ def test_layers_of_another_kind_run_megatrons_step_with_the_same_tokens(folders)
         log_probs = [[one.log_prob for step in way for one in step] for way in (plain, static)]
         assert log_probs[1] == pytest.approx(log_probs[0], abs=1e-5)
         assert max(log_probs[0]) < 0
+
+
+def test_a_kernel_that_does_not_fit_gives_way_to_megatrons_step(folders):
+    ((plain, found, lines),) = run_ranks(with_a_kernel_that_does_not_fit, 1, folders[0])
+    assert found == [plain, plain]
+    (line,) = lines
+    assert line == (
+        "decoding is slower, a fused kernel does not fit the device: out of resource: shared "
+        "memory, Required: 394752, Hardware limit: 232448. Reducing block sizes or `num_stages` "
+        "may help."
+    )
 
 
 def test_no_ops_are_passed_over_and_a_stream_is_read_token_by_token(folders):

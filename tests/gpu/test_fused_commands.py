@@ -5,6 +5,7 @@ A model that a test builds would not show that an option of a command leaves a f
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -108,34 +109,60 @@ def test_our_commands_are_fused(inputs, tmp_path, name):
     check(tmp_path, ROOT / script, [*TRAIN, *where, *flags], allowed)
 
 
-def test_megatrons_own_script_is_fused(tmp_path):
-    folder = os.environ.get("MEGATRON_LM")
+CHECKOUTS = {"0.16.1": "MEGATRON_LM", "0.12.1": "MEGATRON_LM_0_12"}
+"""Variables that name a folder with Megatron-LM's scripts of a release, each with its core unless
+that is installed."""
+SCRIPT = {"num-layers": 4, "hidden-size": HIDDEN, "ffn-hidden-size": 1024, "lr": 1e-4}
+SCRIPT |= {"num-attention-heads": 4, "num-query-groups": 2, "seq-length": LENGTH}
+SCRIPT |= {"max-position-embeddings": LENGTH, "micro-batch-size": 2, "global-batch-size": 4}
+SCRIPT |= {"train-iters": 4, "eval-iters": 0, "eval-interval": 4, "vocab-size": VOCABULARY - 1}
+SCRIPT |= {"tokenizer-type": "NullTokenizer", "normalization": "RMSNorm"}
+SCRIPT |= {"position-embedding-type": "rope", "attention-dropout": 0, "hidden-dropout": 0}
+SWITCHES = ("group-query-attention", "swiglu", "bf16", "mock-data", "disable-bias-linear")
+# An expert gets half of the tokens: its activations are among the large tensors.
+EXPERTS = {"num-experts": 4, "moe-router-topk": 2, "moe-ffn-hidden-size": 1024}
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+@pytest.mark.parametrize("release", CHECKOUTS)
+def test_megatrons_own_script_is_fused(tmp_path, release, model):
+    folder = os.environ.get(CHECKOUTS[release])
     if not folder:
-        pytest.skip("MEGATRON_LM is not the folder of Megatron-LM's own scripts")
-    sizes = {"num-layers": 4, "hidden-size": HIDDEN, "ffn-hidden-size": 1024, "lr": 1e-4}
-    sizes |= {"num-attention-heads": 4, "num-query-groups": 2, "seq-length": LENGTH}
-    sizes |= {"max-position-embeddings": LENGTH, "micro-batch-size": 2, "global-batch-size": 4}
-    sizes |= {"train-iters": 4, "eval-iters": 0, "eval-interval": 4}
-    sizes |= {"vocab-size": VOCABULARY - 1}
-    sizes |= {"tokenizer-type": "NullTokenizer", "normalization": "RMSNorm"}
-    sizes |= {"position-embedding-type": "rope", "attention-dropout": 0, "hidden-dropout": 0}
-    flags = ["--group-query-attention", "--swiglu", "--bf16", "--mock-data"]
-    flags += ["--disable-bias-linear", *(part for k, v in sizes.items() for part in (f"--{k}", v))]
-    check(tmp_path, Path(folder) / "pretrain_gpt.py", flags, set(), {"PYTHONPATH": folder})
+        pytest.skip(f"{CHECKOUTS[release]} is no folder with Megatron-LM's scripts of {release}")
+    options = SCRIPT | (EXPERTS if model == "moe" else {})
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    flags += [f"--{name}" for name in SWITCHES]
+    # The gradients of a router and of its experts are summed, and Megatron joins their outputs.
+    allowed = {"add", "cat"} if model == "moe" else set()
+    environment = {"PYTHONPATH": folder, "PATH": path_with_make(tmp_path)}
+    check(tmp_path, Path(folder) / "pretrain_gpt.py", flags, allowed, environment)
+
+
+def path_with_make(folder):
+    """Return a PATH with a `make` that has nothing to do where there is no Makefile.
+
+    The scripts call it for Megatron's index builder, which a wheel contains compiled.
+    """
+    make = folder / "bin" / "make"
+    make.parent.mkdir()
+    real = shutil.which("make") or "false"
+    make.write_text(f'#!/bin/sh\n[ -e "$2/Makefile" ] || exit 0\nexec {real} "$@"\n')
+    make.chmod(0o700)
+    return os.pathsep.join([str(make.parent), os.environ["PATH"]])
 
 
 def check(folder, script, arguments, allowed, environment=None):
     """Run a command, and compare what its third step called."""
     out = folder / "operators.json"
     command = [sys.executable, "-m", "tests.gpu.profiled", out, LENGTH * HIDDEN, script, *arguments]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if environment:
-        path = os.pathsep.join([environment["PYTHONPATH"], path])
+    environment = environment or {}
+    folders = environment.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = os.environ | ranks | {"MASTER_PORT": port, "PYTHONPATH": path}
-    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    ranks |= {"MASTER_PORT": port, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = os.environ | ranks | environment
     done = subprocess.run(
         list(map(str, command)), cwd=ROOT, capture_output=True, text=True, env=environment
     )

@@ -16,6 +16,7 @@ import torch
 
 import mindspeed_llm.megatron_adaptor
 from mindspeed import device
+from mindspeed.ops.decode_attention import triton_impl
 from mindspeed_llm.generation.decode_step import FusedStep, decode_step
 from mindspeed_llm.generation.engine import Engine
 from mindspeed_llm.generation.inference import DecodeState
@@ -76,6 +77,13 @@ again = Engine(model, static=False)
 last = request(max_new_tokens=37, params=SAMPLED, stops=range(0, 100, 7))
 found["updated"] = [collect(engine, last) for engine in (again, recorded)]
 found["is_kept"] = recorded._decoders._kept[1] is kept
+triton_impl.TILE_BYTES = 1 << 20  # tiles of a kernel that no GPU has the shared memory for
+triton_impl._constants.cache_clear()
+other = Engine(model)
+found["too_large"] = [collect(other, last) for _ in range(2)]
+kept = other._decoders._kept[1]
+found["falls_back"] = kept._run == kept._state.step_at
+found["is_still_graph"] = isinstance(kept._replay.__self__, torch.cuda.CUDAGraph)
 print(json.dumps(found))
 """
 
@@ -94,6 +102,8 @@ def test_tokens_and_logits_are_those_of_the_plain_loop(tmp_path):
     assert len({len(answer) for answer in plain[2]}) > 1, "nothing stops"
     assert found["is_graph"] and found["is_kept"]
     assert found["updated"][1] == found["updated"][0] != plain[2]
+    assert found["too_large"] == [found["updated"][0]] * 2
+    assert found["falls_back"] and found["is_still_graph"]
     exact, *others = map(torch.tensor, found["logits"])
     for logits in others:
         torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-5)

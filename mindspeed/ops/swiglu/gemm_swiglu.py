@@ -255,8 +255,15 @@ def _is_aligned(*sizes: int) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return rows.clone() if rows.data_ptr() % ALIGN_BYTES else rows
+    """Return x as rows that TMA copies: they may have gaps in between, as in a wider buffer."""
+    rows = x.reshape(-1, x.shape[-1])
+    is_aligned = (
+        rows.stride(1) == 1
+        and rows.stride(0) >= rows.shape[1]
+        and rows.stride(0) * rows.itemsize % ALIGN_BYTES == 0
+        and rows.data_ptr() % ALIGN_BYTES == 0
+    )
+    return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _flat(preact: Tensor) -> Tensor:

@@ -76,6 +76,14 @@ def test_repeats_bits():
         assert all(torch.equal(a, b) for a, b in zip(first, ours(*inputs)))
 
 
+def test_a_weight_in_a_wider_buffer_gives_the_same_bits():
+    x, first, second, grad = draw(torch.bfloat16)
+    wide = torch.randn(2 * COLUMNS, HIDDEN + 32, device="cuda", dtype=torch.bfloat16)
+    wide[:, :HIDDEN] = first
+    found = ours(x, wide[:, :HIDDEN], second, grad)
+    assert all(map(torch.equal, found, ours(x, first, second, grad)))
+
+
 def mlp(x, first, second):
     preact, y = linear_swiglu(x.view(-1, 2, HIDDEN), first, fused=True)
     return swiglu_linear(preact, y, second, fused=True)

@@ -91,3 +91,30 @@ def test_a_layer_that_is_built_has_its_kernels_compiled(quack, monkeypatch, tmp_
     gemm_swiglu.prepare.cache_clear()
     gemm_swiglu.prepare(torch.bfloat16, 1536, extra_columns=32)  # another tile in one of them
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_weight_in_a_wider_buffer_is_not_copied(quack, monkeypatch):
+    """As a frozen weight that adapters are beside lies, in passes without them."""
+    package, read = sys.modules["quack.gemm_interface"], []
+    gated, gemm = package.gemm_gated, package.gemm_tuned.fn
+    monkeypatch.setattr(package, "gemm_gated", lambda a, b, **o: read.append(b) or gated(a, b, **o))
+    noting = staticmethod(lambda a, b, *args, **o: read.append(b) or gemm(a, b, *args, **o))
+    monkeypatch.setattr(package.gemm_tuned, "fn", noting)
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 64, dtype=torch.bfloat16) for rows in (128, 256))
+    grad = torch.randn(128, 128, 2, dtype=torch.bfloat16)
+
+    def run(weight):
+        return *gemm_swiglu.gemm_swiglu(x, weight), gemm_swiglu.input_gradient(grad, weight)
+
+    expected = run(weight)
+    for width, is_copied in ((72, False), (66, True), (64, False)):
+        buffer = torch.randn(256, width, dtype=torch.bfloat16)
+        part = buffer[:, :64]
+        part.copy_(weight)
+        read.clear()
+        assert all(map(torch.equal, run(part), expected))
+        assert [b.data_ptr() != part.data_ptr() for b in read] == [is_copied] * 2
+    read.clear()
+    run(weight[:1].expand(256, 64))  # rows that lie on each other
+    assert all(64 in b.stride() for b in read)
