@@ -54,12 +54,13 @@ def detect(path: str | os.PathLike[str]) -> CheckpointDir:
     )
 
 
-def check_directory(path: str | os.PathLike[str]) -> Path:
-    """Raise if the directory of a model or checkpoint does not exist."""
+def check_directory(path: str | os.PathLike[str], flag: str = "") -> Path:
+    """Raise if the directory of a model or checkpoint, given by a flag, does not exist."""
     root = Path(path)
     if not root.is_dir():
         what = "is a file, not a directory" if root.exists() else "does not exist"
-        raise ConfigError(f"{root}: {what}: give the directory of a model or checkpoint")
+        given = f"{flag} {root}".lstrip()
+        raise ConfigError(f"{given}: {what}: give the directory of a model or checkpoint")
     return root
 
 

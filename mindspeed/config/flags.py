@@ -4,6 +4,7 @@
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -76,7 +77,8 @@ def add_options(
     parser.usage = "%(prog)s [--config FILE] [flags]"  # all of them would fill a screen
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options")
     for section in sections:
-        title = section.__name__.removesuffix("Options").lower()
+        words = re.findall("[A-Z][a-z]*", section.__name__.removesuffix("Options"))
+        title = " ".join(words).lower()
         add_flags(parser.add_argument_group(title, section.__doc__), section)
     add_flags(parser.add_argument_group("mindspeed") if sections else parser, options_class)
     for action in parser._actions:

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 STARVING = 0.05
 """Part of an even share below which an expert starves."""
+TRAINED = "raise the coefficient of the auxiliary loss or lower the learning rate"
+"""What helps where routers are trained."""
 ENOUGH = 50
 """Tokens of an even share below which a small load says nothing."""
 
@@ -101,8 +103,8 @@ class LoadMonitor:
         rows = enumerate(table.tolist(), 1)
         return [LayerLoad(layer, tuple(row[:-1]), row[-1]) for layer, row in rows if row[-1]]
 
-    def warn_once(self, loads: list[LayerLoad], iteration: int) -> None:
-        """Name the layers whose experts starve, once a run."""
+    def warn_once(self, loads: list[LayerLoad], iteration: int, advice: str = TRAINED) -> None:
+        """Name the layers whose experts starve, once a run, and say what to do."""
         starving = {load.layer: load.starving for load in loads if load.starving}
         if self._has_warned or not starving:
             return
@@ -110,13 +112,13 @@ class LoadMonitor:
         layer, experts = max(starving.items(), key=lambda item: len(item[1]))
         logger.warning(
             "experts starve at iteration %d in layers %s; in layer %d experts %s get less than "
-            "%d%% of an even share: raise the coefficient of the auxiliary loss or lower the "
-            "learning rate of a trained router",
+            "%d%% of an even share: %s",
             iteration,
             ", ".join(map(str, starving)),
             layer,
             ", ".join(map(str, experts)),
             round(100 * STARVING),
+            advice,
         )
 
 

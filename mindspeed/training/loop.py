@@ -208,7 +208,7 @@ class TrainLoop:
         with suppress(ConfigError):  # a file that is damaged or gone is written again
             if is_resumed:
                 _log_changes(read_yaml(root / "config.yaml"), values)
-        content = yaml.safe_dump(values, sort_keys=False)
+        content = _in_two_parts(values, self._options)
         try:
             root.mkdir(parents=True, exist_ok=True)
             atomic_write_text(root / "config.yaml", content)
@@ -230,6 +230,15 @@ class TrainLoop:
             f"the loss or its gradient was not finite in {count} steps up to iteration "
             f"{iteration}: lower --lr, or check the data of these steps; {kept}"
         )
+
+
+def _in_two_parts(values: Mapping[str, Any], options: RunOptions) -> str:
+    """Return a YAML file: what was chosen before what is as it is by default."""
+    defaults = type(options).model_construct().model_dump(mode="json")
+    chosen = {k: v for k, v in values.items() if k not in defaults or v != defaults[k]}
+    others = {k: v for k, v in values.items() if k not in chosen}
+    parts = [yaml.safe_dump(part, sort_keys=False) for part in (chosen, others) if part]
+    return "\n# as by default\n".join(parts)
 
 
 def _log_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

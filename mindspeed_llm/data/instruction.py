@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed.config import ConfigError, parse_json
+from mindspeed.config import ConfigError, nearest, parse_json
 from mindspeed_llm.data.indexed import (
     IGNORE_INDEX,
     Array,
@@ -159,11 +159,7 @@ class InstructionData(Sequence[Sample]):
     def _not_found(self) -> str:
         expected = f"expected files such as {self._name('input_ids')}.idx"
         if Path(self.prefix).is_dir():
-            endings = {f"_packed_{keys[0]}_document.idx" for keys in KINDS.values()}
-            found = [(path.name, e) for e in endings for path in Path(self.prefix).glob(f"*{e}")]
-            return describe_folder(
-                Path(self.prefix), (name.removesuffix(ending) for name, ending in found)
-            )
+            return describe_folder(Path(self.prefix), _prefixes(Path(self.prefix)))
         for ending in (".idx", ".bin", "_document", "_packed"):
             if self.prefix.endswith(ending):
                 return (
@@ -173,6 +169,9 @@ class InstructionData(Sequence[Sample]):
             return f"{missing} is missing: preprocess again, or copy all files of {self.prefix}"
         if Path(f"{self.prefix}_text_document.idx").is_file():
             return f"{self.prefix} holds plain documents, not samples; {expected}"
+        path = Path(self.prefix)
+        if near := nearest(path.name, _prefixes(path.parent)):
+            expected = f"did you mean {path.with_name(near)}?"
         return f"{self.prefix}: no preprocessed data has that prefix; {expected}"
 
     def missing(self, kind: str) -> list[str]:
@@ -218,6 +217,12 @@ class Numbered(Sequence[Sample]):
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
         return {**self._data[index], "number": np.array(self._start + index)}
+
+
+def _prefixes(folder: Path) -> list[str]:
+    """Return the names of preprocessed data in a folder."""
+    endings = {f"_packed_{keys[0]}_document.idx" for keys in KINDS.values()}
+    return [path.name.removesuffix(e) for e in endings for path in folder.glob(f"*{e}")]
 
 
 def open_stream(

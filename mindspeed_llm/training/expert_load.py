@@ -1,18 +1,24 @@
 """Reports of the load of a model's experts in the log of its training."""
 
 from mindspeed import device
-from mindspeed.moe.load import LoadMonitor, by_layer, summary
+from mindspeed.moe.load import TRAINED, LoadMonitor, by_layer, summary
 from mindspeed.moe.load_table import LoadTable
 from mindspeed.training.log import TrainingLog
-from mindspeed_llm.training.model import RoleModel
+from mindspeed_llm.training.model import RoleModel, has_frozen_routers
 from mindspeed_llm.training.options import TrainOptions
+
+FROZEN = (
+    "routers are frozen, so the data decides their load; to change it train them "
+    "(--lora-train-router with adapters, no --freeze-router)"
+)
+"""What helps where routers are not trained."""
 
 
 class ExpertLoadReport:
     """Writes the load of every layer of experts each `interval` steps."""
 
-    def __init__(self, model: RoleModel, interval: int) -> None:
-        self._config, self._interval = model.config, interval
+    def __init__(self, model: RoleModel, interval: int, advice: str) -> None:
+        self._config, self._interval, self._advice = model.config, interval, advice
         self._monitor = LoadMonitor(model.chunks, model.config.num_layers)
 
     def __call__(self, iteration: int, log: TrainingLog) -> None:
@@ -27,7 +33,7 @@ class ExpertLoadReport:
         )
         log.add_report(iteration, "expert load", summary(loads), by_layer(loads), table.fields())
         if log.is_writer:
-            self._monitor.warn_once(loads, iteration)
+            self._monitor.warn_once(loads, iteration, self._advice)
 
 
 def expert_load_report(model: RoleModel, options: TrainOptions) -> ExpertLoadReport | None:
@@ -36,4 +42,9 @@ def expert_load_report(model: RoleModel, options: TrainOptions) -> ExpertLoadRep
     interval = options.log_interval if interval is None else interval
     if model.config.num_moe_experts is None or not interval:
         return None
-    return ExpertLoadReport(model, interval)
+    return ExpertLoadReport(model, interval, load_advice(options))
+
+
+def load_advice(options: TrainOptions) -> str:
+    """Return what helps experts that starve."""
+    return FROZEN if has_frozen_routers(options) else TRAINED

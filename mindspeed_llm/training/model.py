@@ -270,9 +270,14 @@ def _auxiliary_loss(
 
 def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:
     """Keep the bias of routers where they are not trained: it is a buffer that steps change."""
+    is_frozen = shape.moe is not None and has_frozen_routers(options)
+    return {"moe_router_bias_update_rate": 0.0} if is_frozen else {}
+
+
+def has_frozen_routers(options: TrainOptions) -> bool:
+    """Return whether routers keep the weights that were loaded."""
     has_adapters = options.lora_r is not None or options.lora_load is not None
-    is_frozen = options.freeze_router or (has_adapters and not options.lora_train_router)
-    return {"moe_router_bias_update_rate": 0.0} if shape.moe is not None and is_frozen else {}
+    return options.freeze_router or (has_adapters and not options.lora_train_router)
 
 
 def _fused_router(options: TrainOptions) -> dict[str, bool]:

@@ -26,7 +26,7 @@ SAME_NAME = (
 
 def find_shape(options: TrainOptions) -> tuple[ModelConfig, Path | None]:
     """Return the shape and the folder of the config.json it was read from, if from one."""
-    found = None if options.load is None or options.from_scratch else detect(options.load)
+    found = None if options.load is None or options.from_scratch else _detect(options.load)
     folder = _config_folder(options, found)
     for source in (found.folder if found else None, folder):
         verify_small(source, enabled=not options.no_verify)
@@ -38,6 +38,13 @@ def find_shape(options: TrainOptions) -> tuple[ModelConfig, Path | None]:
         shape = _of_weights(found, folder, options)
     check_flags(options, shape)
     return shape, folder
+
+
+def _detect(load: str) -> CheckpointDir:
+    try:
+        return detect(load)
+    except ConfigError as error:
+        raise ConfigError(f"--load {error}") from None
 
 
 def _of_weights(found: CheckpointDir, folder: Path, options: TrainOptions) -> ModelConfig:

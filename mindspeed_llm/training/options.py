@@ -296,28 +296,39 @@ class AcceptedOptions(Options):
     """Accepted for existing launchers: the environment decides."""
 
 
+class UnusedOptions(AcceptedOptions, AcceptedStageOptions, AcceptedRolloutOptions):
+    """Accepted without effect."""
+
+
+class TaskOptions(Options):
+    """What is trained."""
+
+    stage: str = "sft"
+    """The task of post-training: sft, dpo, simpo, kto, orm, prm, trl_ppo or grpo."""
+
+
 SECTIONS = (
-    ModelOptions,
+    CheckpointOptions,
     DataOptions,
     RawOptions,
-    LoraOptions,
-    ParallelOptions,
-    ExpertOptions,
-    OptimizerOptions,
-    LossScaleOptions,
     ScheduleOptions,
-    CheckpointOptions,
     LogOptions,
-    ThroughputOptions,
     *PREFERENCE_SECTIONS,
     *ROLLOUT_SECTIONS,
-    AcceptedOptions,
-    AcceptedStageOptions,
-    AcceptedRolloutOptions,
+    LoraOptions,
+    OptimizerOptions,
+    ParallelOptions,
+    ExpertOptions,
+    ModelOptions,
+    LossScaleOptions,
+    ThroughputOptions,
+    UnusedOptions,
 )
+"""The sections of --help; what most runs need comes first."""
 
 
 class StageOptions(
+    TaskOptions,
     OnlineOptions,
     PreferenceOptions,
     AcceptedOptions,
@@ -331,10 +342,7 @@ class StageOptions(
     DataOptions,
     ModelOptions,
 ):
-    """The sections, and the task."""
-
-    stage: str = "sft"
-    """The task of post-training: sft, dpo, simpo, kto, orm, prm, trl_ppo or grpo."""
+    """All sections."""
 
 
 # The switches of mindspeed's features (--use-fused-rmsnorm and the like) are options as well.
@@ -351,9 +359,11 @@ OTHER_NAMES = {"--no-pad-to-seq-lengths": "variable_seq_lengths"}
 """Flags that were renamed upstream, under the name that is not the field's."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of training."""
-    add_options(parser, TrainOptions, SECTIONS)
+def add_arguments(
+    parser: argparse.ArgumentParser, sections: Sequence[type[Options]] = SECTIONS
+) -> None:
+    """Add every flag of training, in sections."""
+    add_options(parser, TrainOptions, sections)
     for flag, field in OTHER_NAMES.items():
         parser.add_argument(
             flag,

@@ -77,7 +77,8 @@ def prepare(
     """
     is_first = environment.is_rank_zero()
     if options.load is not None and is_first and not options.from_scratch:
-        check_directory(options.load)  # the lock makes --save, which may be the same directory
+        # The lock makes --save, which may be the same directory.
+        check_directory(options.load, "--load")
     save_dir_lock = SaveDirLock(options.save) if options.save and is_first else None
     with release_on_error(save_dir_lock):
         resumed = find_resume(options, is_training=is_training)

@@ -413,6 +413,10 @@ class Trainer(ABC):
         for metric in self.metrics:
             if metric.over:
                 logger.info("%s is the mean over %s of a step", metric.name, metric.over)
+        epoch = self.train_data.samples_per_epoch
+        steps = num_steps(options, lambda: epoch, batch)
+        epochs = f"{steps * batch / epoch:.3g} ({epoch} samples)"
+        logger.info("iterations: %d, global batch size: %d, epochs: %s", steps, batch, epochs)
         if options.save is None:
             logger.warning("no --save was given: the trained weights are not kept")
         return TrainLoop(
@@ -420,7 +424,7 @@ class Trainer(ABC):
             checkpoints=self.training.checkpoints,
             optimizers=[m.optimizer for m in self.training.models.values() if m.role.trainable],
             state=self.training.state,
-            steps=num_steps(options, lambda: self.train_data.samples_per_epoch, batch),
+            steps=steps,
             global_batch=batch,
             rank=dims.rank,
             world_size=dims.world,

@@ -455,6 +455,11 @@ def test_what_goes_wrong_is_one_line_on_every_rank(task: _Task, tmp_path: Path) 
     broken = "def broken(**fields):\n    raise KeyError('answer')\n"
     cases = {
         "KeyError (line 2)": {"reward_fn": letters.write_function(tmp_path, broken, "broken")},
+        "has no function nothing": {  # before weights are loaded
+            "reward_fn": f"{tmp_path / 'broken.py'}:nothing",
+            "stage": "trl_ppo",
+            "critic_model": str(tmp_path / "none"),
+        },
         "has no value head": {"reward_model": task.model},
         "16 of 16 samples are longer than --max-prompt-length 1": {"max_prompt_length": 1},
         "with its completion there may be 4": {"max_length": 4},

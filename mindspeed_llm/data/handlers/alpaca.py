@@ -63,15 +63,20 @@ class AlpacaStyleInstructionHandler(Handler):
         return [self._render_chat(self._conversation(record, answer).check())]
 
     def _conversation(self, record: Record, *answer: Message) -> Conversation:
-        if self.for_messages and isinstance(record.get(self._columns["prompt"]), list):
-            raise MalformedRecord(
-                f"{self._columns['prompt']} holds a list, not text: for messages give "
-                f"--handler-name {self.for_messages}"
-            )
         prompt, query = self._text(record, "prompt"), self._text(record, "query")
         question = f"{prompt}\n{query}" if prompt and query else prompt or query
         messages = (*self._history(record), Message("user", question), *answer)
         return Conversation(messages, self._text(record, "system"), self._tools(record))
+
+    def _text(self, record: Record, role: str) -> str:
+        column = self._columns[role]
+        value = record.get(column) if column else None
+        if self.for_messages and isinstance(value, (list, dict)):
+            raise MalformedRecord(
+                f"{column} holds {kind_of(value)}, not text: for messages give --handler-name "
+                f"{self.for_messages}"
+            )
+        return super()._text(record, role)
 
     def _history(self, record: Record) -> list[Message]:
         column = self._columns["history"]

@@ -45,6 +45,8 @@ PROMPTS = (
 """The second track of a record is its tag: what it has beside the prompt, as bytes."""
 
 
+LABELS = {"true": 1, "1": 1, "false": 0, "0": 0}
+"""How a text says whether a completion is desirable."""
 SAME_ANSWERS = "chosen and rejected are the same"
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 """Columns that training on text cannot use: a record with one is not silently reduced to text."""
@@ -226,9 +228,12 @@ def distinct(tracks: list[list[Segment]]) -> list[list[Segment]]:
 def read_label(record: Record, column: str) -> int:
     """Return 1 for a desirable completion, 0 for an undesirable one."""
     value = record.get(column)
+    if isinstance(value, str):  # tables of text have nothing else
+        value = LABELS.get(value.strip().lower(), value)
     if isinstance(value, bool) or value in (0, 1):
         return int(value)
-    raise MalformedRecord(f"{column} holds {kind_of(value)}: give true or false")
+    shown = f"the text {value[:20]!r}" if isinstance(value, str) else kind_of(value)
+    raise MalformedRecord(f"{column} holds {shown}: give true or false")
 
 
 def _check_keys(given: Iterable[str], allowed: Sequence[str]) -> None:

@@ -22,6 +22,8 @@ from mindspeed_llm.data.readers import kind_of
 Entries = list[dict[str, Any]]
 """Messages, each with a role and a content."""
 PROMPTS_DIFFER = "the prompts of chosen and rejected differ"
+QUESTIONS = ("instruction", "question", "query", "messages", "conversations")
+"""Columns that other layouts have questions in."""
 PREFERRED = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
 """The columns of OpenAI's preference fine-tuning; the input is an object with messages."""
 
@@ -83,8 +85,20 @@ class OpenAIPairwiseHandler(PreferenceHandler):
         if self._columns["prompt"]:
             prompt, sides = _separate(self._entries(record, "prompt", "user"), sides)
         else:
+            self._check_prompt(record, sides)
             prompt, sides = _split_prompt(record, sides, self._columns.names)
         return distinct([self._render_completion(record, [*prompt, *side]) for side in sides])
+
+    def _check_prompt(self, record: Record, sides: list[Entries]) -> None:
+        """Refuse answers whose question is in a column that is not read."""
+        question = next((name for name in QUESTIONS if record.get(name)), None)
+        has_messages = any(len(side) > 1 for side in sides)
+        if question is None or has_messages or "prompt" in self._columns.names:
+            return
+        raise MalformedRecord(
+            f"has no prompt, and {question} is not read: name the column with --map-keys "
+            f"""'{{"prompt": "{question}"}}', or switch it off with '{{"prompt": ""}}'"""
+        )
 
 
 class OpenAIKTOHandler(UnpairedHandler, PreferenceHandler):

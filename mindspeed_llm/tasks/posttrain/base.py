@@ -13,6 +13,15 @@ from mindspeed_llm.training.trainer import Batch, Part, Trainer
 __all__ = ["BaseTrainer", "Batch"]
 
 
+HELD = {
+    "kto": "labelled completions",
+    "instruction": "conversations",
+    "pairwise": "pairs",
+    "prompts": "prompts",
+}
+"""What data of each kind is to a user."""
+
+
 class BaseTrainer(Trainer):
     """Trains on instruction data; a stage gives configure_batches, collate and loss_func."""
 
@@ -34,7 +43,8 @@ class BaseTrainer(Trainer):
             if one.kind != self.data_kind:
                 raise ConfigError(
                     f"{one.missing(self.data_kind)[0]} is missing: --stage {self.options.stage} "
-                    f"needs it (without it {one.prefix} is {one.kind} data)"
+                    f"needs it; {one.prefix} holds {HELD[one.kind]}, not {HELD[self.data_kind]}: "
+                    "preprocess with another --handler-name, or give another --stage"
                 )
         self.check_vocabulary({one.prefix: one.facts for one in data})
         self.configure_batches(data)

@@ -46,6 +46,8 @@ class SamplingTrainer(ReferenceTrainer):
 
     handler = "PPOAlpacaStyleInstructionHandler"
     data_kind: ClassVar[str] = "prompts"
+    _scores: TextScores | None = None
+    """What computes rewards, None for a reward model."""
 
     # Models and data.
 
@@ -83,10 +85,12 @@ class SamplingTrainer(ReferenceTrainer):
 
     def initialize(self) -> None:
         """Build the models, and what samples completions and computes their rewards."""
-        super().initialize()
-        self.stop_ids = self._find_stop_ids()
-        self.engine = self.make_engine()
-        self._scores = None if self.options.reward_model else self._text_scores()
+        try:
+            super().initialize()
+            self.engine = self.make_engine()
+        except BaseException:
+            self._close_scores()
+            raise
 
     def make_engine(self) -> RolloutEngine:
         """Return what samples completions: that of --rollout-engine, else this project's own."""
@@ -114,13 +118,14 @@ class SamplingTrainer(ReferenceTrainer):
         )
 
     def configure_batches(self, data: Sequence[InstructionData]) -> None:
-        """Check that prompts and completions fit, and run the file of --rollout-engine."""
+        """Check that prompts and completions fit, and run the files of the user's code."""
         spec = self.options.rollout_engine
         self._engine_maker = None if spec is None else EngineMaker(spec)
         self._check_mini_batches()
         self._check_lengths(data)
         self.rows = Rows.of(self.options, self.setup.shape, data)
-        self._data_stop_ids = {token for one in data for token in one.facts.get("stop_ids", ())}
+        self.stop_ids = self._find_stop_ids(data)
+        self._scores = None if self.options.reward_model else self._text_scores()
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -138,8 +143,11 @@ class SamplingTrainer(ReferenceTrainer):
         try:
             return super().train()
         finally:
-            if self._scores is not None:
-                self._scores.close()
+            self._close_scores()
+
+    def _close_scores(self) -> None:
+        if self._scores is not None:
+            self._scores.close()
 
     def roll_out(self, batches: Iterator[Any], consumed: int) -> list[Rollout]:
         """Complete the prompts of the next global batch, each --num-generations times."""
@@ -249,9 +257,10 @@ class SamplingTrainer(ReferenceTrainer):
         folder = self.options.tokenizer_name_or_path or self.setup.config_folder
         return None if folder is None else str(folder)
 
-    def _find_stop_ids(self) -> frozenset[int]:
+    def _find_stop_ids(self, data: Sequence[InstructionData]) -> frozenset[int]:
         """Return the tokens that end a completion: those of the model and of the chat template."""
-        found = self._data_stop_ids | eos_ids(self.setup.config_folder)
+        found = {token for one in data for token in one.facts.get("stop_ids", ())}
+        found |= eos_ids(self.setup.config_folder)
         if not found:
             raise ConfigError(
                 "no token is known that ends a completion: the config.json of the model needs an "

@@ -40,6 +40,24 @@ def test_starving_experts_are_named_once(caplog):
     assert "at iteration 20 in layers 3; in layer 3 experts 1 get" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("given", "is_frozen"),
+    [
+        ({}, False),
+        ({"freeze_router": True}, True),
+        ({"lora_r": 8}, True),
+        ({"lora_r": 8, "lora_train_router": True}, False),
+    ],
+)
+def test_the_advice_is_for_the_routers_that_there_are(caplog, given, is_frozen):
+    from mindspeed_llm.training.expert_load import load_advice
+    from mindspeed_llm.training.options import TrainOptions
+
+    LoadMonitor([], 4).warn_once([SKEWED], 1, load_advice(TrainOptions(**given)))
+    assert ("routers are frozen" in caplog.text) == is_frozen
+    assert ("the auxiliary loss" in caplog.text) != is_frozen
+
+
 def write_log(folder):
     log = TrainingLog(
         interval=1, total=9, global_batch=1, is_writer=True, file=folder / "log.jsonl"

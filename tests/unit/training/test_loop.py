@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from mindspeed.training.checkpoint_dir import (
     TrainState,
@@ -253,6 +254,20 @@ def test_nan_is_one_line_of_one_rank(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (local_rank == "0")
     assert all("error: the loss or its gradient was not finite" in line for line in lines)
+
+
+def test_a_config_begins_with_what_was_chosen(tmp_path):
+    run = Recorded(save=str(tmp_path), report_to=("none",))
+    run.loop.run(run)
+    text = (tmp_path / "config.yaml").read_text()
+    chosen, others = map(yaml.safe_load, text.split("# as by default\n"))
+    assert chosen == {
+        "lr": 1.0,
+        "lr_warmup_iters": 2,
+        "save": str(tmp_path),
+        "report_to": ["none"],
+    }
+    assert chosen | others == yaml.safe_load(text) == run.config()
 
 
 def test_a_resumed_run_names_its_other_options(tmp_path, caplog):

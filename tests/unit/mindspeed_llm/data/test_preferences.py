@@ -238,8 +238,35 @@ def test_labels_must_be_true_or_false(run, write_lines):
     from mindspeed.config import ConfigError
 
     record = {"prompt": "a", "completion": "b", "label": "yes"}
-    with pytest.raises(ConfigError, match="line 1: label holds text: give true or false"):
+    with pytest.raises(ConfigError, match="line 1: label holds the text 'yes': give true or false"):
         run(write_lines([record]), handler_name="OpenAIKTOHandler", prompt_type="chatml")
+
+
+def test_labels_of_a_table_are_texts(run, tmp_path):
+    lines = ["prompt,completion,label", "a,b,true", "a,c,FALSE", "a,d,1", "a,e,0"]
+    (tmp_path / "judged.csv").write_text("\n".join(lines) + "\n")
+    source = str(tmp_path / "judged.csv")
+    _, prefix = run(source, handler_name="OpenAIKTOHandler", prompt_type="chatml")
+    assert [int(sample["desirable"][0]) for sample in InstructionData(prefix)] == [1, 0, 1, 0]
+
+
+def test_a_question_in_a_column_that_is_not_read_is_not_lost(run, write_lines):
+    """A pair without its prompt would train answers to nothing."""
+    from mindspeed.config import ConfigError
+
+    source = write_lines([{"instruction": "why", "chosen": "It is so.", "rejected": "It is not."}])
+    values = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
+    with pytest.raises(ConfigError, match="line 1: has no prompt, and instruction is not read: "):
+        run(source, **values)
+    _, named = run(source, map_keys='{"prompt": "instruction"}', name="named", **values)
+    _, off = run(source, map_keys='{"prompt": ""}', name="off", **values)
+    lengths = [InstructionData(prefix)[0]["chosen_input_ids"].size for prefix in (named, off)]
+    assert lengths[0] != lengths[1]
+    messages = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "It is so."}]
+    other = [messages[0], {"role": "assistant", "content": "It is not."}]
+    both = {"instruction": "why", "chosen": messages, "rejected": other}
+    summary, _ = run(write_lines([both], "b.jsonl"), name="both", **values)
+    assert summary.written == 1
 
 
 @pytest.mark.parametrize("prompt_type", ["chatml", "tokenizer"])
@@ -268,6 +295,19 @@ def test_prompts_of_messages_have_their_handler(run, write_lines, handler, other
     record = {"prompt": ASKED, "chosen": "a", "rejected": "b", "answer": "a", "label": True}
     with pytest.raises(ConfigError, match=f"line 1: prompt holds .* give --handler-name {other}"):
         run(write_lines([record]), handler_name=handler, prompt_type="chatml")
+
+
+def test_answers_of_messages_have_their_handler(run, write_lines):
+    from mindspeed.config import ConfigError
+
+    for answer in ([{"role": "assistant", "content": "a"}], {"from": "gpt", "value": "a"}):
+        record = {"prompt": "why", "chosen": answer, "rejected": "b"}
+        with pytest.raises(ConfigError, match="chosen holds .* give --handler-name OpenAIPairwise"):
+            run(
+                write_lines([record]),
+                handler_name="AlpacaStylePairwiseHandler",
+                prompt_type="chatml",
+            )
 
 
 def test_a_handler_that_fits_the_columns_is_named(run, write_lines):

@@ -150,6 +150,7 @@ def test_missing_data(prefixes, tmp_path):
         (a + "_packed", "give exactly the --output-prefix of preprocessing"),
         (a + "_packed_input_ids_document.idx", "give exactly the --output-prefix of preprocessing"),
         (str(tmp_path / "none"), "no preprocessed data has that prefix; expected files such as"),
+        (a + "0", f"{a}0: no preprocessed data has that prefix; did you mean {a}.$"),
     ):
         with pytest.raises(ConfigError, match=message):
             InstructionData(prefix)
@@ -166,8 +167,8 @@ def test_a_missing_file_is_named(prefixes):
     trainer = SimpleNamespace(options=options, data_path=[a], data_kind=SFTTrainer.data_kind)
     with pytest.raises(ConfigError) as caught:
         SFTTrainer.configure_from_data(trainer)
-    expected = f"{a}_packed_labels_document.idx is missing: --stage sft needs it"
-    assert str(caught.value).startswith(expected)
+    expected = f"{a}_packed_labels_document.idx is missing: --stage sft needs it; {a} holds "
+    assert str(caught.value).startswith(expected + "prompts, not conversations: preprocess with")
     os.remove(f"{b}_packed_attention_mask_document.idx")
     with pytest.raises(ConfigError, match="b_packed_attention_mask_document.idx is missing: prep"):
         InstructionData(b)

@@ -1,12 +1,13 @@
 """The flags of the document's script, and the same from a file."""
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed.training.options import RANGES
-from mindspeed_llm.training.options import TrainOptions, parse
+from mindspeed_llm.training.options import TrainOptions, from_arguments, parse
 
 SCRIPT = """
 --finetune --stage sft --is-instruction-dataset --tokenizer-not-use-fast --prompt-type qwen
@@ -95,3 +96,17 @@ def test_flags_without_effect_say_so(capsys: pytest.CaptureFixture[str]) -> None
 
     for field in AcceptedOptions.model_fields.values():
         assert field.description.startswith("Accepted for existing")
+
+
+def test_help_begins_with_the_task_and_what_every_run_needs() -> None:
+    from mindspeed_llm.cli import posttrain
+
+    parser = posttrain.add_parser(argparse.ArgumentParser().add_subparsers())
+    text = parser.format_help()
+    places = [text.index(f"\n  {flag} ") for flag in ("--stage", "--load", "--data-path", "--lr")]
+    assert places == sorted(places)
+    assert places[-1] < text.index("\n  --hidden-size ") < text.index("\n  --use-mcore-models ")
+    titles = [group.title for group in parser._action_groups if group._group_actions]
+    assert len(set(titles)) == len(titles) and "loss scale" in titles
+    example = text[text.index("python posttrain_gpt.py") :].split("\n\n")[0].replace("\\\n", " ")
+    assert from_arguments(parser.parse_args(example.split()[2:])).stage == "dpo"
