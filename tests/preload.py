@@ -5,7 +5,9 @@ import gc
 import importlib
 import os
 
-import torch
+gc.disable()  # until all is imported: it stays
+
+import torch  # noqa: E402
 
 IMPORTED_BY = os.getpid()
 
@@ -17,12 +19,18 @@ os.fsync = os.fdatasync = lambda descriptor: os.fstat(descriptor) and None
 
 for _name in (
     "mindspeed.megatron_adaptor",  # before anything of Megatron, as in a user's script
+    "hypothesis",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.distributed",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.tensor_parallel",
+    "mindspeed.ops.gmm.reference",  # operators are imported with their first call
+    "mindspeed.ops.norm.reference",
+    "mindspeed_llm.generation.inference",
+    "mindspeed_llm.models.families.deepseek2",
     "mindspeed_llm.tasks.posttrain.launcher",
     "mindspeed_llm.tasks.pretrain.gpt",
     "mindspeed_mm.training.trainer",
@@ -37,5 +45,6 @@ for _name in (
 # loop unfreezes at its end, the commands collect then; what is shared stays frozen.
 gc.collect()
 gc.freeze()
+gc.enable()
 atexit.register(gc.unfreeze)  # or Triton, unloaded at the exit, complains of leaks
 gc.unfreeze = lambda: None
