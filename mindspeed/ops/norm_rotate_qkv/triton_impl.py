@@ -61,7 +61,7 @@ def norm_rotate_qkv(
 
 
 class _Spec(NamedTuple):
-    """What the kernels are told beside tensors."""
+    """The arguments of the kernels beside tensors."""
 
     q_heads: int
     """Heads of queries in a group; it has one of keys and one of values."""
