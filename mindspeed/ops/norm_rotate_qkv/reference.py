@@ -43,10 +43,10 @@ def norm_rotate_qkv(
     query, key, value = torch.split(qkv, list(sizes), dim=3)
     query = query.reshape(*query.shape[:2], -1, key.shape[-1])
     q, k = (
-        _norm(x, weight, eps, zero_centered) for x, weight in ((query, q_weight), (key, k_weight))
+        rotate_qk(_norm(x, weight, eps, zero_centered), None, freqs, positions)[0].to(qkv.dtype)
+        for x, weight in ((query, q_weight), (key, k_weight))
     )
-    q, k = rotate_qk(q, k, freqs, positions)
-    return q.to(qkv.dtype), k.to(qkv.dtype), value
+    return q, k, value
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:

@@ -26,6 +26,7 @@ from mindspeed.ops.rotary_position_embedding.triton_impl import (
     block_of_heads,
     contiguous_heads,
     rotation_table,
+    table_strides,
 )
 
 ELEMENTS_PER_THREAD = 16  # two loads of 16 bytes in bfloat16
@@ -61,7 +62,7 @@ def norm_rotate_qkv(
 
 
 class _Spec(NamedTuple):
-    """What the kernels are told beside tensors."""
+    """The arguments of the kernels beside tensors."""
 
     q_heads: int
     """Heads of queries in a group; it has one of keys and one of values."""
@@ -172,7 +173,7 @@ def _args(*tensors: Tensor) -> list[Any]:
 
 def _table_args(table: Table) -> tuple[Any, ...]:
     cos, sin, positions, _ = table
-    return cos, sin, positions, *table.strides()
+    return cos, sin, positions, *table_strides(table)
 
 
 def _constants(spec: _Spec, blocks: _Blocks, table: Table) -> dict[str, Any]:

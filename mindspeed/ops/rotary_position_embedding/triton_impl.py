@@ -38,12 +38,6 @@ class Table(NamedTuple):
     """Rows of the table by token, (I, J); None for row i."""
     interleaved: bool
 
-    def strides(self) -> tuple[int, int]:
-        """Return how far apart the rows of positions and of sequences of the batch are."""
-        is_by_row = self.cos.shape[0] > 1 or self.positions is not None
-        of_batch = self.cos.stride(1) if self.cos.shape[1] > 1 else 0
-        return self.cos.stride(0) if is_by_row else 0, of_batch
-
 
 def rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
     """Rotate x by tables that broadcast to it; mode 0 pairs the halves, 1 the neighbours."""
@@ -172,6 +166,13 @@ def rotation_table(
     return Table(cos, sin, positions, interleaved)
 
 
+def table_strides(table: Table) -> tuple[int, int]:
+    """Return how far apart the rows of two positions and of two sequences of the batch are."""
+    cos = table.cos
+    is_by_row = cos.shape[0] > 1 or table.positions is not None
+    return cos.stride(0) if is_by_row else 0, cos.stride(1) if cos.shape[1] > 1 else 0
+
+
 def _cos_sin(freqs: Tensor) -> tuple[Tensor, Tensor]:
     angles = freqs.to(torch.float32).squeeze(2)
     return angles.cos().contiguous(), angles.sin().contiguous()
@@ -225,7 +226,7 @@ def _launch(
         cos,
         sin,
         positions,
-        *table.strides(),
+        *table_strides(table),
         batch,
         num_heads,
         IS_FORWARD=is_forward,
