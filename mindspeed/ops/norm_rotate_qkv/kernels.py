@@ -76,7 +76,8 @@ def _load_table(cos_ptr, sin_ptr, offs_t, lower, upper, mask):
 
 @triton.jit
 def _inverse_rms(sum_squares, eps, HEAD_DIM: tl.constexpr):
-    return (1.0 / tl.sqrt(sum_squares / HEAD_DIM + eps))[:, None]
+    rstd = 1.0 / tl.sqrt(sum_squares / HEAD_DIM + eps)
+    return rstd.to(tl.float32)[:, None]  # torch.compile passes eps as float64
 
 
 @triton.jit
