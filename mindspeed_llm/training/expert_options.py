@@ -22,7 +22,7 @@ class ExpertOptions(Options):
     """Run shared experts beside the collectives of the alltoall dispatcher."""
     moe_router_fusion: bool | None = None
     """Choose the experts of all tokens by one kernel and score them for the auxiliary loss by
-    another. Needs a Megatron that has this switch (0.16). Default: off."""
+    another. Needs a Megatron that has this switch (0.16). Default: on CUDA."""
     moe_load_interval: Annotated[int, Field(ge=0)] | None = None
     """Steps between reports of the experts' load, drop rate and entropy; 0 for none. Default:
     --log-interval."""

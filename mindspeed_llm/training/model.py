@@ -21,7 +21,7 @@ from mindspeed_llm.training.shared_prompts import shares_prompts
 Provider = Callable[..., Any]
 """Builds the model of one pipeline stage from pre_process, post_process and vp_stage."""
 
-FUSED_ROUTER_DEVICES: tuple[str, ...] = ()  # add "cuda" once a race there has shown a gain
+FUSED_ROUTER_DEVICES = ("cuda",)
 """Where routers are fused without --moe-router-fusion."""
 
 
