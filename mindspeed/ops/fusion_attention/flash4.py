@@ -157,8 +157,8 @@ def run_kernel(is_backward: bool, is_deterministic: bool, dtype: str, *sizes: An
     counts = torch.full((TRIAL_TOKENS,), float(TRIAL_TOKENS), device=q.device)
     counts = torch.ones_like(counts).cumsum(0) if which.is_causal else counts
     lse = counts.log().expand(*q.shape[:-3], which.heads, -1).contiguous()
-    out, options = torch.ones_like(q), {"is_causal": which.is_causal, "documents": documents}
-    backward(torch.ones_like(q), q, k, v, out, lse, scale=1.0, **options)
+    out, is_causal = torch.ones_like(q), which.is_causal
+    backward(out, q, k, v, out, lse, scale=1.0, is_causal=is_causal, documents=documents)
 
 
 @functools.cache
