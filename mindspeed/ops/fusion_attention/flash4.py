@@ -139,10 +139,12 @@ class _Heads(NamedTuple):
 
 
 @functools.cache  # every layer asks
-def prepare(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+def prepare(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, *, is_packed: bool = False
+) -> None:
     """Start to compile the kernels of a causal layer that is built, which will ask for them."""
     if dtype in DTYPES and size in HEAD_DIMS and FLASH_ATTENTION.is_here() and flash_sdp_enabled():
-        which = _Heads(dtype, heads, kv_heads, size, is_causal=True, is_packed=False)
+        which = _Heads(dtype, heads, kv_heads, size, is_causal=True, is_packed=is_packed)
         FLASH_ATTENTION.prepare(which.kernels(), str(which))
 
 
