@@ -13,6 +13,7 @@ from mindspeed.compat import megatron
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.features.parallel.context_parallel import chosen
+from mindspeed.ops.fusion_attention import flash4
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.megatron import gpt_model, same_named, transformer_config
 from mindspeed_llm.training.options import TrainOptions
@@ -115,6 +116,8 @@ def build_gpt(
     vp_stage: int | None = None,
 ) -> Any:
     """Build the GPTModel of one pipeline stage."""
+    if options.neat_pack:
+        _prepare_packed_attention(config)
     return gpt_model(
         shape,
         config,
@@ -127,6 +130,15 @@ def build_gpt(
         post_process=post_process,
         parallel_output=True,
     )
+
+
+def _prepare_packed_attention(config: Any) -> None:
+    """Start to compile the kernels of packed documents: layers do not know that they will come."""
+    if config.attention_dropout or config.multi_latent_attention or config.window_size is not None:
+        return
+    ranks = config.tensor_model_parallel_size
+    sizes = config.num_attention_heads // ranks, config.num_query_groups // ranks
+    flash4.prepare(config.params_dtype, *sizes, config.kv_channels, is_packed=True)
 
 
 def build_chunks(provider: Provider, dims: ParallelDims) -> list[Any]:

@@ -139,10 +139,12 @@ class _Heads(NamedTuple):
 
 
 @functools.cache  # every layer asks
-def prepare(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+def prepare(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, *, is_packed: bool = False
+) -> None:
     """Start to compile the kernels of a causal layer that is built, which will ask for them."""
     if dtype in DTYPES and size in HEAD_DIMS and FLASH_ATTENTION.is_here() and flash_sdp_enabled():
-        which = _Heads(dtype, heads, kv_heads, size, is_causal=True, is_packed=False)
+        which = _Heads(dtype, heads, kv_heads, size, is_causal=True, is_packed=is_packed)
         FLASH_ATTENTION.prepare(which.kernels(), str(which))
 
 
@@ -157,8 +159,8 @@ def run_kernel(is_backward: bool, is_deterministic: bool, dtype: str, *sizes: An
     counts = torch.full((TRIAL_TOKENS,), float(TRIAL_TOKENS), device=q.device)
     counts = torch.ones_like(counts).cumsum(0) if which.is_causal else counts
     lse = counts.log().expand(*q.shape[:-3], which.heads, -1).contiguous()
-    out, options = torch.ones_like(q), {"is_causal": which.is_causal, "documents": documents}
-    backward(torch.ones_like(q), q, k, v, out, lse, scale=1.0, **options)
+    out, is_causal = torch.ones_like(q), which.is_causal
+    backward(out, q, k, v, out, lse, scale=1.0, is_causal=is_causal, documents=documents)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import logging
 import sys
 import types
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -298,4 +299,23 @@ def test_a_layer_that_is_built_has_its_kernels_compiled(package, on_hopper, monk
     assert not list(tmp_path.iterdir())
     Attention(torch.bfloat16)
     kernels = flash4._Heads(torch.bfloat16, 4, 2, 64, is_causal=True, is_packed=False).kernels()
+    assert kernel_files.started(hopper.FLASH_ATTENTION, kernels) == kernels
+
+
+def test_fine_tuning_on_packed_rows_has_their_kernels_compiled(
+    package, on_hopper, monkeypatch, tmp_path
+):
+    from megatron.core.transformer import TransformerConfig
+
+    from mindspeed_llm.training.model import _prepare_packed_attention
+
+    sizes = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "num_query_groups": 4}
+    options = {"tensor_model_parallel_size": 2, "bf16": True, "params_dtype": torch.bfloat16}
+    plain = TransformerConfig(**sizes, **options, attention_dropout=0.0)
+    kernel_files.keep(monkeypatch, tmp_path)
+    _prepare_packed_attention(TransformerConfig(**sizes, **options, attention_dropout=0.1))
+    _prepare_packed_attention(replace(plain, window_size=(64, 0)))
+    assert not list(tmp_path.iterdir())
+    _prepare_packed_attention(plain)
+    kernels = flash4._Heads(torch.bfloat16, 4, 2, 64, is_causal=True, is_packed=True).kernels()
     assert kernel_files.started(hopper.FLASH_ATTENTION, kernels) == kernels
