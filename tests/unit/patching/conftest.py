@@ -53,6 +53,15 @@ def no_other_hooks(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not _is_hook(each)])
 
 
+@pytest.fixture(autouse=True)
+def few_modules(monkeypatch):
+    """Take away other tests and the suites they import: a search for copies looks through all."""
+    for name in list(sys.modules):
+        is_other_test = name.startswith("tests.") and not name.startswith("tests.unit.patching")
+        if is_other_test or name.startswith(("mindspeed_llm", "mindspeed_mm")):
+            monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture
 def patcher():
     patcher = Patcher()
