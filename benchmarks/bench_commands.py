@@ -4,7 +4,7 @@
     python benchmarks/bench_commands.py --only pretrain:2,pretrain:4,torchtitan:2
     python benchmarks/bench_commands.py --site torchtitan=/path/one:/path/two --site peers=/path
     python benchmarks/bench_commands.py --shape 8B --only pretrain:1
-    python benchmarks/bench_commands.py --shape olmoe --only pretrain:2,torchtitan:1,hf-packed:1
+    python benchmarks/bench_commands.py --shape olmoe --only pretrain-reuse-fp32:2,torchtitan:1
     python benchmarks/bench_commands.py --sequence 131072 --global-batch 1 --steps 4 --warm-up 2 \\
         --only pretrain-recompute:1,torchtitan-recompute:1
 

@@ -43,6 +43,11 @@ def keep_attention(job, batch):
     return recompute(job, batch, "--recompute-keep-attention")
 
 
+def reuse_fp32(job, batch):
+    """Build it with 4 instead of 6 bytes a weight for the weights and their float32 copy."""
+    return pretrain(job, batch, "--reuse-fp32-param")
+
+
 def first_start(job, batch):
     """Build it with no kernel compiled before."""
     shutil.rmtree(job.folder / "caches", ignore_errors=True)
@@ -173,6 +178,7 @@ CASES = {
     "pretrain-keep-attention": Case(
         keep_attention, "with full recompute that keeps attention's results", (1,)
     ),
+    "pretrain-reuse-fp32": Case(reuse_fp32, "with --reuse-fp32-param", (2,)),
     "first-start": Case(first_start, "pretrain_gpt.py with empty caches", (2,), ALL),
     "second-start": Case(second_start, "the same once more", (2,), ALL),
     "sft-packed": Case(

@@ -228,6 +228,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         (_random(7, 8, grad=True), 4),
         {"num_groups": 4, "group_topk": 2, "with_scores": True},
     ),
+    "row_logsumexp:row_logsumexp": lambda: ((_random(7, 8, grad=True),), {}),
     "routing_rows:routing_rows": lambda: ((_random(7, 4) > 0, 9), {}),
     "swiglu:silu_mul": lambda: ((_random(3, 8, grad=True), _random(3, 8, grad=True) - 1), {}),
     "swiglu:swiglu_gradient": lambda: ((_random(3, 4), _random(3, 8)), {}),

@@ -272,7 +272,7 @@ def test_a_question_in_a_column_that_is_not_read_is_not_lost(run, write_lines):
 @pytest.mark.parametrize("prompt_type", ["chatml", "tokenizer"])
 @pytest.mark.parametrize("handler", ["OpenAIPairwiseHandler", "OpenAIKTOHandler"])
 def test_packing_is_left_to_training(run, write_lines, handler, prompt_type):
-    """Whoever makes the chat template."""
+    """With and without the chat template of the tokenizer."""
     from mindspeed.config import ConfigError
 
     record = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "b", "label": True}
