@@ -16,6 +16,7 @@ import importlib.metadata
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,5 +316,10 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="few samples")
     parser.add_argument("--seconds-per-case", type=float, default=2.0, help="of one pass")
     parser.add_argument("--tiny", action="store_true", help="the tiny cases, e.g. on a cpu")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder for the results")
-    sys.exit(main(parser.parse_args()))
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results; they are kept without it, but tiny ones"
+    )
+    given = parser.parse_args()
+    if given.out is None:
+        given.out = Path(tempfile.mkdtemp()) if given.tiny else HERE / "results"
+    sys.exit(main(given))
