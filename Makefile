@@ -16,6 +16,8 @@ MEGATRON_TESTS = $(filter-out $(NOT_MEGATRON),$(shell $(MEGATRON) | xargs $(SUIT
 
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Where images of containers set it, every process of a test compiles all of the product again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup quickstart test check clients drill fuzz mutate clean
 
