@@ -194,7 +194,8 @@ def run_command(arguments: list[str]) -> tuple[int, str]:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "other data": (
         {"stage": "dpo", "data_path": ("unpaired",)},
-        "chosen_input_ids_document.idx is missing: --stage dpo needs it .* is kto data",
+        "chosen_input_ids_document.idx is missing: --stage dpo needs it; .* holds labelled "
+        "completions, not pairs: preprocess with another --handler-name, or give another --stage",
     ),
     "records of another kind": (
         {"stage": "kto", "data_path": ("raw.jsonl",), "handler_name": "AlpacaStylePairwiseHandler"},

@@ -22,8 +22,14 @@ from mindspeed_llm.data.readers import kind_of
 Entries = list[dict[str, Any]]
 """Messages, each with a role and a content."""
 PROMPTS_DIFFER = "the prompts of chosen and rejected differ"
-QUESTIONS = ("instruction", "question", "query", "messages", "conversations")
-"""Columns that other layouts have questions in."""
+QUESTIONS = {
+    "instruction": "AlpacaStylePairwiseHandler",
+    "messages": "SharegptStylePairwiseHandler",
+    "conversations": "SharegptStylePairwiseHandler",
+    "question": "",
+    "query": "",
+}
+"""Columns that other layouts have questions in, and the handlers of these."""
 PREFERRED = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
 """The columns of OpenAI's preference fine-tuning; the input is an object with messages."""
 
@@ -95,8 +101,9 @@ class OpenAIPairwiseHandler(PreferenceHandler):
         has_messages = any(len(side) > 1 for side in sides)
         if question is None or has_messages or "prompt" in self._columns.names:
             return
+        other = f"give --handler-name {name}, or " if (name := QUESTIONS[question]) else ""
         raise MalformedRecord(
-            f"has no prompt, and {question} is not read: name the column with --map-keys "
+            f"has no prompt, and {question} is not read: {other}name the column with --map-keys "
             f"""'{{"prompt": "{question}"}}', or switch it off with '{{"prompt": ""}}'"""
         )
 

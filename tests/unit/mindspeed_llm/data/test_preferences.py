@@ -256,7 +256,8 @@ def test_a_question_in_a_column_that_is_not_read_is_not_lost(run, write_lines):
 
     source = write_lines([{"instruction": "why", "chosen": "It is so.", "rejected": "It is not."}])
     values = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
-    with pytest.raises(ConfigError, match="line 1: has no prompt, and instruction is not read: "):
+    expected = "line 1: has no prompt, and instruction is not read: give --handler-name Alpaca"
+    with pytest.raises(ConfigError, match=expected):
         run(source, **values)
     _, named = run(source, map_keys='{"prompt": "instruction"}', name="named", **values)
     _, off = run(source, map_keys='{"prompt": ""}', name="off", **values)
@@ -272,7 +273,7 @@ def test_a_question_in_a_column_that_is_not_read_is_not_lost(run, write_lines):
 @pytest.mark.parametrize("prompt_type", ["chatml", "tokenizer"])
 @pytest.mark.parametrize("handler", ["OpenAIPairwiseHandler", "OpenAIKTOHandler"])
 def test_packing_is_left_to_training(run, write_lines, handler, prompt_type):
-    """With and without the chat template of the tokenizer."""
+    """With templates of ours and with that of the tokenizer."""
     from mindspeed.config import ConfigError
 
     record = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "b", "label": True}
