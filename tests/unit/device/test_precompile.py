@@ -83,7 +83,7 @@ def test_kernels_are_compiled_at_the_same_time_and_kept(package, tmp_path, caplo
     assert not any(start(*each) for each in FAKE._files(kernels))
 
 
-def test_a_killed_compilation_blocks_nobody(package, tmp_path):
+def test_a_killed_compilation_releases_its_lock(package, tmp_path):
     kernel = Kernel(package.hang, (str(tmp_path),))
     ((_, file),) = FAKE._files([kernel])
     assert start(kernel, file) and not start(kernel, file)  # its process has the lock
