@@ -19,6 +19,7 @@ import torch
 from mindspeed.distributed.parallel_dims import CP, ParallelDims
 from mindspeed.parallel.context.layout import Layout
 from mindspeed.parallel.context.whole_documents import DOCUMENT_LAYOUTS
+from mindspeed_llm.data.shared_prompts import KEY_BOUNDS
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class PaddingWatch:
         """Return a rank's share of a micro-batch as it is."""
         if "cu_seqlens" in batch and not self._has_warned:
             tokens = batch["tokens"].numel() * self._split.size
-            share = 1 - int(batch["real_tokens"]) / tokens
+            share = 1 - _used_rows(batch) / tokens
             if share > MAX_PADDING:
                 self._has_warned = True
                 logger.warning("%s", self._text(share, tokens))
@@ -133,6 +134,13 @@ class PaddingWatch:
             f"{share:.0%} of the {tokens} tokens of a packed batch are padding{reason}: pack "
             "longer documents or fuller rows"
         )
+
+
+def _used_rows(batch: Mapping[str, torch.Tensor]) -> int:
+    """Return the rows without padding; those of a prompt that a pair shares count once."""
+    if KEY_BOUNDS in batch:
+        return int(batch["cu_seqlens"][int(batch["num_sequences"])])
+    return int(batch["real_tokens"])
 
 
 def _round_up(length: int, multiple: int) -> int:

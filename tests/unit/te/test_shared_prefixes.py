@@ -7,6 +7,7 @@ import torch
 
 from mindspeed.ops.rotary_position_embedding.packed import rotate_packed, rotate_packed_qkv
 from mindspeed.te.pytorch import DotProductAttention
+from mindspeed.te.pytorch.attention import core
 from mindspeed.te.pytorch.attention.shared_prefixes import KeyRows, key_bounds, register_prefixes
 from tests.unit.te.dense_attention import H, N, band, check, dense
 
@@ -70,6 +71,24 @@ def test_outputs_and_gradients_are_those_of_whole_documents(layout, left):
     attention = DotProductAttention(N, H, G, attn_mask_type="padding_causal", window_size=window)
     out = attention(q, k, v, qkv_format="thd", **layout.register())
     check(out, whole_documents(q, k, v, layout, left), [q, k, v], rtol=1e-12)
+
+
+def test_long_documents_keep_no_mask_for_backward(monkeypatch):
+    """Without flash attention either: a mask in every layer would take more than prompts do."""
+    layout = Layout([0, 40, 72, 80], [(0, 0), (0, 8), (0, 0)])
+    monkeypatch.setattr(core, "MAX_MASK", 500)
+    q, k, v = draw(layout.bounds[-1])
+    attention = DotProductAttention(N, H, G, attn_mask_type="padding_causal")
+    kept = []
+
+    def keep(x):
+        kept.append(x.shape[-2:].numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attention(q, k, v, qkv_format="thd", **layout.register())
+    assert kept and 32 * 40 not in kept
+    check(out, whole_documents(q, k, v, layout), [q, k, v], rtol=1e-12)
 
 
 def test_the_largest_score_is_that_of_whole_documents():

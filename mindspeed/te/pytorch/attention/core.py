@@ -17,6 +17,7 @@ from mindspeed.ops.fusion_attention import sdpa
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
 LONG = 1024  # tokens of a document from where one by one is faster than all at once
+MAX_MASK = 2**20  # elements of a mask, which every layer keeps for backward
 # Host copies of cumulative lengths, so that attention does not synchronise with the device in every
 # layer. They cannot come as an argument: Megatron's TEDotProductAttention passes on the fields of
 # its own PackedSeqParams only (0.12 to 0.16), not those of a subclass, and its other fields have a
@@ -90,6 +91,8 @@ def attend(
     causal = is_plain and rule.is_plain_causal(*lengths)
     if is_plain and not causal and rule.is_window(*lengths) and sdpa.supports_flash(q, k, v):
         return _attend_window(q, k, v, rule, softmax)
+    if is_plain and rule.is_end_of_causal(*lengths) and lengths[0] * lengths[1] > MAX_MASK:
+        return _attend_end(q, k, v, softmax)
     band = None if causal else rule.visible_band(*lengths, q.device)
     if band is not None:
         visible = band if visible is None else visible & band
@@ -116,6 +119,16 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, softmax: Sof
     return sdpa.flash_attention(
         q, k, v, scale=softmax.scale, dropout=softmax.dropout, window=rule.window
     ).transpose(1, 2)
+
+
+def _attend_end(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Attend the last queries, with zeros in the place of those before them instead of a mask."""
+    before = k.shape[-2] - q.shape[-2]
+    whole = torch.nn.functional.pad(q, (0, 0, before, 0))
+    out = sdpa.attention(
+        whole, k, v, scale=softmax.scale, dropout=softmax.dropout, is_causal=True, mask=None
+    )
+    return out[..., before:, :]
 
 
 def attend_batch(

@@ -57,6 +57,11 @@ class MaskRule:
         aligned = num_q == num_k or "bottom_right" not in self.kind
         return "causal" in self.kind and self.window[0] < 0 and aligned
 
+    def is_end_of_causal(self, num_q: int, num_k: int) -> bool:
+        """Return whether the queries are the last ones of a plain causal sequence of the keys."""
+        is_aligned = "causal_bottom_right" in self.kind
+        return is_aligned and self.window[0] < 0 and num_q < num_k
+
     def is_window(self, num_q: int, num_k: int) -> bool:
         """Return whether the window, with the last query at the last key, is the whole band."""
         return self.window != (-1, -1) and (num_q == num_k or not self._is_top_left)

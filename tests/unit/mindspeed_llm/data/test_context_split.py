@@ -14,6 +14,7 @@ from mindspeed.parallel.context.blocks import CAUSAL, Spans, plan
 from mindspeed.te.pytorch.attention.megatron import _positions as whole_positions
 from mindspeed_llm.data.collate import collate_fixed, collate_packed
 from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
+from mindspeed_llm.tasks.posttrain.rows import Rows
 from tests.unit.mindspeed_llm.data.real_lengths import num_pairs
 
 
@@ -98,6 +99,18 @@ def test_much_padding_is_reported_once(caplog):
         "35% of the 40 tokens of a packed batch are padding; --context-parallel-size 4 pads each "
         "document to a multiple of 8"
     )
+
+
+def test_padding_is_that_of_rows_with_shared_prompts(caplog):
+    """Nine rows of 16: whole sequences have 15 tokens, but the six of the prompt are there once."""
+    ids, labels = np.arange(1, 9), np.array([-100] * 7 + [8])
+    pair = {"chosen_input_ids": ids, "chosen_labels": labels}
+    pair |= {"rejected_input_ids": ids[:7], "rejected_labels": labels[:7]}
+    rows = Rows(length=16, multiple=16, pad_id=0, kind="fixed")
+    with caplog.at_level(logging.WARNING):
+        PaddingWatch(ContextSplit()).watch(rows.collate_pairs([pair], is_shared=True))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("44% of the 16 tokens of a packed batch are padding")
 
 
 def test_ranks_share_the_pairs_of_tokens_that_attention_computes():
