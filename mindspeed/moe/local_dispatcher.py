@@ -30,7 +30,9 @@ class LocalDispatcher(CombinedByExperts, TwoMethods):
         self.hidden_shape = hidden_states.shape
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        num_rows = len(routing_map) * self.config.moe_router_topk
+        # Megatron's inference sets a capacity once models are built, to pad experts in decoding.
+        is_dropless = self.config.moe_expert_capacity_factor is None
+        num_rows = len(routing_map) * self.config.moe_router_topk if is_dropless else None
         self._rows, pairs = number_rows(routing_map, num_rows)
         weights = probs.reshape(-1).index_select(0, pairs)
         return hidden_states.view(-1, self.hidden_shape[-1]), weights
