@@ -49,6 +49,10 @@ class LocalDispatcher(CombinedByExperts, TwoMethods):
             self.shared_experts.linear_fc1_forward_and_act()
         return hidden_states, self._rows, probs
 
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Megatron 0.19 asks where outputs and gradients of experts go: wherever they like."""
+        return None, None
+
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Add the output of shared experts that run beside the others."""
         output = hidden_states.view(self.hidden_shape)
