@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
 
 def start(kernel: Kernel, file: Path) -> bool:
     """Compile a kernel in a process of its own, unless one has done so, or does; return whether."""
-    if len(os.sched_getaffinity(0)) < MIN_CORES:
+    if len(os.sched_getaffinity(0)) < MIN_CORES or not sys.executable:
         return False
     try:
         lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
@@ -74,8 +74,9 @@ def start(kernel: Kernel, file: Path) -> bool:
 
 def _start(kernel: Kernel, lock: int) -> subprocess.Popen[bytes]:
     job = json.dumps([lock, device.current().index(), *kernel.call])
-    # The modules of this process: its path may differ from that of a new one.
-    path = os.pathsep.join(filter(None, sys.path))
+    # The modules of this process: its path may differ from that of a new one. "" is where it is;
+    # what is no text, as a Path, Python passes over.
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path if isinstance(each, str))
     return subprocess.Popen(
         [sys.executable, "-c", f"from {__name__} import main; main()", job],
         pass_fds=[lock],

@@ -30,10 +30,19 @@ class LocalDispatcher(CombinedByExperts, TwoMethods):
         self.hidden_shape = hidden_states.shape
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        num_rows = len(routing_map) * self.config.moe_router_topk
+        num_rows = len(routing_map) * self.config.moe_router_topk if self._has_all_rows() else None
         self._rows, pairs = number_rows(routing_map, num_rows)
         weights = probs.reshape(-1).index_select(0, pairs)
         return hidden_states.view(-1, self.hidden_shape[-1]), weights
+
+    def _has_all_rows(self) -> bool:
+        """Return whether each token surely has as many experts as the router chooses.
+
+        Megatron's inference sets a capacity once models are built, to pad experts in decoding.
+        Choices that are replayed may name an expert twice, as those of padding do.
+        """
+        is_replayed = getattr(self.config, "moe_enable_routing_replay", False)
+        return self.config.moe_expert_capacity_factor is None and not is_replayed
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """All experts are here."""
@@ -46,6 +55,10 @@ class LocalDispatcher(CombinedByExperts, TwoMethods):
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act()
         return hidden_states, self._rows, probs
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Megatron 0.19 asks where outputs and gradients of experts go: wherever they like."""
+        return None, None
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Add the output of shared experts that run beside the others."""

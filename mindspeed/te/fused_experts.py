@@ -65,8 +65,12 @@ def wrap_experts_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         permuted_local_hidden_states: Tensor,
         tokens_per_expert: Tensor | Sequence[int] | ExpertRows,
         permuted_probs: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         x, counts, probs = permuted_local_hidden_states, tokens_per_expert, permuted_probs
+        if _has_buffers(*args, **kwargs):
+            return original(self, x, counts, probs, *args, **kwargs)
         if _is_as_built(self) and len(x) and not torch.compiler.is_compiling():
             rows = counts if isinstance(counts, ExpertRows) else _numbers(x, counts)
             return _forward(self, x, rows, probs.flatten()), None
@@ -75,6 +79,11 @@ def wrap_experts_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, x, counts, probs)
 
     return forward
+
+
+def _has_buffers(*buffers: Tensor | None, **by_name: Tensor | None) -> bool:
+    """Return whether results are to be written into buffers, as Megatron 0.19 may ask for."""
+    return any(each is not None for each in (*buffers, *by_name.values()))
 
 
 def _forward(experts: Any, x: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
@@ -106,6 +115,7 @@ CHANGES = (
     "activation_func_fp8_input_store",
     "activation_func_clamp_value",
     "glu_linear_offset",
+    "moe_mlp_glu_interleave_size",
 )
 """Fields of Megatron's config that change what experts compute, or what they store."""
 

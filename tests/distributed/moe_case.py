@@ -5,6 +5,7 @@ dispatchers: it runs the tokens of all ranks through one expert after the other.
 """
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -137,7 +138,9 @@ def build(case: Case, dtype, **options):
         **{"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, **options},
     )
     spec = get_moe_module_spec(use_te=True, num_experts=EXPERTS, moe_grouped_gemm=True)
-    layer = MoELayer(config, spec.submodules)
+    # Megatron 0.19 has a function with arguments in place of a spec.
+    submodules = spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+    layer = MoELayer(config, submodules)
     whole = weights(dtype)
     for name, parameter in layer.named_parameters():
         parameter.data.copy_(part(name, whole, layer))

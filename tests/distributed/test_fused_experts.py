@@ -71,6 +71,19 @@ def others():
             layer.router = router
             layer.experts.linear_fc1.register_forward_hook(lambda _, args, out: None)
             found["observed"] = layer(x)[0].detach()
+    layer = build(ONE, torch.float64)
+    # As Megatron's inference does before it decodes: each expert gets all tokens, most for nothing.
+    layer.config.moe_expert_capacity_factor = EXPERTS / 2
+    layer.config.moe_pad_expert_input_to_capacity = True
+    layer.router = Fixed(probs, torch.ones_like(mask))
+    found["padded"] = layer(x)[0].detach()
+    if "moe_enable_routing_replay" in TransformerConfig.__dataclass_fields__:
+        replayed = mask.clone()
+        replayed[0] = torch.arange(EXPERTS) == 1  # named twice
+        for name, case in (("replay", ONE), ("replay apart", replace(ONE, one_path=False))):
+            layer = build(case, torch.float64, moe_enable_routing_replay=True)
+            layer.router = Fixed(probs.detach() * replayed, replayed)
+            found[name] = layer(x)[0].detach()
     if "glu_linear_offset" in TransformerConfig.__dataclass_fields__:
         for name, case in (("offset", ONE), ("offset apart", replace(ONE, one_path=False))):
             layer = build(case, torch.float64, glu_linear_offset=1.0)
@@ -87,9 +100,12 @@ def test_every_layout_equals_a_loop_over_the_experts():
     assert dispatcher == "LocalDispatcher"
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found["observed"], want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found["padded"], want, rtol=1e-12, atol=1e-12)
     doubled, calls = found["hook"]
     torch.testing.assert_close(doubled, 2 * want, rtol=1e-12, atol=1e-12)
     assert calls == 1
+    if "replay" in found:
+        torch.testing.assert_close(found["replay"], found["replay apart"], rtol=1e-12, atol=1e-12)
     if "offset" in found:
         expected = found["offset apart"]
         torch.testing.assert_close(found["offset"], expected, rtol=1e-12, atol=1e-12)

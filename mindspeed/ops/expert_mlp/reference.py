@@ -45,8 +45,11 @@ class ExpertRows(NamedTuple):
         return total
 
 
-def number_rows(routing_map: Tensor, num_rows: int) -> tuple[ExpertRows, Tensor]:
-    """Return the rows of a mask (T, E) with `num_rows` pairs, and the pair t * E + e of each."""
+def number_rows(routing_map: Tensor, num_rows: int | None) -> tuple[ExpertRows, Tensor]:
+    """Return the rows of a mask (T, E) with `num_rows` pairs, and the pair t * E + e of each.
+
+    Without `num_rows`, synchronise with the device and count.
+    """
     num_experts = routing_map.shape[1]
     numbered = routing_rows(routing_map, num_rows)
     counts = routing_map.sum(0, dtype=torch.int32)

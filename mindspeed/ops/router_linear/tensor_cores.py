@@ -19,11 +19,13 @@ from mindspeed.ops.router_linear import reference
 
 PARTS = 3
 """Of 8 bits each, the 24 bits of float32; bfloat16 has its exponents, float16 has not."""
+HAS_FP32_RESULTS = "dtype" in torch.ops.aten.mm.overloads()
+"""Whether torch multiplies 16 bits into float32: since 2.8."""
 
 
 def router_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x w^T (..., E) in float32 for x (..., H) and weight (E, H)."""
-    if is_tracing() or x.dtype != torch.bfloat16:
+    if is_tracing() or x.dtype != torch.bfloat16 or not HAS_FP32_RESULTS:
         return reference.router_linear(x, weight)
     scores: Tensor = _RouterLinear.apply(x.reshape(-1, x.shape[-1]), weight)
     return scores.view(*x.shape[:-1], len(weight))

@@ -140,3 +140,27 @@ def test_another_version_is_another_kernel(package, tmp_path):
         Kernel(package.hang, ("a", 1, True)).file(tmp_path, ["1.0"]),
     }
     assert len(files) == 4 and kernel.file(tmp_path, ["1.0"]) in files
+
+
+def test_what_is_no_text_in_the_path_is_passed_over(package, tmp_path, monkeypatch):
+    kernel = Kernel(package.compile_once, (str(tmp_path),))
+    ((_, file),) = FAKE._files([kernel])
+    (tmp_path / "elsewhere").mkdir()
+    for before, executable in ((tmp_path / "elsewhere", None), (tmp_path, sys.executable)):
+        monkeypatch.setattr(sys, "executable", executable)
+        monkeypatch.setattr(sys, "path", [before, *sys.path])
+        assert start(kernel, file) == (executable is not None)
+    with claimed(file) as lock:
+        assert lock is None
+    assert (tmp_path / "once.o").exists()
+
+
+def test_the_current_folder_is_in_the_path_of_a_process(package, tmp_path, monkeypatch):
+    kernel = Kernel(package.compile_once, (str(tmp_path),))
+    ((_, file),) = FAKE._files([kernel])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *(each for each in sys.path if each != str(tmp_path))])
+    assert start(kernel, file)
+    with claimed(file) as lock:
+        assert lock is None
+    assert (tmp_path / "once.o").exists()

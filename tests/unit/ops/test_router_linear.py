@@ -55,6 +55,14 @@ def test_other_dtypes_are_converted(dtype):
     assert torch.equal(out, router_linear(x, weight))
 
 
+def test_a_torch_without_results_in_float32_converts(monkeypatch):
+    x, weight = draw(9, 16), draw(4, 16)
+    assert tensor_cores.HAS_FP32_RESULTS
+    monkeypatch.setattr(tensor_cores, "HAS_FP32_RESULTS", False)
+    monkeypatch.setattr(tensor_cores, "_matmul_fp32", None)
+    assert torch.equal(tensor_cores.router_linear(x, weight), router_linear(x, weight))
+
+
 def test_refuses_what_does_not_match():
     with pytest.raises(ValueError, match=r"of one dtype, got \(3, 4\) of torch.float32 and \(2, 5"):
         router_linear(torch.ones(3, 4), torch.ones(2, 5))

@@ -2,7 +2,10 @@
 
 from types import SimpleNamespace
 
-from mindspeed.te.fused_experts import wrap_experts_init
+import pytest
+import torch
+
+from mindspeed.te.fused_experts import wrap_experts_forward, wrap_experts_init
 
 
 def test_experts_that_are_not_fused_are_reported_once(caplog):
@@ -17,3 +20,16 @@ def test_experts_that_are_not_fused_are_reported_once(caplog):
     assert [layer.fused_linears for layer in layers] == [None] * 4
     (line,) = caplog.messages
     assert line.startswith("--moe-fused-experts has no effect on experts of this model: ")
+
+
+@pytest.mark.parametrize("buffers", [(), (None, None), (torch.ones(1), None)], ids=len)
+def test_buffers_of_megatron_0_19_are_passed_on(buffers):
+    def forward(self, x, counts, probs, output_buffer=None, grad_input_buffer=None):
+        return output_buffer, grad_input_buffer
+
+    names = ("output_buffer", "grad_input_buffer")
+    experts = SimpleNamespace(linear_fc1=None, linear_fc2=None)
+    wrapped, given = wrap_experts_forward(forward), (experts, torch.ones(2, 3), [2], None)
+    expected = (buffers or (None, None))[:2]
+    assert wrapped(*given, *buffers) == expected
+    assert wrapped(*given, **dict(zip(names, buffers))) == expected
