@@ -53,6 +53,8 @@ def _choose_all(registry: Registry, options: Any, context: Context) -> list[Choi
     choices = [choose(feature) for feature in registry]
     asked_for = [each for each in choices if each.on and not each.feature.is_undecided(options)]
     choices = [_yield(choice, asked_for, registry, options, context) for choice in choices]
+    off = {each.feature.name: each for each in choices if each.state == "off"}
+    choices = [_without(choice, off, options, context) for choice in choices]
     _check([choice.feature for choice in choices if choice.on], registry, options, context)
     return choices
 
@@ -143,6 +145,15 @@ def _yield(
             switch = other.spelled(options, context)
             return Choice(choice.feature, False, f"not together with {switch}: {reason}")
     return choice
+
+
+def _without(choice: Choice, off: Mapping[str, Choice], options: Any, context: Context) -> Choice:
+    """Switch off what is on by default only, where something that it needs has yielded."""
+    missing = [off[name].feature for name in choice.feature.requires if name in off]
+    if not (choice.on and missing and choice.feature.is_undecided(options)):
+        return choice
+    names = ", ".join(feature.spelled(options, context) for feature in missing)
+    return Choice(choice.feature, False, f"{names} is off")
 
 
 def _check(features: list[Feature], registry: Registry, options: Any, context: Context) -> None:

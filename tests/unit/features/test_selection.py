@@ -231,6 +231,10 @@ def test_a_default_feature_yields_to_one_that_was_asked_for(monkeypatch):
     assert by_default.why == "not together with --use-rival: both write the rows"
     with pytest.raises(ConfigError, match="--use-on-cpu and --use-rival cannot be used together"):
         select(registry, options(use_rival=True, use_on_cpu=True), context)
+    registry = Registry([OnCpu(), OnTopOfIt(), Rival()])
+    choices = select(registry, registry.options_class(use_rival=True), context)
+    (on_top,) = [each for each in choices if each.feature.name == "on_top_of_it"]
+    assert (on_top.on, on_top.why) == (False, "--use-on-cpu is off")
 
 
 def test_a_default_feature_stays_off_where_its_requirement_is_off(monkeypatch):
