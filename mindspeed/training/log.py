@@ -44,12 +44,12 @@ class TrainingLog:
         file: Path | None = None,
         tensorboard_dir: str | None = None,
         tracker: WandbRun | None = None,
-        flops_per_step: float | None = None,
+        flops_per_token: float | None = None,
         meter: FlopMeter | None = None,
         world_size: int = 1,
     ) -> None:
         self._log_interval, self._total, self._global_batch = interval, total, global_batch
-        self.is_writer, self._world_size, self._flops = is_writer, world_size, flops_per_step
+        self.is_writer, self._world_size, self._flops = is_writer, world_size, flops_per_token
         self._meter = meter
         self._file = file if is_writer else None
         self.board = open_board(tensorboard_dir) if tensorboard_dir and is_writer else None
@@ -126,7 +126,7 @@ class TrainingLog:
             "elapsed time per iteration (ms)": 1000 * seconds / interval.steps,
         }
         if self._flops is not None:
-            speed = self._flops * interval.steps / seconds / self._world_size / 1e12
+            speed = self._flops * interval.tokens / seconds / self._world_size / 1e12
             numbers["throughput per GPU (TFLOP/s/GPU)"] = speed
         if self._meter is not None:
             numbers |= self._meter.rates(seconds / interval.steps)

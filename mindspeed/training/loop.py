@@ -81,7 +81,7 @@ class TrainLoop:
         global_batch: int,
         rank: int,
         world_size: int,
-        flops_per_step: float | None = None,
+        flops_per_token: float | None = None,
         meter: FlopMeter | None = None,
         after_step: Callable[[int, TrainingLog], None] | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class TrainLoop:
             file=Path(file) if file else None,
             tensorboard_dir=board_folder(options),
             tracker=WandbRun(options) if "wandb" in options.report_to and rank == 0 else None,
-            flops_per_step=flops_per_step,
+            flops_per_token=flops_per_token,
             meter=meter,
             world_size=world_size,
         )

@@ -203,6 +203,12 @@ class ModelConfig(Options):
         """Return whether a layer has experts; a layer of multi-token prediction is as the last."""
         return self.moe is not None and self.moe.is_moe_layer[min(layer, self.num_layers - 1)]
 
+    def mlp_width(self, layer: int) -> int:
+        """Return the width of the MLP of a token in a layer, that of all its experts together."""
+        if self.moe is None or not self.is_moe_layer(layer):
+            return self.ffn_hidden_size
+        return self.moe.topk * self.moe.ffn_hidden_size + (self.moe.shared_ffn_hidden_size or 0)
+
     def with_value_head(self) -> "ModelConfig":
         """Return the configuration of the same model with one value a token as its output."""
         return self.model_copy(update={"num_labels": 1, "tied": False, "mtp_num_layers": 0})

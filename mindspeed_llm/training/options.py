@@ -260,7 +260,8 @@ class ThroughputOptions(Options):
     """What is logged about the speed, beside tokens."""
 
     log_throughput: bool = False
-    """Add the arithmetic throughput to the line."""
+    """Add the arithmetic throughput to the line: an estimate for tokens that are no padding.
+    --op-cal-tflops counts what is computed."""
 
 
 class AcceptedOptions(Options):

@@ -428,7 +428,7 @@ class Trainer(ABC):
             global_batch=batch,
             rank=dims.rank,
             world_size=dims.world,
-            flops_per_step=self._flops_per_step() if options.log_throughput else None,
+            flops_per_token=self._flops_per_token() if options.log_throughput else None,
             meter=FlopMeter() if options.op_cal_tflops else None,
             after_step=expert_load_report(self.primary, options),
         )
@@ -460,16 +460,14 @@ class Trainer(ABC):
         step = self.prepare_step(list(islice(batches, self.setup.dims.num_micro_batches)))
         return repeated(step, self.primary)
 
-    def _flops_per_step(self) -> float:
-        """Estimate the operations of a step: 6 a weight and token, and those of attention."""
-        shape, (length, samples) = self.setup.shape, self.sizes
-        layer = shape.hidden_size * (shape.query_size + 2 * shape.kv_size + shape.attention_size)
-        layer += 3 * shape.hidden_size * shape.ffn_hidden_size
-        weights = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+    def _flops_per_token(self) -> float:
+        """Estimate the operations of a token: 6 a weight, and those of attention in a full row."""
+        shape, (length, _) = self.setup.shape, self.sizes
+        widths = shape.num_layers * (shape.query_size + 2 * shape.kv_size + shape.attention_size)
+        widths += 3 * sum(map(shape.mlp_width, range(shape.num_layers)))
+        weights = (widths + shape.vocab_size) * shape.hidden_size
         attention = 6 * shape.num_layers * length * shape.query_size
-        dims = self.setup.dims
-        tokens = length * samples * dims.num_micro_batches * dims.dp
-        return float(tokens * (6 * weights + attention))
+        return float(6 * weights + attention)
 
     def _write_model_config(self) -> None:
         """Copy the config and tokenizer of the model to the checkpoints."""

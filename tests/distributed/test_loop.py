@@ -73,6 +73,26 @@ def test_counted_throughput_is_in_every_line(inputs: tuple[str, str], tmp_path: 
         assert model < line["hardware throughput per GPU (TFLOP/s/GPU)"] < model * 4 / 3
 
 
+def test_estimated_throughput_counts_tokens_without_padding(
+    inputs: tuple[str, str], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(inputs[0])
+    config = model.config
+    matrices = sum(
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if weight.dim() == 2 and "embed_tokens" not in name
+    )
+    attention = config.num_hidden_layers * 48 * config.num_attention_heads * config.head_dim
+    values = settings(*inputs, tmp_path, train_iters=2, log_throughput=True, seq_length=48)
+    run_ranks(_train_only, 2, values)
+    for line in _lines(values):
+        per_token = 2e12 * line["throughput per GPU (TFLOP/s/GPU)"] / line["tokens/s"]
+        assert per_token == pytest.approx(6 * (matrices + attention), rel=1e-6)
+
+
 def _train_only(values: dict[str, Any]) -> None:
     from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
     from mindspeed_llm.training.options import TrainOptions
