@@ -96,10 +96,15 @@ class Package:
         return is_right
 
     def _files(self, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Path]]:
-        """Return kernels with their files; none where there is no folder for them."""
-        if (folder := kernel_cache()) is None:
+        """Return kernels with their files; none where there is no folder for them.
+
+        A user may have chosen another folder, or that the package keeps none.
+        """
+        folder, chosen = kernel_cache(), os.environ
+        is_kept = not any(chosen.get(name) == value for name, value in self.uncached.items())
+        if folder is None or not is_kept:
             return []
-        versions = _versions(self.name)
+        versions = [*_versions(self.name), *(chosen.get(name, "") for name in self.cached)]
         return [(kernel, kernel.file(folder, versions)) for kernel in kernels]
 
 

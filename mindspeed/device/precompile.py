@@ -81,7 +81,7 @@ def _start(kernel: Kernel, lock: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-c", f"from {__name__} import main; main()", job],
         pass_fds=[lock],
         env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # which ends with this process
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # the process that needs the kernel reports why it fails
     )
@@ -90,10 +90,17 @@ def _start(kernel: Kernel, lock: int) -> subprocess.Popen[bytes]:
 def main() -> None:
     """Compile the kernel that the command line names."""
     signal.alarm(LIMIT)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     lock, index, module, name, arguments = json.loads(sys.argv[1])
     device.current().set_index(index)
     getattr(importlib.import_module(module), name)(*arguments)
     set_compiled(lock)
+
+
+def _end_with_parent() -> None:
+    """End where the process that needs the kernel is gone: it would hold lock and device."""
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def _prepare_packed_attention(config: Any) -> None:
     if config.attention_dropout or config.multi_latent_attention or config.window_size is not None:
         return
     ranks = config.tensor_model_parallel_size
-    sizes = config.num_attention_heads // ranks, config.num_query_groups // ranks
+    sizes = config.num_attention_heads // ranks, max(config.num_query_groups // ranks, 1)
     flash4.prepare(config.params_dtype, *sizes, config.kv_channels, is_packed=True)
 
 

@@ -24,7 +24,7 @@ def norm_rotate_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split (S, B, groups, queries | key | value) into heads; norm and rotate queries and keys."""
     query, key, value = torch.split(qkv, list(sizes), dim=3)
-    query = query.reshape(*query.shape[:2], -1, key.shape[-1])
+    query = query.unflatten(3, (-1, key.shape[-1])).flatten(2, 3)
     if zero_centered:
         q_weight, k_weight = q_weight.float() + 1, k_weight.float() + 1
     query, key = rms_norm(query, q_weight, eps), rms_norm(key, k_weight, eps)

@@ -41,7 +41,7 @@ def norm_rotate_qkv(
         zero_centered: whether the weights are stored less one.
     """
     query, key, value = torch.split(qkv, list(sizes), dim=3)
-    query = query.reshape(*query.shape[:2], -1, key.shape[-1])
+    query = query.unflatten(3, (-1, key.shape[-1])).flatten(2, 3)
     q, k = (
         rotate_qk(_norm(x, weight, eps, zero_centered), None, freqs, positions)[0].to(qkv.dtype)
         for x, weight in ((query, q_weight), (key, k_weight))

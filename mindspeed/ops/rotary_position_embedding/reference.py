@@ -50,7 +50,7 @@ def rotate_qkv(
     `positions` are those of `rotate_qk`.
     """
     query, key, value = torch.split(qkv, list(sizes), dim=3)
-    query = query.reshape(*query.shape[:2], -1, key.shape[-1])
+    query = query.unflatten(3, (-1, key.shape[-1])).flatten(2, 3)
     rotated = rotate_qk(query, key, freqs, positions, interleaved)
     return rotated[0], cast("Tensor", rotated[1]), value
 

@@ -4,9 +4,11 @@ import importlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +96,39 @@ def test_a_killed_compilation_releases_its_lock(package, tmp_path):
     with claimed(file) as lock:
         assert lock is not None and not file.read_bytes()
         assert not start(kernel, file)  # it is compiled here now
+
+
+def test_a_compilation_ends_with_the_process_that_needs_it(package, tmp_path):
+    lines = [
+        "import fake_kernels, time, sys",
+        "from pathlib import Path",
+        "from mindspeed.device import precompile",
+        "precompile.MIN_CORES = 1",
+        "kernel = precompile.Kernel(fake_kernels.hang, (sys.argv[1],))",
+        "precompile.start(kernel, Path(sys.argv[1], 'file'))",
+        "time.sleep(600)",
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    needs_it = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines), str(tmp_path)], env=environment
+    )
+    package.wait_for(tmp_path / "pid")
+    needs_it.kill()
+    needs_it.wait()
+    with claimed(tmp_path / "file") as lock:  # waits for the end of its process
+        assert lock is not None
+
+
+def test_a_folder_of_the_users_own_has_other_kernels(package, monkeypatch):
+    keeps = replace(FAKE, cached={"FAKE_DIR": "{folder}/fake"}, uncached={"FAKE_ENABLED": "0"})
+    kernel = Kernel(package.fail, ())
+    files = []
+    for folder in ("a", "b"):
+        monkeypatch.setenv("FAKE_DIR", folder)
+        files += keeps._files([kernel])
+    assert files[0] != files[1]
+    monkeypatch.setenv("FAKE_ENABLED", "0")
+    assert keeps._files([kernel]) == []
 
 
 def test_what_fails_in_its_process_is_tried_and_reported_by_the_one_that_needs_it(package, caplog):

@@ -90,7 +90,7 @@ class DotProductAttention(nn.Module):
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         if in_force == flash4.CAUSAL and not attention_dropout:
             groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-            self._prepare(num_attention_heads // tp_size, groups // tp_size, head_size)
+            self._prepare(num_attention_heads // tp_size, max(groups // tp_size, 1), head_size)
 
     def _prepare(self, heads: int, groups: int, head_size: int) -> None:
         """Start to compile kernels: Megatron's subclass has its config by now, with the dtype."""
