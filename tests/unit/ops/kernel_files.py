@@ -22,6 +22,9 @@ def install(monkeypatch, versions):
 
 def keep(monkeypatch, folder):
     """Keep kernels in a folder; the processes that would compile them end at once."""
+    for package in (hopper.QUACK, hopper.FLASH_ATTENTION):
+        for name in (*package.cached, *package.uncached):  # set where there was no folder
+            monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hopper, "kernel_cache", lambda: folder)
     monkeypatch.setattr(precompile, "MIN_CORES", 1)
     monkeypatch.setattr(sys, "executable", shutil.which("true"))

@@ -122,7 +122,7 @@ def test_too_long_samples_can_be_an_error(run, write_lines, tmp_path, packing):
 
 def test_pairs_cannot_be_packed(run, write_lines):
     record = {"instruction": "q", "chosen": "a", "rejected": "b"}
-    with pytest.raises(ConfigError, match="drop --pack, and train with --variable-seq-lengths"):
+    with pytest.raises(ConfigError, match="drop --pack here, and give --variable-seq-lengths"):
         run(
             write_lines([record]),
             handler_name="AlpacaStylePairwiseHandler",
