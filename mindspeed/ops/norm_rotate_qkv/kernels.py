@@ -150,24 +150,12 @@ def norm_rotate(
     # fmt: on
     out1 = tl.where(is_v, x1, y1 * cos1 - y2 * sin1)
     out2 = tl.where(is_v, x2, y2 * cos2 + y1 * sin2)
-    tl.store(
-        _select(q_ptrs, k_ptrs, v_ptrs, lower, part, Q_HEADS),
-        out1.to(q_ptr.dtype.element_ty),
-        mask=mask,
-    )
-    tl.store(
-        _select(q_ptrs, k_ptrs, v_ptrs, upper, part, Q_HEADS),
-        out2.to(q_ptr.dtype.element_ty),
-        mask=mask,
-    )
+    _store(_select(q_ptrs, k_ptrs, v_ptrs, lower, part, Q_HEADS), out1, mask)
+    _store(_select(q_ptrs, k_ptrs, v_ptrs, upper, part, Q_HEADS), out2, mask)
     if BLOCK_REST > 0:
         gamma = _load_gamma(q_weight_ptr, k_weight_ptr, rest, mask_rest, is_q, ZERO_CENTERED)
-        out3 = tl.where(is_v, x3, x3 * rstd * gamma).to(q_ptr.dtype.element_ty)
-        tl.store(
-            _select(q_ptrs, k_ptrs, v_ptrs, rest, part, Q_HEADS),
-            out3,
-            mask=mask_h & mask_rest[None, :],
-        )
+        out3 = tl.where(is_v, x3, x3 * rstd * gamma)
+        _store(_select(q_ptrs, k_ptrs, v_ptrs, rest, part, Q_HEADS), out3, mask3)
 
 
 @triton.jit

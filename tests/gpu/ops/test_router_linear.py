@@ -32,5 +32,5 @@ def test_close_to_float64_and_repeats_its_bits(shape):
     plain = run(reference.router_linear, x, weight, grad)
     for one, of_float32, expected in zip(found, plain, exact, strict=True):
         error, allowed = ((t.double() - expected).norm() for t in (one, of_float32))
-        # Tensor cores align summands and cut their last bits: 2e-6 were seen, of TF32 it is 3e-4.
+        # Tensor cores align summands and cut their last bits: 2e-6 were seen.
         assert error <= 1.05 * allowed + 4e-6 * expected.norm()
