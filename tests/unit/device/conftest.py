@@ -1,4 +1,6 @@
-"""The cpu, and the facade over it for as long as a test runs."""
+"""The cpu, the facade over it for as long as a test runs, and pages that are surely resident."""
+
+import mmap
 
 import pytest
 
@@ -15,3 +17,15 @@ def cpu():
 def facade(cpu):
     with Facade(cpu):
         yield
+
+
+@pytest.fixture
+def resident_pages():
+    """Return pages of 64 MiB, resident until they are closed.
+
+    They come from mmap: malloc may hand out pages that were resident before and keep them after.
+    """
+    size = 64 * 2**20
+    pages = mmap.mmap(-1, size)
+    pages[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)  # touches every page
+    return pages

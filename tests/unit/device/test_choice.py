@@ -1,6 +1,5 @@
 """The device is chosen by preference, or by MINDSPEED_DEVICE, which must be usable."""
 
-import mmap
 import sys
 
 import pytest
@@ -50,16 +49,13 @@ def test_the_cpu_generator_is_the_one_random_ops_draw_from():
     assert torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(7)))
 
 
-def test_memory_is_the_resident_set_and_its_peak_can_be_reset():
-    cpu = device.known()["cpu"]
-    before = cpu.memory_allocated()
-    size = 64 * 2**20
-    block = mmap.mmap(-1, size)  # not malloc, which may reuse pages that are resident already
-    block[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)  # touches every page
-    assert cpu.memory_allocated() - before > 0.9 * size
-    assert cpu.max_memory_allocated() >= cpu.memory_allocated() > 0
-    block.close()
+def test_memory_is_the_resident_set_and_its_peak_can_be_reset(cpu, resident_pages):
+    size = len(resident_pages)
+    resident = cpu.memory_allocated()
     high = cpu.max_memory_allocated()
+    assert high >= resident > size
+    resident_pages.close()
+    assert cpu.memory_allocated() < resident - 0.9 * size
     cpu.reset_peak_memory()
     if sys.platform == "linux":
         assert cpu.max_memory_allocated() < high - 0.9 * size
