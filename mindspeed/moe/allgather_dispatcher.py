@@ -52,7 +52,8 @@ class AllGatherDispatcher(TwoMethods, MoEAllGatherTokenDispatcher):
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         local_map = started_map.wait()[:, local].bool().contiguous()
         tokens_per_expert = local_map.sum(0).cpu()
-        where = self._rows = routing_rows(local_map, int(tokens_per_expert.sum()))
+        where, _ = routing_rows(local_map, int(tokens_per_expert.sum()))
+        self._rows = where
         local_probs = started_probs.wait()[:, local].reshape(-1)
         self.local_probs = local_probs.index_select(0, where.pair_of_row)
         rows = spread_rows(started_tokens.wait(), where.rows, len(where.rows), where.starts)

@@ -50,11 +50,8 @@ def number_rows(routing_map: Tensor, num_rows: int | None) -> tuple[ExpertRows, 
 
     Without `num_rows`, synchronise with the device and count.
     """
-    num_experts = routing_map.shape[1]
-    numbered = routing_rows(routing_map, num_rows)
-    counts = routing_map.sum(0, dtype=torch.int32)
-    cu_seqlens = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    tokens = numbered.pair_of_row.div(num_experts, rounding_mode="floor")
+    numbered, cu_seqlens = routing_rows(routing_map, num_rows)
+    tokens = numbered.pair_of_row.div(routing_map.shape[1], rounding_mode="floor")
     rows = ExpertRows(tokens, numbered.rows, numbered.starts, cu_seqlens)
     return rows, numbered.pair_of_row
 

@@ -25,8 +25,13 @@ class RoutingRows(NamedTuple):
     """(T + 1,) the first index of each token in that order"""
 
 
-def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRows:
-    """Number the rows of a mask (T, E); without num_rows, synchronise with the device and count."""
+def routing_rows(
+    routing_map: Tensor, num_rows: int | None = None
+) -> tuple[RoutingRows, Tensor]:
+    """Number the rows of a mask (T, E); without num_rows, synchronise with the device and count.
+
+    Also return the first row of each expert, and the end of the last: (E + 1,) int32.
+    """
     num_tokens, num_experts = routing_map.shape
     routed = routing_map.bool().T.reshape(-1)  # by expert, then by token
     if num_rows is None:
@@ -44,9 +49,14 @@ def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRow
     slots[0].scatter_(0, row, pair)
     slots[1].scatter_(0, rank, row)
     slots[2].scatter_(0, rank, pair)
-    starts = torch.cat([counts.new_zeros(1), counts])
     pair_of_row, rows, pairs = slots[:, :num_rows].int()
-    return RoutingRows(pair_of_row, rows, pairs, starts.int())
+    starts = _after_zero(counts)
+    ends = routed.view(num_experts, num_tokens).sum(1).cumsum(0).clamp_(max=num_rows)
+    return RoutingRows(pair_of_row, rows, pairs, starts), _after_zero(ends)
+
+
+def _after_zero(ends: Tensor) -> Tensor:
+    return torch.cat([ends.new_zeros(1), ends]).int()
 
 
 def check(routing_map: Tensor, num_rows: int | None = None) -> None:

@@ -16,8 +16,13 @@ from mindspeed.ops.routing_rows.reference import RoutingRows
 _TILE = 4096  # pairs per program: 32 registers of each thread
 
 
-def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRows:
-    """Number the rows of a mask (T, E); without num_rows, synchronise with the device and count."""
+def routing_rows(
+    routing_map: Tensor, num_rows: int | None = None
+) -> tuple[RoutingRows, Tensor]:
+    """Number the rows of a mask (T, E); without num_rows, synchronise with the device and count.
+
+    Also return the first row of each expert, and the end of the last: (E + 1,) int32.
+    """
     num_tokens, num_experts = routing_map.shape
     if num_rows is None:
         num_rows = int(routing_map.count_nonzero())
@@ -30,9 +35,10 @@ def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRow
     none = num_tokens * num_experts
     result = torch.full((sum(sizes),), none, dtype=torch.int32, device=device)
     parts = RoutingRows(*result.split(sizes))
+    bounds = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     if not none:
         parts.starts.zero_()
-        return parts
+        return parts, bounds.zero_()
     routing_map = routing_map.contiguous()
     counts = torch.empty(num_experts * num_blocks, dtype=torch.int32, device=device)
     constants = {"BLOCK_T": block_t, "BLOCK_E": block_e, "num_warps": 4}
@@ -45,8 +51,8 @@ def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> RoutingRow
     outputs = (per_token, parts.pair_of_row)
     launch(_number_rows, grid, *inputs, *outputs, num_rows, *shape, **constants)
     torch.cumsum(per_token, 0, dtype=torch.int32, out=parts.starts[1:])
-    launch(_sort_by_token, grid, *inputs, *parts[1:], num_rows, *shape, **constants)
-    return parts
+    launch(_sort_by_token, grid, *inputs, *parts[1:], bounds, num_rows, *shape, **constants)
+    return parts, bounds
 
 
 @triton.jit
@@ -125,6 +131,7 @@ def _sort_by_token(
     row_of_rank_ptr,
     pair_of_rank_ptr,
     starts_ptr,
+    bounds_ptr,
     num_rows,
     num_tokens,
     num_experts,
@@ -144,3 +151,8 @@ def _sort_by_token(
     tl.store(pair_of_rank_ptr + rank, pairs, mask=keep)
     if tl.program_id(0) == 0:
         tl.store(starts_ptr, 0)
+        tl.store(bounds_ptr, 0)
+        offs_e = tl.arange(0, BLOCK_E)
+        mask_e = offs_e < num_experts
+        ends = tl.load(ends_ptr + (offs_e + 1) * num_blocks - 1, mask=mask_e, other=0)
+        tl.store(bounds_ptr + 1 + offs_e, tl.minimum(ends, num_rows), mask=mask_e)

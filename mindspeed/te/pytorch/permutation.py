@@ -34,8 +34,10 @@ def moe_permute(
     if map_type not in MAP_TYPES:
         raise ValueError(f"map_type={map_type} is not known: use {' or '.join(MAP_TYPES)}")
     num_rows = None if num_out_tokens is None or num_out_tokens < 0 else num_out_tokens
-    make = routing_rows if map_type == "mask" else _rows_of_index
-    where = make(routing_map, num_rows)
+    if map_type == "mask":
+        where, _ = routing_rows(routing_map, num_rows)
+    else:
+        where = _rows_of_index(routing_map, num_rows)
     rows = spread_rows(inp, where.rows, len(where.rows), where.starts)
     return rows, torch.cat(where)
 

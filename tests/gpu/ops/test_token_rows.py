@@ -107,8 +107,11 @@ def test_numbers_of_rows_equal_the_reference(shape, share):
     torch.manual_seed(1)
     mask = torch.rand(shape, device=device.current().torch_device) < 0.2
     rows = None if share is None else int(mask.sum().item() * share)
-    got, want = (run(mask, rows) for run in (routing_rows, routing.routing_rows))
+    (got, bounds), (want, expected_bounds) = (
+        run(mask, rows) for run in (routing_rows, routing.routing_rows)
+    )
     count = want.starts[-1]
+    assert torch.equal(bounds, expected_bounds)
     assert torch.equal(got.starts, want.starts)
     assert torch.equal(got.pair_of_row, want.pair_of_row)
     assert torch.equal(got.rows[:count], want.rows[:count])

@@ -16,7 +16,8 @@ def written_out(mask, num_rows):
     by_token = sorted(kept)
     starts = [sum(pair < t * experts for pair in kept) for t in range(tokens + 1)]
     spare = num_rows - len(kept)
-    return kept + [mask.numel()] * spare, [row_of[pair] for pair in by_token], by_token, starts
+    parts = kept + [mask.numel()] * spare, [row_of[pair] for pair in by_token], by_token, starts
+    return parts, [sum(pair % experts < e for pair in kept) for e in range(experts + 1)]
 
 
 @pairwise(
@@ -29,29 +30,30 @@ def test_equals_what_is_written_out(impl, shape, rows, dtype, monkeypatch):
     monkeypatch.setattr(triton_impl, "_TILE", 64)  # several blocks
     torch.manual_seed(1)
     mask = torch.rand(shape) < 0.4
-    pair_of_row, rows_by_token, pairs, starts = impl.routing_rows(mask.to(dtype), rows)
-    expected = written_out(mask, rows)
+    got, bounds = impl.routing_rows(mask.to(dtype), rows)
+    pair_of_row, rows_by_token, pairs, starts = got
+    expected, expected_bounds = written_out(mask, rows)
     assert pair_of_row.tolist() == expected[0]
     count = len(expected[1])
     assert rows_by_token[:count].tolist() == expected[1]
     assert pairs[:count].tolist() == expected[2]
     assert starts.tolist() == expected[3] and starts[-1] == count
-    assert {t.dtype for t in (pair_of_row, rows_by_token, pairs, starts)} == {torch.int32}
+    assert bounds.tolist() == expected_bounds
+    assert {t.dtype for t in (*got, bounds)} == {torch.int32}
     assert len(pairs) == len(rows_by_token) == len(pair_of_row)
     assert (pairs[count:] == mask.numel()).all()
 
 
 @IMPLS
 def test_no_tokens_and_transposed_masks(impl):
-    assert [len(part) for part in impl.routing_rows(torch.zeros(0, 4, dtype=torch.bool))] == [
-        0,
-        0,
-        0,
-        1,
-    ]
+    parts, bounds = impl.routing_rows(torch.zeros(0, 4, dtype=torch.bool))
+    assert [len(part) for part in parts] == [0, 0, 0, 1]
+    assert bounds.tolist() == [0] * 5
     mask = (torch.rand(4, 9) < 0.5).t()
-    for got, want in zip(impl.routing_rows(mask), written_out(mask, None)):
-        assert got.tolist() == want
+    parts, bounds = impl.routing_rows(mask)
+    expected, expected_bounds = written_out(mask, None)
+    assert [part.tolist() for part in parts] == list(expected)
+    assert bounds.tolist() == expected_bounds
 
 
 def test_refuses_what_is_no_mask():
