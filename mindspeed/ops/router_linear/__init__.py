@@ -7,6 +7,13 @@ _PACKAGE = "mindspeed.ops.router_linear"
 router_linear = Op(
     "router_linear",
     reference=f"{_PACKAGE}.reference:router_linear",
-    impls=(Impl("tensor_cores", f"{_PACKAGE}.tensor_cores:router_linear", device="cuda"),),
+    impls=(
+        Impl(
+            "tensor_cores",
+            f"{_PACKAGE}.tensor_cores:router_linear",
+            device="cuda",
+            needs=("triton",),
+        ),
+    ),
     check=f"{_PACKAGE}.reference:check",
 )

@@ -11,16 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed.ops.dispatch import is_tracing
+from mindspeed.ops.launch import launch
 from mindspeed.ops.router_linear import reference
 
 PARTS = 3
 """Of 8 bits each, the 24 bits of float32; bfloat16 has its exponents, float16 has not."""
 HAS_FP32_RESULTS = "dtype" in torch.ops.aten.mm.overloads()
 """Whether torch multiplies 16 bits into float32: since 2.8."""
+_TILE = 2048  # numbers of a program: 16 of each thread
 
 
 def router_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -53,12 +57,36 @@ class _RouterLinear(torch.autograd.Function):
 
 def split_fp32(x: Tensor) -> Tensor:
     """Return bfloat16 numbers (M, PARTS, N) that sum to the float32 numbers x (M, N)."""
-    parts = x.new_empty(len(x), PARTS, x.shape[1], dtype=torch.bfloat16)
-    for number in range(PARTS):
-        part = parts[:, number].copy_(x)
-        if number < PARTS - 1:
-            x = x - part
+    x = x.contiguous()
+    num_rows, width = x.shape
+    parts = x.new_empty(num_rows, PARTS, width, dtype=torch.bfloat16)
+    if x.numel():
+        block_n = triton.next_power_of_2(width)
+        block_m = max(_TILE // block_n, 1)
+        grid = (triton.cdiv(num_rows, block_m),)
+        constants = {"NUM_PARTS": PARTS, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4}
+        launch(_split, grid, x, parts, num_rows, width, **constants)
     return parts
+
+
+@triton.jit
+def _split(
+    x_ptr,
+    parts_ptr,
+    M,
+    N,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    mask = (offs_m < M) & (offs_n < N)
+    rest = tl.load(x_ptr + offs_m * N + offs_n, mask=mask, other=0.0)
+    for number in tl.static_range(NUM_PARTS):
+        part = rest.to(tl.bfloat16)
+        tl.store(parts_ptr + (offs_m * NUM_PARTS + number) * N + offs_n, part, mask=mask)
+        rest -= part.to(tl.float32)
 
 
 def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:

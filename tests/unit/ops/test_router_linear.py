@@ -40,11 +40,14 @@ def test_scores_and_gradients_are_those_of_float64_rounded_once(run, shape):
         torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_three_parts_are_the_whole_number():
-    x = draw(50, 8, dtype=torch.float32) * torch.logspace(-20, 20, 8)
-    parts = tensor_cores.split_fp32(x)
-    assert parts.dtype == torch.bfloat16 and parts.shape == (50, 3, 8)
-    assert torch.equal(parts.double().sum(1), x.double())
+@pytest.mark.parametrize("width", [8, 5])
+def test_three_parts_are_the_whole_number(width, monkeypatch):
+    monkeypatch.setattr(tensor_cores, "_TILE", 128)  # several programs
+    x = draw(50, width, dtype=torch.float32) * torch.logspace(-20, 20, width)
+    for each in (x, x.t()):
+        parts = tensor_cores.split_fp32(each)
+        assert parts.dtype == torch.bfloat16 and parts.shape == (len(each), 3, each.shape[1])
+        assert torch.equal(parts.double().sum(1), each.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
