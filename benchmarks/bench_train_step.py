@@ -50,7 +50,7 @@ ROWS = {
     "ours-fused-experts:4",
     "tiny": "ours:2",
 }
-STEPS, WARM_UP = 4, 3
+STEPS, WARM_UP = 8, 3  # a block starts with an empty queue: few steps would show its launches
 
 
 def build(peer, shape, batch):
