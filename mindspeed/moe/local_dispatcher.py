@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -70,35 +71,30 @@ class LocalDispatcher(CombinedByExperts, TwoMethods):
         return output
 
 
-def wrap_layer_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Give a layer with all experts on this rank, built to gather tokens, this dispatcher."""
+def wrap_layer_init(
+    original: Callable[..., None], find_need: Callable[[Callable[[str], Any]], str | None]
+) -> Callable[..., None]:
+    """Give a layer with all experts on this rank, built to gather tokens, this dispatcher.
+
+    `find_need` names what it needs and Megatron's config, which it reads by name, does not give.
+    """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if _is_local(self) and getattr(self.experts, "fused_linears", None) is not None:
+        is_fused = getattr(self.experts, "fused_linears", None) is not None
+        if is_fused and _is_local(self) and not find_need(partial(_field, self.config)):
             overlapped = self.shared_experts if self.shared_expert_overlap else None
             self.token_dispatcher = LocalDispatcher(self.config, overlapped)
 
     return __init__
 
 
-FOREIGN = (
-    "moe_expert_capacity_factor",
-    "overlap_moe_expert_parallel_comm",
-    "moe_router_padding_for_fp8",
-    "moe_router_padding_for_quantization",
-    "enable_cuda_graph",
-    "external_cuda_graph",
-)
-"""Fields of Megatron's config that drop or pad tokens, or need its own dispatcher."""
-
-
 def _is_local(layer: Any) -> bool:
     config = layer.config
-    return (
-        layer.num_local_experts == config.num_moe_experts
-        and config.expert_tensor_parallel_size == 1
-        and getattr(config, "cuda_graph_impl", "none") == "none"
-        and not any(getattr(config, name, None) for name in FOREIGN)
-    )
+    has_all = layer.num_local_experts == config.num_moe_experts
+    return bool(has_all and config.expert_tensor_parallel_size == 1)
+
+
+def _field(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
