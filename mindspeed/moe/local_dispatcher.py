@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed.moe.interface import CombinedByExperts, TwoMethods
+from mindspeed.moe.interface import CombinedByExperts, TwoMethods, number_of_rows
 from mindspeed.ops.expert_mlp.reference import ExpertRows, number_rows
 
 
@@ -31,19 +31,10 @@ class LocalDispatcher(CombinedByExperts, TwoMethods):
         self.hidden_shape = hidden_states.shape
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        num_rows = len(routing_map) * self.config.moe_router_topk if self._has_all_rows() else None
+        num_rows = number_of_rows(self.config, routing_map)
         self._rows, pairs = number_rows(routing_map, num_rows)
         weights = probs.reshape(-1).index_select(0, pairs)
         return hidden_states.view(-1, self.hidden_shape[-1]), weights
-
-    def _has_all_rows(self) -> bool:
-        """Return whether each token surely has as many experts as the router chooses.
-
-        Megatron's inference sets a capacity once models are built, to pad experts in decoding.
-        Choices that are replayed may name an expert twice, as those of padding do.
-        """
-        is_replayed = getattr(self.config, "moe_enable_routing_replay", False)
-        return self.config.moe_expert_capacity_factor is None and not is_replayed
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """All experts are here."""
