@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mindspeed.distributed.async_collectives import Started, start_all_gather, start_all_to_all
 from mindspeed.distributed.collectives import group_rank
-from mindspeed.moe.interface import TwoMethods
+from mindspeed.moe.interface import TwoMethods, number_of_rows
 from mindspeed.ops.routing_rows.chunks import chunk_rows
 from mindspeed.ops.token_rows import gather_rows, spread_rows
 
@@ -46,7 +46,8 @@ class AllToAllDispatcher(TwoMethods, MoEAlltoAllTokenDispatcher):
             self.shared_experts.pre_forward_comm(hidden_states)
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
         self.hidden_shape_before_permute = tokens.shape
-        rows, weights, self.reversed_local_input_permutation_mapping = permute(
+        # Megatron 0.19 returns two more values, of rows that are padded.
+        rows, weights, self.reversed_local_input_permutation_mapping, *_ = permute(
             tokens,
             routing_map,
             probs=probs,
@@ -133,10 +134,9 @@ class AllToAllDispatcher(TwoMethods, MoEAlltoAllTokenDispatcher):
 
     def _start_counts(self, routing_map: Tensor) -> Started | None:
         """Start to gather the tokens for each expert; a fixed capacity needs no collective."""
-        num_pairs = len(routing_map) * self.config.moe_router_topk
         if self.drop_and_pad:
             self.capacity = get_capacity(
-                num_tokens=num_pairs,
+                num_tokens=len(routing_map) * self.config.moe_router_topk,
                 num_experts=self.num_experts,
                 capacity_factor=self.moe_expert_capacity_factor,
             )
@@ -145,9 +145,8 @@ class AllToAllDispatcher(TwoMethods, MoEAlltoAllTokenDispatcher):
             self.tokens_per_expert = torch.full((self.num_local_experts,), received)
             return None
         counts = routing_map.sum(0)
-        # With a capacity some pairs are dropped, and only the device knows how many.
-        is_dropped = self.config.moe_expert_capacity_factor is not None
-        self.num_out_tokens = int(counts.sum()) if is_dropped else num_pairs
+        num_rows = number_of_rows(self.config, routing_map)
+        self.num_out_tokens = int(counts.sum()) if num_rows is None else num_rows
         return start_all_gather(counts, self.tp_ep_group)
 
     def _finish_counts(self) -> None:

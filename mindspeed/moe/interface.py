@@ -7,6 +7,18 @@ from typing import Any
 from torch import Tensor
 
 
+def number_of_rows(config: Any, routing_map: Tensor) -> int | None:
+    """Return the pairs of tokens and experts; None where only the device knows how many.
+
+    A capacity drops some; Megatron's inference sets one once models are built, to pad experts in
+    decoding. Choices that are replayed may name an expert twice, as those of padding do.
+    """
+    is_replayed = getattr(config, "moe_enable_routing_replay", False)
+    if is_replayed or config.moe_expert_capacity_factor is not None:
+        return None
+    return len(routing_map) * int(config.moe_router_topk)
+
+
 class TwoMethods:
     """The two methods that Megatron 0.12 calls, in terms of the six that later releases call."""
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from mindspeed.moe.interface import CombinedByExperts, TwoMethods
+from mindspeed.moe.interface import CombinedByExperts, TwoMethods, number_of_rows
 from mindspeed.ops.expert_mlp.reference import ExpertRows, number_rows
 
 
@@ -30,19 +31,10 @@ class LocalDispatcher(CombinedByExperts, TwoMethods):
         self.hidden_shape = hidden_states.shape
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
-        num_rows = len(routing_map) * self.config.moe_router_topk if self._has_all_rows() else None
+        num_rows = number_of_rows(self.config, routing_map)
         self._rows, pairs = number_rows(routing_map, num_rows)
         weights = probs.reshape(-1).index_select(0, pairs)
         return hidden_states.view(-1, self.hidden_shape[-1]), weights
-
-    def _has_all_rows(self) -> bool:
-        """Return whether each token surely has as many experts as the router chooses.
-
-        Megatron's inference sets a capacity once models are built, to pad experts in decoding.
-        Choices that are replayed may name an expert twice, as those of padding do.
-        """
-        is_replayed = getattr(self.config, "moe_enable_routing_replay", False)
-        return self.config.moe_expert_capacity_factor is None and not is_replayed
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """All experts are here."""
@@ -70,35 +62,30 @@ class LocalDispatcher(CombinedByExperts, TwoMethods):
         return output
 
 
-def wrap_layer_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Give a layer with all experts on this rank, built to gather tokens, this dispatcher."""
+def wrap_layer_init(
+    original: Callable[..., None], find_need: Callable[[Callable[[str], Any]], str | None]
+) -> Callable[..., None]:
+    """Give a layer with all experts on this rank, built to gather tokens, this dispatcher.
+
+    `find_need` names what it needs and Megatron's config, which it reads by name, does not give.
+    """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if _is_local(self) and getattr(self.experts, "fused_linears", None) is not None:
+        is_fused = getattr(self.experts, "fused_linears", None) is not None
+        if is_fused and _is_local(self) and not find_need(partial(_field, self.config)):
             overlapped = self.shared_experts if self.shared_expert_overlap else None
             self.token_dispatcher = LocalDispatcher(self.config, overlapped)
 
     return __init__
 
 
-FOREIGN = (
-    "moe_expert_capacity_factor",
-    "overlap_moe_expert_parallel_comm",
-    "moe_router_padding_for_fp8",
-    "moe_router_padding_for_quantization",
-    "enable_cuda_graph",
-    "external_cuda_graph",
-)
-"""Fields of Megatron's config that drop or pad tokens, or need its own dispatcher."""
-
-
 def _is_local(layer: Any) -> bool:
     config = layer.config
-    return (
-        layer.num_local_experts == config.num_moe_experts
-        and config.expert_tensor_parallel_size == 1
-        and getattr(config, "cuda_graph_impl", "none") == "none"
-        and not any(getattr(config, name, None) for name in FOREIGN)
-    )
+    has_all = layer.num_local_experts == config.num_moe_experts
+    return bool(has_all and config.expert_tensor_parallel_size == 1)
+
+
+def _field(config: Any, name: str) -> Any:
+    return getattr(config, name, None)

@@ -32,28 +32,43 @@ from mindspeed.te.pytorch.module.grouped_linear import GroupedLinear
 logger = logging.getLogger(__name__)
 
 
-def wrap_experts_init(original: Callable[..., None], is_requested: bool) -> Callable[..., None]:
+def wrap_experts_init(
+    original: Callable[..., None],
+    is_requested: bool,
+    find_need: Callable[[Callable[[str], Any]], str | None],
+) -> Callable[..., None]:
     """Choose the path of experts: `fused_linears` are the classes of their linears if fused.
 
-    Experts that cannot be fused are reported where a user has asked for it.
+    `find_need` names what the path needs and Megatron's arguments, which it reads by name, do not
+    give. Experts that cannot be fused are reported where a user has asked for it.
     """
     warn_once = functools.cache(_warn)
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.fused_linears = _classes(self) if is_fusible(self) else None
-        if self.fused_linears is None and is_requested:
-            warn_once()
+        need = find_need(functools.partial(_argument, self.config)) or _find_linears_need(self)
+        self.fused_linears = None if need else _classes(self)
+        if need and is_requested:
+            warn_once(need)
 
     return __init__
 
 
-def _warn() -> None:
-    logger.warning(
-        "--moe-fused-experts has no effect on experts of this model: they have a bias, an "
-        "activation that is no plain SwiGLU, FP8, offloading, or linears of another class"
-    )
+def _warn(need: str) -> None:
+    logger.warning("--moe-fused-experts has no effect on experts of this model: it needs %s", need)
+
+
+def _argument(config: Any, name: str) -> Any:
+    """Return what Megatron's config has made of one of its arguments."""
+    if name == "swiglu":
+        return config.gated_linear_unit and config.activation_func is F.silu
+    return getattr(config, name, None)
+
+
+def _find_linears_need(experts: Any) -> str | None:
+    is_plain = all(map(_is_plain_linear, _linears(experts)))
+    return None if is_plain else "linears of the Transformer Engine socket that have no bias"
 
 
 def wrap_experts_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,34 +120,6 @@ def _apart(run: Callable[..., Any], x: Tensor, rows: ExpertRows, probs: Tensor) 
 
 def _numbers(x: Tensor, counts: Tensor | Sequence[int]) -> ExpertRows:
     return sorted_rows(torch.as_tensor(counts).to(x.device, non_blocking=True), len(x))
-
-
-CHANGES = (
-    "fp8",
-    "fp4",
-    "moe_apply_probs_on_input",
-    "use_te_activation_func",
-    "activation_func_fp8_input_store",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
-    "moe_mlp_glu_interleave_size",
-)
-"""Fields of Megatron's config that change what experts compute, or what they store."""
-
-
-def is_fusible(experts: Any) -> bool:
-    """Return whether experts, as they are built, are fc1, SwiGLU times weights, and fc2."""
-    config = experts.config
-    return (
-        config.gated_linear_unit
-        and config.activation_func is F.silu
-        and not config.add_bias_linear
-        and not any(getattr(config, name, None) for name in CHANGES)
-        and not getattr(experts, "offload_expert_fc1", False)
-        and not getattr(experts, "offload_moe_act", False)
-        and _is_plain_linear(experts.linear_fc1)
-        and _is_plain_linear(experts.linear_fc2)
-    )
 
 
 def _is_plain_linear(module: nn.Module) -> bool:

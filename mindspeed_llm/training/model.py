@@ -270,14 +270,18 @@ def _auxiliary_loss(
 ) -> dict[str, float]:
     """Return the coefficient of the experts' auxiliary loss where Megatron would weaken it.
 
-    Each of the ranks that share a sequence adds its part, and gradients are averaged over them.
-    Megatron 0.12 does not make up for that, later releases (seen in 0.16) only without a mean over
-    all tokens.
+    Each of the ranks that share a sequence adds its part. With a mean over all tokens, Megatron
+    before 0.19 weights it by the tokens of one of them; without, gradients are averaged over
+    context-parallel ranks, for which 0.12 does not make up.
     """
-    is_weakened = options.calculate_per_token_loss or megatron.version() < Version("0.13")
-    if shape.moe is None or not is_weakened:
+    shares, version = 1, megatron.version()
+    if options.calculate_per_token_loss and version < Version("0.19"):
+        shares = dims.cp * (dims.tp if options.sequence_parallel else 1)
+    elif version < Version("0.13"):
+        shares = dims.cp
+    if shape.moe is None or shares == 1:
         return {}
-    return {"moe_aux_loss_coeff": shape.moe.aux_loss_coeff * dims.cp}
+    return {"moe_aux_loss_coeff": shape.moe.aux_loss_coeff * shares}
 
 
 def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:

@@ -222,13 +222,13 @@ class Trainer(ABC):
 
     def get_batch(self, data_iterator: Iterator[Any]) -> Batch:
         """Take the next micro-batch to the device; sequence boundaries stay known to the host."""
-        from mindspeed.te.pytorch.attention.core import register_host_bounds
+        from mindspeed.ops.packed_batch import register
 
         on_host = next(data_iterator)
         batch = to_device(on_host)
         for name in ("cu_seqlens", "cu_seqlens_padded", KEY_BOUNDS):
             if name in batch:
-                register_host_bounds(batch[name], on_host[name].tolist())
+                register(batch[name], bounds=on_host[name].tolist())
         register_shared(batch)
         return batch
 

@@ -1,6 +1,7 @@
 """A clipped update queued in one go equals the step of Megatron's own optimizer, bit for bit."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,14 @@ def train(layout, is_ours, clip, adam=True):
     assert issubclass(type(parts[0]), megatron.MegatronOptimizer)
     steps = [group.get("step") for part in parts for group in part.optimizer.param_groups]
     return norms, steps, [shard.values for shard in training.weights()]
+
+
+@pytest.mark.parametrize("name", ["get_main_grads_for_grad_norm", "get_grads_for_grad_norm"])
+def test_gradients_have_the_name_of_each_megatron(name):
+    from mindspeed.te.pytorch.optimizers.clipped_update import _grads
+
+    grads = [torch.ones(2)]
+    assert _grads(SimpleNamespace(**{name: lambda: grads})) == grads
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.0])

@@ -1,5 +1,6 @@
 """Experts as one path: every layout equals a loop over the experts, with less kept."""
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -43,6 +44,23 @@ def counted(cases):
     return found, others()
 
 
+@contextmanager
+def permute_of_0_19():
+    """Let permute be that of Megatron 0.19: as many rows as it is asked for, and five values."""
+    from mindspeed.moe import alltoall_dispatcher
+
+    plain = alltoall_dispatcher.permute
+
+    def permute(tokens, routing_map, *, num_out_tokens, **kwargs):
+        assert num_out_tokens == routing_map.sum()
+        values = plain(tokens, routing_map, num_out_tokens=num_out_tokens, **kwargs)
+        return *values[:3], None, None
+
+    alltoall_dispatcher.permute = permute
+    yield
+    alltoall_dispatcher.permute = plain
+
+
 def others():
     """Return the bytes that a layer keeps with and without the path, and what hooks change."""
     from megatron.core.transformer import TransformerConfig
@@ -80,10 +98,12 @@ def others():
     if "moe_enable_routing_replay" in TransformerConfig.__dataclass_fields__:
         replayed = mask.clone()
         replayed[0] = torch.arange(EXPERTS) == 1  # named twice
-        for name, case in (("replay", ONE), ("replay apart", replace(ONE, one_path=False))):
+        apart = replace(ONE, one_path=False)
+        for name, case in (("replay", ONE), ("replay apart", apart), ("replay 0.19", apart)):
             layer = build(case, torch.float64, moe_enable_routing_replay=True)
             layer.router = Fixed(probs.detach() * replayed, replayed)
-            found[name] = layer(x)[0].detach()
+            with permute_of_0_19() if name == "replay 0.19" else nullcontext():
+                found[name] = layer(x)[0].detach()
     if "glu_linear_offset" in TransformerConfig.__dataclass_fields__:
         for name, case in (("offset", ONE), ("offset apart", replace(ONE, one_path=False))):
             layer = build(case, torch.float64, glu_linear_offset=1.0)
@@ -105,7 +125,8 @@ def test_every_layout_equals_a_loop_over_the_experts():
     torch.testing.assert_close(doubled, 2 * want, rtol=1e-12, atol=1e-12)
     assert calls == 1
     if "replay" in found:
-        torch.testing.assert_close(found["replay"], found["replay apart"], rtol=1e-12, atol=1e-12)
+        for name in ("replay", "replay 0.19"):
+            torch.testing.assert_close(found[name], found["replay apart"], rtol=1e-12, atol=1e-12)
     if "offset" in found:
         expected = found["offset apart"]
         torch.testing.assert_close(found["offset"], expected, rtol=1e-12, atol=1e-12)

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "all-gather, packed, LoRA": (2, "packed", LORA, cp(2, "kvallgather")),
     "ring, documents, tokens": (2, "documents", RESET | PER_TOKEN, cp(2, "megatron")),
     "ring, experts": (2, "experts", {}, cp(2, "megatron")),
+    "experts, tp, tokens": (2, "experts", PER_TOKEN, TP2),
     "hybrid, packed, sharded": (
         4,
         "packed",

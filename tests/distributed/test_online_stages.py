@@ -12,7 +12,11 @@ from tests.llm import letters, tiny
 from tests.llm.plain_rl import Recorded, grpo_steps, ppo_steps
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
-from tests.unit.mindspeed_llm.training.tiny_run import read_checkpoint
+from tests.unit.mindspeed_llm.training.tiny_run import (
+    OWN_REFERENCE,
+    log_of_references,
+    read_checkpoint,
+)
 
 SEVERAL = {"ppo_epochs": 2, "num_mini_batches": 2, "lr": 5e-3, "clip_ratio": 0.1}
 VARIABLE = {"variable_seq_lengths": True}
@@ -156,6 +160,17 @@ def test_rollouts_with_adapters_record_one_decoder(task: _Task, tmp_path: Path) 
     values = task.settings(tmp_path, lora_r=4, train_iters=3)
     (counts,) = run_ranks(decoders_of_steps, 1, values)
     assert counts == [1, 1, 1]
+
+
+def test_the_start_says_that_the_reference_is_the_policy(task: _Task, tmp_path: Path) -> None:
+    cases = [
+        ({"grpo_beta": 0.1}, [OWN_REFERENCE]),
+        ({"grpo_beta": 0.0}, []),
+        (PPO | {"kl_coef": 0.1}, [OWN_REFERENCE]),
+        (PPO | {"kl_coef": 0.0}, []),
+    ]
+    runs = [task.settings(tmp_path, lora_r=4, **changes) for changes, _ in cases]
+    assert run_ranks(log_of_references, 1, runs) == [[said for _, said in cases]]
 
 
 RECOMPUTE = {

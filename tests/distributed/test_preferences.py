@@ -26,7 +26,13 @@ from tests.llm.preferences import (
     write_unpaired,
 )
 from tests.ranks import run_ranks
-from tests.unit.mindspeed_llm.training.tiny_run import make_mixtral, read_losses, train
+from tests.unit.mindspeed_llm.training.tiny_run import (
+    OWN_REFERENCE,
+    log_of_references,
+    make_mixtral,
+    read_losses,
+    train,
+)
 
 TRL = json.loads((Path(__file__).parents[1] / "assets/trl_values.json").read_text())
 STAGES: dict[str, dict[str, Any]] = {
@@ -298,6 +304,17 @@ def test_the_base_of_adapters_is_the_reference(
         one, other = ([line[name] for line in lines] for lines in runs)
         assert one == pytest.approx(other, abs=1e-6)
     assert runs[0][0]["lm loss"] == pytest.approx(0.693147, abs=1e-6) != runs[0][-1]["lm loss"]
+
+
+def test_the_start_says_what_the_reference_is(tiny: _Tiny, tmp_path: Path) -> None:
+    cases = [
+        ("dpo", LORA, OWN_REFERENCE),
+        ("kto", LORA, OWN_REFERENCE),
+        ("dpo", LORA | {"ref_model": tiny.model}, f"reference: weights from {tiny.model}"),
+        ("dpo", {}, f"reference: weights from {tiny.model}"),
+    ]
+    runs = [tiny.settings(stage, tmp_path, **changes) for stage, changes, _ in cases]
+    assert run_ranks(log_of_references, 1, runs) == [[[said] for _, _, said in cases]]
 
 
 def list_models_of_each(runs: list[dict[str, Any]]) -> list[list[str]]:

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from mindspeed.ops.fp32_gemm import matmul_fp32
 from mindspeed.ops.matmul_add_fp32.reference import operands
 
 
@@ -20,7 +21,7 @@ def matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> N
         elif not torch.compiler.is_compiling() and _adds_into_float32(rows.dtype, rows.device):
             torch.addmm(grad, rows, columns, out_dtype=grad.dtype, out=grad)
         else:
-            grad.add_(torch.mm(rows, columns, out_dtype=grad.dtype))
+            grad.add_(matmul_fp32(rows, columns))
 
 
 @functools.cache

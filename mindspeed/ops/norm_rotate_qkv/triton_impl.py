@@ -25,8 +25,10 @@ from mindspeed.ops.rotary_position_embedding.triton_impl import (
     Table,
     block_of_heads,
     contiguous_heads,
+    empty_heads,
+    head_args,
     rotation_table,
-    table_strides,
+    table_args,
 )
 
 ELEMENTS_PER_THREAD = 16  # two loads of 16 bytes in bfloat16
@@ -78,9 +80,7 @@ class _NormRotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv = qkv.contiguous()
         tokens, batch, groups, _ = qkv.shape
-        q = qkv.new_empty(tokens, batch, groups * spec.q_heads, spec.head_dim)
-        k = qkv.new_empty(tokens, batch, groups, spec.head_dim)
-        v = torch.empty_like(k)
+        q, k, v = empty_heads(qkv, spec.q_heads, spec.head_dim)
         ctx.table, ctx.spec = table, spec
         ctx.save_for_backward(qkv, q_weight, k_weight)
         if tokens * batch:
@@ -90,8 +90,8 @@ class _NormRotate(torch.autograd.Function):
                 norm_rotate,
                 (tokens * batch, blocks.tiles),
                 *(qkv, q_weight, k_weight),
-                *_args(q, k, v),
-                *_table_args(table),
+                *head_args(q, k, v),
+                *table_args(table),
                 *(batch, num_heads, spec.eps),
                 **_constants(spec, blocks, table),
                 num_warps=blocks.num_warps,
@@ -117,8 +117,8 @@ class _NormRotate(torch.autograd.Function):
                 norm_rotate_backward,
                 (programs, blocks.tiles),
                 *(qkv, q_weight, k_weight),
-                *_args(*(contiguous_heads(grad) for grad in grads)),
-                *_table_args(table),
+                *head_args(*(contiguous_heads(grad) for grad in grads)),
+                *table_args(table),
                 *(grad_qkv, partial, tokens * batch, batch, num_heads, spec.eps),
                 **_constants(spec, blocks, table),
                 NUM_STAGES=STAGES,
@@ -165,15 +165,6 @@ def _max_registers(blocks: _Blocks) -> dict[str, int]:
     """Limit the registers of a thread; channels in three parts would spill to memory."""
     is_unlimited = blocks.rest or torch.compiler.is_compiling()  # which does not know the option
     return {} if is_unlimited else {"maxnreg": REGISTERS}
-
-
-def _args(*tensors: Tensor) -> list[Any]:
-    return [arg for x in tensors for arg in (x, *x.stride()[:3])]
-
-
-def _table_args(table: Table) -> tuple[Any, ...]:
-    cos, sin, positions, _ = table
-    return cos, sin, positions, *table_strides(table)
 
 
 def _constants(spec: _Spec, blocks: _Blocks, table: Table) -> dict[str, Any]:

@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mindspeed.ops.norm_rotate_qkv.megatron import HeadNorms, fusable_norms, has_norms
+from mindspeed.ops.packed_batch import describe
 from mindspeed.ops.rotary_position_embedding import rotate_qk
-from mindspeed.ops.rotary_position_embedding.packed import (
-    registered_positions,
-    rotate_packed,
-    rotate_packed_qkv,
-)
+from mindspeed.ops.rotary_position_embedding.packed import rotate_packed, rotate_packed_qkv
 
 
 def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -157,8 +154,8 @@ def _document_bounds(packed: Any) -> Tensor | None:
         for part in ("q", "kv")
         for padded in [getattr(packed, f"cu_seqlens_{part}_padded", None)]
     )
-    positions = registered_positions(of_q)
-    is_same = positions is not None and positions is registered_positions(of_kv)
+    positions = describe(of_q).positions
+    is_same = positions is not None and positions is describe(of_kv).positions
     return of_q if of_q is of_kv or is_same else None
 
 

@@ -6,24 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from mindspeed.ops.packed_batch import describe, register
 from mindspeed.ops.rotary_position_embedding import rotate_qk, rotate_qkv
-
-# Every layer of a step gets the same cu_seqlens.
-_cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_registered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def register_positions(cu_seqlens: Tensor, positions: Tensor) -> None:
-    """Say where each token of the documents is, (T,), where they do not all begin at 0."""
-    _registered[cu_seqlens] = positions
-
-
-def registered_positions(cu_seqlens: Tensor) -> Tensor | None:
-    """Return the positions that were registered for these documents, None if none were."""
-    positions: Tensor | None = _registered.get(cu_seqlens)
-    return positions
 
 
 def rotate_packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, interleaved: bool) -> Tensor:
@@ -42,15 +27,14 @@ def rotate_packed_qkv(
 
 
 def _shared_positions(t: Tensor, cu_seqlens: Tensor) -> Tensor:
-    if (given := registered_positions(cu_seqlens)) is not None:
-        return given
-    if cu_seqlens.is_inference():  # no version counter shows a change
-        return packed_positions(t, cu_seqlens)
-    key = (len(t), cu_seqlens._version)
-    cached, positions = _cache.get(cu_seqlens, (None, cu_seqlens))
-    if cached != key:
+    known = describe(cu_seqlens)
+    if known.positions is not None:
+        return known.positions
+    positions = known.computed_positions
+    if positions is None or len(positions) != len(t):
         positions = packed_positions(t, cu_seqlens)
-        _cache[cu_seqlens] = key, positions
+        if not cu_seqlens.is_inference():
+            register(cu_seqlens, computed_positions=positions)
     return positions
 
 

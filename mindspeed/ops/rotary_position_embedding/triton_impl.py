@@ -110,14 +110,11 @@ class _RotatePacked(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         qkv = qkv.contiguous()
         ctx.table, ctx.shape, ctx.head_dim = table, qkv.shape, head_dim
-        tokens, batch, groups, _ = qkv.shape
         q_heads = q_size // head_dim
-        q = qkv.new_empty(tokens, batch, groups * q_heads, head_dim)
-        k = qkv.new_empty(tokens, batch, groups, head_dim)
-        v = torch.empty_like(k)
-        packed = _packed_args(qkv, head_dim)
-        _launch(table, qkv.shape, (q_heads, 1, 1), head_dim, inputs=packed, outputs=_args(q, k, v))
-        return q, k, v
+        heads = empty_heads(qkv, q_heads, head_dim)
+        packed, outputs = _packed_args(qkv, head_dim), head_args(*heads)
+        _launch(table, qkv.shape, (q_heads, 1, 1), head_dim, inputs=packed, outputs=outputs)
+        return heads
 
     @staticmethod
     @once_differentiable
@@ -125,7 +122,7 @@ class _RotatePacked(torch.autograd.Function):
         shape, head_dim = ctx.shape, ctx.head_dim
         qkv = grads[0].new_empty(shape)
         heads = (shape[3] // head_dim - 2, 1, 1)
-        inputs = _args(*(contiguous_heads(grad) for grad in grads))
+        inputs = head_args(*(contiguous_heads(grad) for grad in grads))
         outputs = _packed_args(qkv, head_dim)
         _launch(ctx.table, shape, heads, head_dim, inputs=inputs, outputs=outputs, is_forward=False)
         return None, qkv, None, None
@@ -143,8 +140,8 @@ def _rotate_all(table: Table, tensors: Sequence[Tensor], is_forward: bool) -> tu
         shape,
         heads,
         q.shape[3],
-        inputs=_args(*inputs, *absent),
-        outputs=_args(*outputs, *absent),
+        inputs=head_args(*inputs, *absent),
+        outputs=head_args(*outputs, *absent),
         is_forward=is_forward,
     )
     return outputs
@@ -166,11 +163,12 @@ def rotation_table(
     return Table(cos, sin, positions, interleaved)
 
 
-def table_strides(table: Table) -> tuple[int, int]:
-    """Return how far apart the rows of two positions and of two sequences of the batch are."""
-    cos = table.cos
-    is_by_row = cos.shape[0] > 1 or table.positions is not None
-    return cos.stride(0) if is_by_row else 0, cos.stride(1) if cos.shape[1] > 1 else 0
+def table_args(table: Table) -> tuple[Any, ...]:
+    """Return the table for a kernel: its pointers, and the strides of a position and a sequence."""
+    cos, sin, positions, _ = table
+    is_by_row = cos.shape[0] > 1 or positions is not None
+    strides = cos.stride(0) if is_by_row else 0, cos.stride(1) if cos.shape[1] > 1 else 0
+    return cos, sin, positions, *strides
 
 
 def _cos_sin(freqs: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,8 +181,16 @@ def contiguous_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _args(*tensors: Tensor | None) -> list[Any]:
-    """Return pointer and three strides of each of queries, keys and values, for the kernel."""
+def empty_heads(qkv: Tensor, q_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return new queries, keys and values for a packed tensor with q_heads queries in a group."""
+    tokens, batch, groups, _ = qkv.shape
+    q = qkv.new_empty(tokens, batch, groups * q_heads, head_dim)
+    k = qkv.new_empty(tokens, batch, groups, head_dim)
+    return q, k, torch.empty_like(k)
+
+
+def head_args(*tensors: Tensor | None) -> list[Any]:
+    """Return pointer and three strides of each of queries, keys and values, for a kernel."""
     args: list[Any] = []
     for x in tensors:
         args += (None, 0, 0, 0) if x is None else (x, *x.stride()[:3])
@@ -193,7 +199,7 @@ def _args(*tensors: Tensor | None) -> list[Any]:
 
 def _packed_args(qkv: Tensor, head_dim: int) -> list[Any]:
     """Return the same of a packed tensor, which the kernel takes as queries without keys."""
-    return [qkv, *qkv.stride()[:2], head_dim, *_args(None, None)]
+    return [qkv, *qkv.stride()[:2], head_dim, *head_args(None, None)]
 
 
 def _launch(
@@ -214,19 +220,15 @@ def _launch(
     tokens, batch, groups = shape[:3]
     if not tokens * batch:
         return
-    cos, sin, positions, interleaved = table
-    num_heads = groups * sum(heads)
-    tiles, constants = _constants(num_heads, heads, head_dim, cos.shape[-1], interleaved)
+    num_heads, rotary_dim = groups * sum(heads), table.cos.shape[-1]
+    tiles, constants = _constants(num_heads, heads, head_dim, rotary_dim, table.interleaved)
     has_values = heads[2] > 0
     launch(
         rotate,
         (tokens * batch, tiles),
         *inputs,
         *outputs,
-        cos,
-        sin,
-        positions,
-        *table_strides(table),
+        *table_args(table),
         batch,
         num_heads,
         IS_FORWARD=is_forward,

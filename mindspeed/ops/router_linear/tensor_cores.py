@@ -16,20 +16,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mindspeed.ops import fp32_gemm
 from mindspeed.ops.dispatch import is_tracing
+from mindspeed.ops.fp32_gemm import matmul_fp32
 from mindspeed.ops.launch import launch
 from mindspeed.ops.router_linear import reference
 
 PARTS = 3
 """Of 8 bits each, the 24 bits of float32; bfloat16 has its exponents, float16 has not."""
-HAS_FP32_RESULTS = "dtype" in torch.ops.aten.mm.overloads()
-"""Whether torch multiplies 16 bits into float32: since 2.8."""
 _TILE = 2048  # numbers of a program: 16 of each thread
 
 
 def router_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x w^T (..., E) in float32 for x (..., H) and weight (E, H)."""
-    if is_tracing() or x.dtype != torch.bfloat16 or not HAS_FP32_RESULTS:
+    if is_tracing() or x.dtype != torch.bfloat16 or not fp32_gemm.HAS_FP32_RESULTS:
         return reference.router_linear(x, weight)
     scores: Tensor = _RouterLinear.apply(x.reshape(-1, x.shape[-1]), weight)
     return scores.view(*x.shape[:-1], len(weight))
@@ -39,7 +39,7 @@ class _RouterLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _matmul_fp32(x, weight.t())
+        return matmul_fp32(x, weight.t())
 
     @staticmethod
     @once_differentiable
@@ -50,7 +50,7 @@ class _RouterLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = parts @ weight.repeat(PARTS, 1)
         if ctx.needs_input_grad[1]:
-            by_part = _matmul_fp32(parts.t(), x).view(PARTS, *weight.shape)
+            by_part = matmul_fp32(parts.t(), x).view(PARTS, *weight.shape)
             grad_weight = by_part.sum(0).to(weight.dtype)
         return grad_x, grad_weight
 
@@ -87,8 +87,3 @@ def _split(
         part = rest.to(tl.bfloat16)
         tl.store(parts_ptr + (offs_m * NUM_PARTS + number) * N + offs_n, part, mask=mask)
         rest -= part.to(tl.float32)
-
-
-def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply bfloat16 matrices into float32; torch does so without a conversion on CUDA only."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -25,9 +25,7 @@ class RoutingRows(NamedTuple):
     """(T + 1,) the first index of each token in that order"""
 
 
-def routing_rows(
-    routing_map: Tensor, num_rows: int | None = None
-) -> tuple[RoutingRows, Tensor]:
+def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> tuple[RoutingRows, Tensor]:
     """Number the rows of a mask (T, E); without num_rows, synchronise with the device and count.
 
     Also return the first row of each expert, and the end of the last: (E + 1,) int32.

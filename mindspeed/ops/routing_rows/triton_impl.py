@@ -16,9 +16,7 @@ from mindspeed.ops.routing_rows.reference import RoutingRows
 _TILE = 4096  # pairs per program: 32 registers of each thread
 
 
-def routing_rows(
-    routing_map: Tensor, num_rows: int | None = None
-) -> tuple[RoutingRows, Tensor]:
+def routing_rows(routing_map: Tensor, num_rows: int | None = None) -> tuple[RoutingRows, Tensor]:
     """Number the rows of a mask (T, E); without num_rows, synchronise with the device and count.
 
     Also return the first row of each expert, and the end of the last: (E + 1,) int32.

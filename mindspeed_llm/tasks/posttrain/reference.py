@@ -1,6 +1,7 @@
 """The frozen reference of a stage: a second model, or the policy without its adapters."""
 
 import hashlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,8 @@ from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
 from mindspeed_llm.training.lora import without_adapters
 from mindspeed_llm.training.model import ModelRole, RoleModel
+
+logger = logging.getLogger(__name__)
 
 REFERENCE = "reference_log_probs"
 """Where a micro-batch has the reference's log-probability of every sequence."""
@@ -52,6 +55,17 @@ def digest_of_samples(weights: CheckpointDir) -> str:
 
 class ReferenceTrainer(BaseTrainer):
     """Trains a policy, and knows what the reference says about a micro-batch."""
+
+    def initialize(self) -> None:
+        """Build the models, and log what the reference is where it is none of them."""
+        super().initialize()
+        if self.needs_reference and self.is_own_reference:
+            logger.info("reference: the policy without its adapters (--ref-model: another model)")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether what a reference says counts."""
+        return True
 
     @property
     def models(self) -> tuple[ModelRole, ...]:

@@ -45,6 +45,12 @@ def test_weight_gradient_is_not_rounded(shape, dtype):
     assert error(sums[0], exact) <= 1e-5  # 4e-6 seen; rounding to bfloat16 would cost 1e-3
 
 
+def test_weight_gradient_of_a_torch_without_float32_results(monkeypatch):
+    monkeypatch.setattr("mindspeed.ops.fp32_gemm.HAS_FP32_RESULTS", False)
+    monkeypatch.setattr("mindspeed.ops.matmul_add_fp32.cuda_impl._adds_into_float32", lambda *_: 0)
+    test_weight_gradient_is_not_rounded((77, 130, 51), torch.bfloat16)
+
+
 def test_weight_gradient_needs_no_temporary():
     current = device.current()
     x, dy = drawn(1024, 4096), drawn(1024, 4096)

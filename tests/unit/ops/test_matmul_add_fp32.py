@@ -1,7 +1,12 @@
 import pytest
 import torch
 
-from mindspeed.ops.matmul_add_fp32 import matmul_add_fp32
+from mindspeed.ops import fp32_gemm
+from mindspeed.ops.matmul_add_fp32 import cuda_impl, matmul_add_fp32
+
+IMPLS = pytest.mark.parametrize(
+    "run", [matmul_add_fp32, cuda_impl.matmul_add_fp32], ids=["reference", "cublas"]
+)
 
 
 def exact(x, dy, grad):
@@ -9,14 +14,15 @@ def exact(x, dy, grad):
     return grad.double() + rows
 
 
+@IMPLS
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_adds_the_float32_gemm(shape, dtype):
+def test_adds_the_float32_gemm(shape, dtype, run):
     torch.manual_seed(0)
     x, dy = torch.randn(*shape, 11).to(dtype), torch.randn(*shape, 6).to(dtype)
     grad = torch.randn(6, 11, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     expected = exact(x, dy, grad)
-    assert matmul_add_fp32(x, dy, grad) is None
+    assert run(x, dy, grad) is None
     torch.testing.assert_close(grad.double(), expected, rtol=1e-6, atol=1e-5)
 
 
@@ -35,13 +41,32 @@ def test_empty_inputs_change_nothing(rows):
     assert torch.equal(grad, torch.ones_like(grad))
 
 
-def test_the_product_is_not_rounded():
+@IMPLS
+def test_the_product_is_not_rounded(run):
     x, dy = torch.randn(64, 8).bfloat16(), torch.randn(64, 8).bfloat16()
     grad = torch.zeros(8, 8)
-    matmul_add_fp32(x, dy, grad)
+    run(x, dy, grad)
     expected = exact(x, dy, torch.zeros(8, 8))
     assert (expected.bfloat16().double() - expected).abs().max() > 1e-3  # the test could tell
     torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the cpu that says otherwise: torch's GEMM with float32 results refuses it."""
+
+    is_cuda = True
+
+
+def test_a_torch_without_results_in_float32_converts(monkeypatch):
+    x, dy = (torch.randn(7, size).bfloat16().as_subclass(OnGpu) for size in (4, 5))
+    grad = torch.ones(5, 4)
+    with pytest.raises(NotImplementedError, match="aten::mm.dtype"):
+        cuda_impl.matmul_add_fp32(x, dy, grad)
+    monkeypatch.setattr(fp32_gemm, "HAS_FP32_RESULTS", False)
+    cuda_impl.matmul_add_fp32(x, dy, grad)
+    plain = (each.as_subclass(torch.Tensor) for each in (x, dy))
+    expected = exact(*plain, torch.ones(5, 4))
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-6, atol=1e-5)
 
 
 def test_refuses_what_does_not_fit():

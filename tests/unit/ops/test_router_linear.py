@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mindspeed.ops import fp32_gemm
 from mindspeed.ops.router_linear import router_linear, tensor_cores
 from mindspeed.ops.router_linear.megatron import wrap_gating
 
@@ -60,9 +61,9 @@ def test_other_dtypes_are_converted(dtype):
 
 def test_a_torch_without_results_in_float32_converts(monkeypatch):
     x, weight = draw(9, 16), draw(4, 16)
-    assert tensor_cores.HAS_FP32_RESULTS
-    monkeypatch.setattr(tensor_cores, "HAS_FP32_RESULTS", False)
-    monkeypatch.setattr(tensor_cores, "_matmul_fp32", None)
+    assert fp32_gemm.HAS_FP32_RESULTS
+    monkeypatch.setattr(fp32_gemm, "HAS_FP32_RESULTS", False)
+    monkeypatch.setattr(tensor_cores, "matmul_fp32", None)
     assert torch.equal(tensor_cores.router_linear(x, weight), router_linear(x, weight))
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from mindspeed.ops.packed_batch import register
 from mindspeed.te.pytorch import DotProductAttention
-from mindspeed.te.pytorch.attention.core import Documents, register_host_bounds
+from mindspeed.te.pytorch.attention.core import Documents
 from tests.unit.te.dense_attention import H, N, S, band, check, dense
 
 
@@ -68,5 +69,5 @@ def test_cumulative_lengths_are_read_once_and_again_when_they_change():
 
 def test_registered_lengths_are_not_read_from_the_device():
     bounds = torch.empty(3, dtype=torch.int32, device="meta")  # has no values to read
-    register_host_bounds(bounds, [0, 4, S])
+    register(bounds, bounds=[0, 4, S])
     assert Documents.of(bounds, None).lengths == [4, S - 4]

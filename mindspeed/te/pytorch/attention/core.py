@@ -11,18 +11,13 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.ops.fusion_attention import sdpa
+from mindspeed.ops.packed_batch import describe, register
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
 LONG = 1024  # tokens of a document from where one by one is faster than all at once
 MAX_MASK = 2**20  # elements of a mask, which every layer keeps for backward
-# Host copies of cumulative lengths, so that attention does not synchronise with the device in every
-# layer. They cannot come as an argument: Megatron's TEDotProductAttention passes on the fields of
-# its own PackedSeqParams only (0.12 to 0.16), not those of a subclass, and its other fields have a
-# meaning elsewhere (rotary embeddings read cu_seqlens_*_padded on the device).
-_host_bounds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,19 +54,13 @@ class Documents:
         return [slice(start, start + n) for start, n in zip(self.starts, self.lengths)]
 
 
-def register_host_bounds(bounds: Tensor, values: list[int]) -> None:
-    """Register the values of cumulative lengths on the device, so that no layer reads them."""
-    _host_bounds[bounds] = bounds._version, values
-
-
 def host_bounds(bounds: Tensor) -> list[int]:
     """Return cumulative lengths as registered, or read them from the device and register them."""
-    if bounds.is_inference():  # has no version to detect changes by
-        return bounds.tolist()
-    version, values = _host_bounds.get(bounds, (None, []))
-    if version != bounds._version:
+    values = describe(bounds).bounds
+    if values is None:
         values = bounds.tolist()
-        register_host_bounds(bounds, values)
+        if not bounds.is_inference():
+            register(bounds, bounds=values)
     return values
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops.rotary_position_embedding.packed import registered_positions
+from mindspeed.ops.packed_batch import describe
 from mindspeed.parallel.context.whole_documents import whole_documents
 from mindspeed.te.pytorch.attention.core import host_bounds
 from mindspeed.te.pytorch.attention.dot_product_attention import DotProductAttention
@@ -149,7 +149,7 @@ def _context_group() -> Any:
 
 def _known_positions(cu_seqlens: Tensor, group: Any, device: torch.device) -> Tensor | None:
     """Return the position of each row of this rank; None where Megatron knows it."""
-    given = registered_positions(cu_seqlens)
+    given = describe(cu_seqlens).positions
     if given is not None or group.size() == 1:
         return given
     return _positions(tuple(host_bounds(cu_seqlens)), group.size(), group.rank(), device)

@@ -14,13 +14,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from mindspeed.ops.rotary_position_embedding.packed import register_positions
+from mindspeed.ops.packed_batch import register
 from mindspeed.ops.token_rows import spread_rows
 
-# By the cumulative lengths of keys: Megatron hands on no argument of ours (see core.py).
-_registered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 Prefix = tuple[int, int]
 """Where the prefix of a document begins, and its length; (0, 0) for none."""
 
@@ -62,12 +59,5 @@ def register_prefixes(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, rows: KeyRows, positions: Tensor
 ) -> None:
     """Say for a batch, by its cumulative lengths, where keys come from and where rows are (T,)."""
-    _registered[cu_seqlens_kv] = rows
-    for bounds in (cu_seqlens_q, cu_seqlens_kv):
-        register_positions(bounds, positions)
-
-
-def registered_rows(cu_seqlens_kv: Tensor) -> KeyRows | None:
-    """Return what was registered for these documents, None if they share no prefix."""
-    rows: KeyRows | None = _registered.get(cu_seqlens_kv)
-    return rows
+    register(cu_seqlens_q, positions=positions)
+    register(cu_seqlens_kv, positions=positions, key_rows=rows)

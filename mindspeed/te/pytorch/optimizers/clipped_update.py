@@ -23,7 +23,7 @@ def gradient_norm(optimizer: Any) -> Tensor:
     grads: dict[Any, list[Tensor]] = {}
     for part in _parts(optimizer):
         group = part.get_grad_stats_parallel_group()
-        grads.setdefault(group, []).extend(part.get_main_grads_for_grad_norm())
+        grads.setdefault(group, []).extend(_grads(part))
     here = device.current().torch_device
     total = torch.zeros((), dtype=torch.float64, device=here)
     for group, members in grads.items():
@@ -70,6 +70,13 @@ def retract(optimizer: Any) -> None:
 
 def _parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _grads(part: Any) -> list[Tensor]:
+    """Return the gradients that this rank counts; Megatron 0.19 has renamed the method."""
+    if hasattr(part, "get_grads_for_grad_norm"):
+        return list(part.get_grads_for_grad_norm())
+    return list(part.get_main_grads_for_grad_norm())
 
 
 def _clip_scale(part: Any, norm: Tensor) -> Tensor:

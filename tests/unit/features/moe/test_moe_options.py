@@ -70,11 +70,6 @@ def check(feature, arguments):
         (BMM, BMM_ARGUMENTS | {"fp8": "hybrid"}, "--fp8-format exclude each other"),
         (BMM, BMM_ARGUMENTS | {"fp4": "e2m1"}, "--fp4-format exclude each other"),
         (FUSED, GROUPED | {"moe_grouped_gemm": False}, "needs --moe-grouped-gemm"),
-        (FUSED, GROUPED | {"add_bias_linear": True}, "add --disable-bias-linear, or drop --moe-fu"),
-        (FUSED, GROUPED | {"swiglu": False}, "add --swiglu or drop --moe-fused-experts"),
-        (FUSED, GROUPED | {"fp8": "hybrid"}, "drop --fp8-format"),
-        (FUSED, GROUPED | {"moe_use_legacy_grouped_gemm": True}, "legacy-grouped-gemm, or drop"),
-        (FUSED, GROUPED | {"offload_modules": ["moe_act"]}, "--offload-modules moe_act exclude"),
         (RECOMPUTE, {"recompute_granularity": "full"}, "no effect under"),
         (
             RECOMPUTE,

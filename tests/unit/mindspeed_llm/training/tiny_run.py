@@ -1,6 +1,7 @@
 """A tiny llama, tiny data, and runs on them: ours, and a plain loop of transformers and torch."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,29 @@ def train(values: dict[str, Any]) -> list[float]:
     AutoTrainer(TrainOptions(**values)).train()
     parallel_state.destroy_model_parallel()
     return read_losses(values["log_file"])
+
+
+OWN_REFERENCE = "reference: the policy without its adapters (--ref-model: another model)"
+
+
+def log_of_references(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """Start runs, one after the other, as one rank; return what each logs of its reference."""
+    from megatron.core import parallel_state
+
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    lines: list[list[str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines[-1].append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mindspeed_llm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for values in runs:
+        lines.append([])
+        AutoTrainer(TrainOptions(**values))
+        parallel_state.destroy_model_parallel()
+    return [[line for line in each if line.startswith("reference: ")] for each in lines]
 
 
 def read_losses(log_file: str, name: str = "lm loss") -> list[float]:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mindspeed.distributed.context_rules import check_dropout
 from mindspeed.ops.fusion_attention import flash4
+from mindspeed.ops.packed_batch import describe
 from mindspeed.parallel.context.attention import ContextParallel
 from mindspeed.parallel.context.whole_documents import DOCUMENT_LAYOUTS
 from mindspeed.te.pytorch.attention.core import (
@@ -23,7 +24,7 @@ from mindspeed.te.pytorch.attention.core import (
     largest_in_documents,
 )
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, Window, alibi_bias
-from mindspeed.te.pytorch.attention.shared_prefixes import KeyRows, registered_rows
+from mindspeed.te.pytorch.attention.shared_prefixes import KeyRows
 from mindspeed.te.pytorch.attention.split_sequence import SplitSequence
 from mindspeed.te.pytorch.distributed import checkpoint
 
@@ -198,7 +199,7 @@ class DotProductAttention(nn.Module):
         scale = self.softmax_scale
         if slopes is not None and self._softmax().dropout:
             raise ValueError("packed documents with alibi_slopes take no dropout: use 0")
-        shared = registered_rows(of_k[0])
+        shared = describe(of_k[0]).key_rows
         if shared is not None:
             _check_shared(context, slopes)
             rule = rule.bottom_right()
