@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-FLOAT = 4
+from mindspeed.tune.run_sizes import FLOAT
+
 GIB = 2**30
 TILE = 2048
 """Positions of a tile in advice."""
