@@ -27,6 +27,7 @@ from mindspeed.training.metrics import MeanMetrics, Metric, StepResult
 from mindspeed.training.out_of_memory import with_advice
 from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed.tune.flop_meter import FlopMeter
+from mindspeed.tune.memory_model import MemoryModel
 from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
 from mindspeed_llm.data.indexed import TokenFile
 from mindspeed_llm.data.instruction import split_parts
@@ -37,7 +38,7 @@ from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.hf_config import set_num_labels
 from mindspeed_llm.training.data import check_tokenizer, check_tokens, token_prefixes
 from mindspeed_llm.training.expert_load import expert_load_report
-from mindspeed_llm.training.memory import accepts, memory_model
+from mindspeed_llm.training.memory import BatchRows, accepts, memory_model
 from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import (
@@ -77,6 +78,8 @@ class Trainer(ABC):
     """Whether the loss may be computed for a part of each sequence (--context-parallel-size)."""
     balances_rows: ClassVar[bool] = False
     """Whether rows hold several samples, which --balance-packs shares out by their attention."""
+    _rows: BatchRows | None = None
+    """The rows of the micro-batch that a model got last."""
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -225,6 +228,7 @@ class Trainer(ABC):
         from mindspeed.te.pytorch.attention.core import register_host_bounds
 
         on_host = next(data_iterator)
+        self._rows = BatchRows.of(on_host)
         batch = to_device(on_host)
         for name in ("cu_seqlens", "cu_seqlens_padded", KEY_BOUNDS):
             if name in batch:
@@ -345,13 +349,19 @@ class Trainer(ABC):
         try:
             return with_advice(
                 lambda: self.loop.run(self),
-                lambda: memory_model(self.setup, self.primary.chunks, self.sizes),
+                self._memory_model,
                 partial(accepts, self.setup),
             )
         finally:
             self._batches.close()
             if self.setup.save_dir_lock is not None:
                 self.setup.save_dir_lock.release()
+
+    def _memory_model(self) -> MemoryModel:
+        """Return the memory of the micro-batch at work, of the longest before there is one."""
+        shape = self._batch_shape
+        most = BatchRows(shape.seq_length // self.setup.dims.cp, shape.micro_batch_size)
+        return memory_model(self.setup, self.primary.chunks, self._rows or most, most)
 
     def start_prefetch(self) -> None:
         """Start the thread that prepares the micro-batches after the consumed samples."""
