@@ -13,7 +13,7 @@ from mindspeed.features.activation import current
 from mindspeed.ops.linear_cross_entropy.megatron import defers_logits
 from mindspeed.tune import run_memory
 from mindspeed.tune.memory_model import Changes, MemoryModel
-from mindspeed_llm.data.labelled_rows import labelled_rows
+from mindspeed_llm.data.collate import labelled_rows
 from mindspeed_llm.training.setup import Setup, requested_features
 
 

@@ -28,10 +28,10 @@ from mindspeed.training.out_of_memory import with_advice
 from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed.tune.flop_meter import FlopMeter
 from mindspeed.tune.memory_model import MemoryModel
+from mindspeed_llm.data.collate import labelled_rows, with_labelled_rows
 from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
 from mindspeed_llm.data.indexed import TokenFile
 from mindspeed_llm.data.instruction import split_parts
-from mindspeed_llm.data.labelled_rows import labelled_rows, with_labelled_rows
 from mindspeed_llm.data.shared_prompts import KEY_BOUNDS, register_shared
 from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
 from mindspeed_llm.models.config import ModelConfig, language_model

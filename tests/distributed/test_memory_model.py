@@ -135,7 +135,7 @@ def test_recipe_for_context_parallelism(whole, tiny):
 def _out_of_memory(run, limit):
     """Train with little memory; return what is said."""
     from mindspeed.training.entry import OutOfMemory
-    from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
+    from mindspeed_llm.tasks.pretrain import PretrainTrainer
     from mindspeed_llm.training.options import TrainOptions
     from tests.allocation_limit import AllocationLimit
 
