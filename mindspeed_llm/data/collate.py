@@ -87,11 +87,9 @@ def with_labelled_rows(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def labelled_rows(batch: Mapping[str, torch.Tensor]) -> LabelledRows | None:
     """Return what with_labelled_rows has added."""
-    return (
-        LabelledRows(batch[LABELLED_ROWS], int(batch[NUM_LABELLED_ROWS]))
-        if LABELLED_ROWS in batch
-        else None
-    )
+    if LABELLED_ROWS not in batch:
+        return None
+    return LabelledRows(batch[LABELLED_ROWS], int(batch[NUM_LABELLED_ROWS]))
 
 
 def split_pairs(samples: Samples) -> list[dict[str, Array]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 
 from mindspeed.features import selection
 from mindspeed.features.activation import current
+from mindspeed.ops.linear_cross_entropy.labelled_rows import LabelledRows
 from mindspeed.ops.linear_cross_entropy.megatron import defers_logits
 from mindspeed.tune import run_memory
 from mindspeed.tune.memory_model import Changes, MemoryModel
-from mindspeed_llm.data.collate import labelled_rows
 from mindspeed_llm.training.setup import Setup, requested_features
 
 
@@ -24,14 +24,13 @@ class BatchRows:
     length: int
     samples: int
     labelled: int | None = None
-    """Rows that losses are computed of where they can be picked; None for all."""
+    """Rows that losses are computed of, where they can be picked; None for all."""
 
     @classmethod
-    def of(cls, batch: Mapping[str, torch.Tensor]) -> BatchRows:
-        """Count the rows of a collated micro-batch, which padding may have been kept out of."""
-        samples, length = batch["tokens"].shape
-        rows = labelled_rows(batch)
-        return cls(length, samples, None if rows is None else len(rows.index))
+    def of(cls, tokens: torch.Tensor, labelled: LabelledRows | None) -> BatchRows:
+        """Count the rows of tokens (B, S), which padding may have been kept out of."""
+        samples, length = tokens.shape
+        return cls(length, samples, None if labelled is None else len(labelled.index))
 
 
 def memory_model(

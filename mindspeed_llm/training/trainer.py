@@ -228,7 +228,6 @@ class Trainer(ABC):
         from mindspeed.te.pytorch.attention.core import register_host_bounds
 
         on_host = next(data_iterator)
-        self._rows = BatchRows.of(on_host)
         batch = to_device(on_host)
         for name in ("cu_seqlens", "cu_seqlens_padded", KEY_BOUNDS):
             if name in batch:
@@ -247,7 +246,9 @@ class Trainer(ABC):
         Losses outside of the loss mask do not count, and are not computed where that can be helped.
         There is no mask of size s x s: attention is causal, packed samples have boundaries.
         """
-        with losses_of(model, labelled_rows(batch) if has_labels else None):
+        rows = labelled_rows(batch) if has_labels else None
+        self._rows = BatchRows.of(batch["tokens"], rows)
+        with losses_of(model, rows):
             output: torch.Tensor = model(
                 batch["tokens"],
                 batch["position_ids"],
@@ -357,12 +358,6 @@ class Trainer(ABC):
             if self.setup.save_dir_lock is not None:
                 self.setup.save_dir_lock.release()
 
-    def _memory_model(self) -> MemoryModel:
-        """Return the memory of the micro-batch at work, of the longest before there is one."""
-        shape = self._batch_shape
-        most = BatchRows(shape.seq_length // self.setup.dims.cp, shape.micro_batch_size)
-        return memory_model(self.setup, self.primary.chunks, self._rows or most, most)
-
     def start_prefetch(self) -> None:
         """Start the thread that prepares the micro-batches after the consumed samples."""
         self._batches = self._prefetch(self.train_data, self.training.state.consumed_samples)
@@ -469,6 +464,12 @@ class Trainer(ABC):
         """Return the micro-batches of a step, once for every chunk of the model."""
         step = self.prepare_step(list(islice(batches, self.setup.dims.num_micro_batches)))
         return repeated(step, self.primary)
+
+    def _memory_model(self) -> MemoryModel:
+        """Return the memory of the micro-batch at work, of the longest before there is one."""
+        shape = self._batch_shape
+        most = BatchRows(shape.seq_length // self.setup.dims.cp, shape.micro_batch_size)
+        return memory_model(self.setup, self.primary.chunks, self._rows or most, most)
 
     def _flops_per_token(self) -> float:
         """Estimate the operations of a token: 6 a weight, and those of attention in a full row."""

@@ -10,6 +10,7 @@ import mindspeed
 from mindspeed.tune.memory_model import MemoryModel
 from tests.distributed.test_llm_context_parallel import train_all, write_documents
 from tests.gpt.layout import FFN, HEADS, HIDDEN, SEQUENCE, VOCABULARY, Layout
+from tests.llm.preferences import make_steps, write_steps
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     make_model,
@@ -179,10 +180,13 @@ BATCHES = {
     "packed": ({"data_path": "packed"}, PACKED, LABELS, True),
     "tiled loss": (VARIABLE | {"tiled_loss_size": 8}, JOINED, None, True),
 }
+SOLUTIONS = make_steps(4)
+VERDICTS = {"stage": "prm", "variable_seq_lengths": True}
+"""A stage that reads all logits."""
 OF_TWO_RANKS = {"tensor parallel": (VARIABLE | SP, JOINED, LABELS, True)}
 
 
-def _sft_memory(runs, limit):
+def _memory_of_steps(runs, limit):
     """Return what a step keeps, the memory model of its micro-batch, and what a full device says.
 
     The limit is for the last run, which trains on a device that becomes full.
@@ -190,14 +194,14 @@ def _sft_memory(runs, limit):
     from megatron.core import parallel_state
 
     from mindspeed.training.entry import OutOfMemory
-    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+    from mindspeed_llm.tasks.posttrain.launcher import get_trainer
     from mindspeed_llm.training.options import TrainOptions
     from tests.allocation_limit import AllocationLimit
     from tests.gpt.saved import SavedTensors
 
     found, said = [], None
     for values in runs:
-        trainer, steps = SFTTrainer(TrainOptions(**values)), []
+        trainer, steps = get_trainer(values.get("stage", "sft"), TrainOptions(**values)), []
 
         def seen(*_, trainer=trainer, steps=steps):
             kept = sum(each.bytes for each in saved.kept() if each.dtype.is_floating_point)
@@ -238,6 +242,9 @@ def batches(tmp_path_factory):
     }
 
     def of(changes):
+        if "stage" in changes:
+            steps = write_steps(folder / "steps", SOLUTIONS)
+            return run | changes | {"data_path": (steps,)}
         paths = {"data_path": (packed,), "micro_batch_size": 1} if "data_path" in changes else {}
         return run | changes | paths
 
@@ -261,16 +268,20 @@ def _check(measured, model, tokens, rows, has_documents):
 def test_saved_bytes_of_a_micro_batch_are_those_of_its_rows(batches):
     """Padding that is kept out and rows without a label take no memory, and no advice has any."""
     runs = [batches(values) for values, *_ in BATCHES.values()]
-    ((found, said),) = run_ranks(_sft_memory, 1, [*runs, batches(VARIABLE)], 200_000)
-    for (measured, model), (_, *expected) in zip(found[:-1], BATCHES.values(), strict=True):
+    runs += [batches(VERDICTS), batches(VARIABLE)]
+    ((found, said),) = run_ranks(_memory_of_steps, 1, runs, 200_000)
+    *sft, (_, prm), _ = found
+    for (measured, model), (_, *expected) in zip(sft, BATCHES.values(), strict=True):
         _check(measured, model, *expected)
+    tokens = sum(len(ids) for ids, _ in SOLUTIONS[:2])
+    assert prm.tokens == -(-tokens // 8) * 8 and prm.loss_rows is None
     rows = f"{JOINED} tokens, logits of {LABELS} of them; others have up to {2 * LONGEST}"
     assert f" for a micro-batch of {rows}, the device has" in said
 
 
 def test_ranks_share_the_rows_of_a_micro_batch(batches):
     runs = [batches(values) for values, *_ in OF_TWO_RANKS.values()]
-    for found, _ in run_ranks(_sft_memory, 2, [*runs, batches(VARIABLE | CP)], 0):
+    for found, _ in run_ranks(_memory_of_steps, 2, [*runs, batches(VARIABLE | CP)], 0):
         *others, (_, split) = found
         for (measured, model), (_, *expected) in zip(others, OF_TWO_RANKS.values(), strict=True):
             _check(measured, model, *expected)
