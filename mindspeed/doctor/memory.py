@@ -78,7 +78,7 @@ class Fit:
         """Return the section of the report."""
         parts = {**self.model.parts(), "sum": self.model.total(), "device": self.available}
         width = max(map(len, parts))
-        lines = ["memory of a rank, first pipeline stage:"]
+        lines = [f"memory of a rank, first pipeline stage, for {self.model.batch}:"]
         lines += [f"  {name:<{width}}  {in_gib(size):>10}" for name, size in parts.items()]
         if self.best:
             lines.append("what would save most:")

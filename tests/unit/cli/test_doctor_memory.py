@@ -27,6 +27,7 @@ def test_parts_of_a_model_whose_size_is_published():
     assert parts["optimizer state"] == 12 * MATRICES
     assert not fit.fits and fit.smaller.total() <= 80 * GIB
     text = "\n".join(fit.lines())
+    assert text.startswith("memory of a rank, first pipeline stage, for a micro-batch of 8192 tok")
     assert "89.7 GiB  --swap-optimizer" in text and text.count("  --") == 3
     assert "would fit: " in text and text.endswith("not read, since no formula has them: --lr")
     assert json.loads(json.dumps(fit.as_record()))["total"] == fit.model.total()
