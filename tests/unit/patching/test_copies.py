@@ -180,3 +180,15 @@ def test_copies_in_megatron_follow_and_come_back(patcher):
 
 def _subclass(original):
     return type("Mine", (original,), {})
+
+
+def test_a_late_copy_in_the_package_of_a_wrapper_comes_back(source, write, patcher):
+    write(
+        vendor__fast="def wrap(original):\n    return lambda data, salt=0: 'wrapped'",
+        vendor__late="from crypt.source import hash",
+    )
+    patcher.apply("x", [Patch.wrap("crypt.source:hash", "vendor.fast:wrap")])
+    late = importlib.import_module("vendor.late")
+    assert late.hash(1) == "wrapped"
+    patcher.revert()
+    assert late.hash is source.hash and late.hash(1) == "old"
