@@ -23,6 +23,20 @@ def test_replace_and_revert_a_function(shop, patcher):
     assert shop.price is original
 
 
+def test_a_factory_is_called_for_changes_of_its_own_target_only(shop, patcher):
+    calls = []
+
+    def factory(original):
+        calls.append(original)
+        return lambda item, count=1: "new"
+
+    patcher.apply("x", [Patch.wrap("shop:price", factory)])
+    new = shop.price
+    patcher.apply("y", [Patch.wrap("shop:Counter.add", tagging("y"))])
+    patcher.revert("y")
+    assert shop.price is new and len(calls) == 1
+
+
 def test_an_addition_keeps_its_own_kind(shop, patcher):
     patcher.apply("x", [Patch.add("shop:Counter.triple", staticmethod(lambda n: 3 * n))])
     assert shop.Counter("c").triple(2) == 6
