@@ -50,6 +50,7 @@ class MemoryModel:
     attention_size: int
     num_heads: int
     vocab_size: int
+    """Columns of the logits, 0 of a model with a value head."""
     num_parameters: int
     """Parameters on this rank."""
     trained_fraction: float = 1.0

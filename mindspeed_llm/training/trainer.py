@@ -469,7 +469,9 @@ class Trainer(ABC):
         """Return the memory of the micro-batch at work, of the longest before there is one."""
         shape = self._batch_shape
         most = BatchRows(shape.seq_length // self.setup.dims.cp, shape.micro_batch_size)
-        return memory_model(self.setup, self.primary.chunks, self._rows or most, most)
+        model = memory_model(self.setup, self.primary.chunks, self._rows or most, most)
+        has_value_head = self.model_shape(self.models[0]).num_labels
+        return replace(model, vocab_size=0) if has_value_head else model
 
     def _flops_per_token(self) -> float:
         """Estimate the operations of a token: 6 a weight, and those of attention in a full row."""

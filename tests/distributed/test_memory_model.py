@@ -10,7 +10,7 @@ import mindspeed
 from mindspeed.tune.memory_model import MemoryModel
 from tests.distributed.test_llm_context_parallel import train_all, write_documents
 from tests.gpt.layout import FFN, HEADS, HIDDEN, SEQUENCE, VOCABULARY, Layout
-from tests.llm.preferences import make_steps, write_steps
+from tests.llm.preferences import make_pairs, make_steps, write_pairs, write_steps
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.training.tiny_run import (
     make_model,
@@ -183,6 +183,9 @@ BATCHES = {
 SOLUTIONS = make_steps(4)
 VERDICTS = {"stage": "prm", "variable_seq_lengths": True}
 """A stage that reads all logits."""
+REWARDS = {"stage": "orm", "no_share_prompts": True}
+"""A stage whose model has a value head."""
+OTHER_DATA = {"prm": (write_steps, SOLUTIONS), "orm": (write_pairs, make_pairs(4))}
 OF_TWO_RANKS = {"tensor parallel": (VARIABLE | SP, JOINED, LABELS, True)}
 
 
@@ -242,9 +245,9 @@ def batches(tmp_path_factory):
     }
 
     def of(changes):
-        if "stage" in changes:
-            steps = write_steps(folder / "steps", SOLUTIONS)
-            return run | changes | {"data_path": (steps,)}
+        if stage := changes.get("stage"):
+            write, samples = OTHER_DATA[stage]
+            return run | changes | {"data_path": (write(folder / stage, samples),)}
         paths = {"data_path": (packed,), "micro_batch_size": 1} if "data_path" in changes else {}
         return run | changes | paths
 
@@ -268,9 +271,11 @@ def _check(measured, model, tokens, rows, has_documents):
 def test_saved_bytes_of_a_micro_batch_are_those_of_its_rows(batches):
     """Padding that is kept out and rows without a label take no memory, and no advice has any."""
     runs = [batches(values) for values, *_ in BATCHES.values()]
-    runs += [batches(VERDICTS), batches(VARIABLE)]
+    runs += [batches(VERDICTS), batches(REWARDS), batches(VARIABLE)]
     ((found, said),) = run_ranks(_memory_of_steps, 1, runs, 200_000)
-    *sft, (_, prm), _ = found
+    *sft, (_, prm), (measured, orm), _ = found
+    assert measured == orm.kept_by_stage() + sum(orm.output_parts().values())
+    assert orm.output_parts()["logits"] == 0
     for (measured, model), (_, *expected) in zip(sft, BATCHES.values(), strict=True):
         _check(measured, model, *expected)
     tokens = sum(len(ids) for ids, _ in SOLUTIONS[:2])
