@@ -37,6 +37,13 @@ def test_a_factory_is_called_for_changes_of_its_own_target_only(shop, patcher):
     assert shop.price is new and len(calls) == 1
 
 
+def test_the_original_of_each_target(shop, patcher):
+    price, add = shop.price, shop.Counter.add
+    targets = ("shop:price", "shop:Counter.add")
+    patcher.apply("x", [Patch.wrap(target, tagging("x")) for target in targets])
+    assert [*map(patcher.original, targets), patcher.original("shop:Base")] == [price, add, None]
+
+
 def test_an_addition_keeps_its_own_kind(shop, patcher):
     patcher.apply("x", [Patch.add("shop:Counter.triple", staticmethod(lambda n: 3 * n))])
     assert shop.Counter("c").triple(2) == 6
