@@ -31,7 +31,7 @@ PRELOADED = (
     "mindspeed_llm.data.preprocess",
     "mindspeed_llm.generation.session",
     "mindspeed_llm.tasks.posttrain.launcher",
-    "mindspeed_llm.tasks.pretrain.gpt",
+    "mindspeed_llm.tasks.pretrain",
     "mindspeed_mm.checkpoint.conversion",
     "mindspeed_mm.training.trainer",
     "mindspeed_mm.training.setup",

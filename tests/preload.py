@@ -32,7 +32,7 @@ for _name in (
     "mindspeed_llm.generation.inference",
     "mindspeed_llm.models.families.deepseek2",
     "mindspeed_llm.tasks.posttrain.launcher",
-    "mindspeed_llm.tasks.pretrain.gpt",
+    "mindspeed_llm.tasks.pretrain",
     "mindspeed_mm.training.trainer",
     "peft",
     "pytest",

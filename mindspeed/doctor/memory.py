@@ -12,7 +12,6 @@ from typing import Any
 
 from mindspeed.config import (
     ConfigError,
-    Options,
     Spelling,
     add_flags,
     flag_name,
@@ -32,6 +31,7 @@ from mindspeed.tune.memory_model import (
     in_gib,
 )
 from mindspeed.tune.run_memory import NEEDED, memory_model
+from mindspeed.tune.run_sizes import RunSizes
 
 MODEL_FOLDERS = ("hf_cfg_dir", "load")
 HUGGING_FACE = {
@@ -49,41 +49,9 @@ HUGGING_FACE = {
 """Megatron's names, and those in the config.json of a Hugging Face model."""
 
 
-class RunOptions(Options):
-    """Megatron's arguments that decide about memory."""
+class RunOptions(RunSizes):
+    """The sizes of a run, and where its model is."""
 
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    ffn_hidden_size: int | None = None
-    num_attention_heads: int | None = None
-    num_query_groups: int | None = None
-    group_query_attention: bool = False
-    kv_channels: int | None = None
-    vocab_size: int | None = None
-    padded_vocab_size: int | None = None
-    make_vocab_size_divisible_by: int = 128
-    untie_embeddings_and_output_weights: bool = False
-    swiglu: bool = False
-    num_experts: int | None = None
-    moe_router_topk: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    seq_length: int | None = None
-    micro_batch_size: int = 1
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None
-    world_size: int = 1
-    """Ranks of the whole run."""
-    sequence_parallel: bool = False
-    bf16: bool = False
-    fp16: bool = False
-    use_distributed_optimizer: bool = False
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
     hf_cfg_dir: str | None = None
     load: str | None = None
 
@@ -110,7 +78,7 @@ class Fit:
         """Return the section of the report."""
         parts = {**self.model.parts(), "sum": self.model.total(), "device": self.available}
         width = max(map(len, parts))
-        lines = ["memory of a rank, first pipeline stage:"]
+        lines = [f"memory of a rank, first pipeline stage, for {self.model.batch}:"]
         lines += [f"  {name:<{width}}  {in_gib(size):>10}" for name, size in parts.items()]
         if self.best:
             lines.append("what would save most:")

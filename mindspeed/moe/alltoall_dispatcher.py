@@ -22,7 +22,7 @@ from torch import Tensor
 from mindspeed.distributed.async_collectives import Started, start_all_gather, start_all_to_all
 from mindspeed.distributed.collectives import group_rank
 from mindspeed.moe.interface import TwoMethods, number_of_rows
-from mindspeed.ops.routing_rows.chunks import chunk_rows
+from mindspeed.ops.routing_rows.reference import chunk_rows
 from mindspeed.ops.token_rows import gather_rows, spread_rows
 
 

@@ -55,11 +55,8 @@ def is_installed(name: str, skip: Container[object] = ()) -> bool:
 
 def regular_package(name: str) -> ModuleSpec | None:
     """Return the outermost package of `name` that is no namespace, or None if it is missing."""
-    for package in itertools.accumulate(name.split("."), "{}.{}".format):
-        spec = find_without_import(package)
-        if spec is None or not _is_namespace(spec):
-            return spec
-    return None
+    specs = map(find_without_import, itertools.accumulate(name.split("."), "{}.{}".format))
+    return next((each for each in specs if each is None or not _is_namespace(each)), None)
 
 
 def _is_namespace(spec: ModuleSpec) -> bool:

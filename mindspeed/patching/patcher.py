@@ -375,8 +375,7 @@ class Patcher:
         )
         search.all_modules({each for value in shared for each in ids_of(value)})
         for target in changed:
-            if not target.entries:
-                self._bind(target.slot, target)
+            self._bind(target.slot, target)
             for slot, module in search.holders(target.content.value):
                 if target.accepts(slot, module) and not _defines(groups.get(target, ()), module):
                     self._bind(slot, target)

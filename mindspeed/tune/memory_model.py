@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-FLOAT = 4
+from mindspeed.tune.run_sizes import FLOAT
+
 GIB = 2**30
 TILE = 2048
 """Positions of a tile in advice."""
@@ -49,12 +50,17 @@ class MemoryModel:
     attention_size: int
     num_heads: int
     vocab_size: int
+    """Columns of the logits, 0 of a model with a value head."""
     num_parameters: int
     """Parameters on this rank."""
     trained_fraction: float = 1.0
     """Share of the parameters that is trained, less than one with adapters."""
     seq_length: int
     micro_batch_size: int = 1
+    loss_rows: int | None = None
+    """Rows of a micro-batch of this rank whose losses are computed, if not of all."""
+    max_tokens: int | None = None
+    """Tokens that a micro-batch of this rank has at most, where they vary."""
 
     tp: int = 1
     pp: int = 1
@@ -96,8 +102,28 @@ class MemoryModel:
         return -(-self.num_layers // self.pp)
 
     @property
+    def batch(self) -> str:
+        """The micro-batch whose memory this is, in words."""
+        most = self.max_tokens or 0
+        return (
+            f"a micro-batch of {self.tokens} tokens"
+            + (f", logits of {self._picked_rows} of them" if self._picked_rows is not None else "")
+            + (f"; others have up to {most}" if most > self.tokens else "")
+        )
+
+    @property
     def _shared(self) -> int:
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def _picked_rows(self) -> int | None:
+        """Rows that are picked for their loss; a tile has all of its rows."""
+        return None if self.tiled_loss_size else self.loss_rows
+
+    @property
+    def _logits(self) -> int:
+        rows = self.tokens if self._picked_rows is None else self._picked_rows
+        return FLOAT * rows * self.vocab_size // self.tp
 
     def layer_parts(self) -> dict[str, int]:
         """Return the bytes that backward of one layer needs of one micro-batch, by part."""
@@ -144,12 +170,13 @@ class MemoryModel:
 
     def output_parts(self) -> dict[str, int]:
         """Return what output layer and loss keep of one micro-batch: logits in float32."""
-        hidden = self.width * self.tokens * self.hidden_size // self._shared
-        tile = self.tiled_loss_size
-        logits = FLOAT * self.tokens * self.vocab_size // self.tp
+        hidden, picked = self.width * self.hidden_size, self._picked_rows
+        norm_input = hidden * self.tokens // self._shared
         return {
-            "final norm": 2 * hidden + FLOAT * self.tokens // self._shared,
-            "logits": 0 if tile else logits,
+            "final norm": norm_input + FLOAT * self.tokens // self._shared,
+            # What is picked is a copy; its losses are kept for their shape.
+            "hidden states": norm_input if picked is None else (hidden + FLOAT) * picked,
+            "logits": 0 if self.tiled_loss_size else self._logits,
         }
 
     def state_parts(self) -> dict[str, int]:
@@ -170,9 +197,9 @@ class MemoryModel:
         mlp = parts["first linear of the MLP"] + parts["activation of the MLP"]
         mlp = self._of_tile(mlp, self.tiled_mlp_size)
         attention = parts["queries and keys"] + parts["query, key, value projection"]
-        logits = FLOAT * self.tokens * self.vocab_size // self.tp
+        logits = self._of_tile(self._logits, self.tiled_loss_size)
         # A gradient beside each value.
-        return 2 * max(mlp, attention, self._of_tile(logits, self.tiled_loss_size))
+        return 2 * max(mlp, attention, logits)
 
     def kept_by_stage(self) -> int:
         """Return the bytes that the layers of a pipeline stage keep of one micro-batch."""
@@ -239,8 +266,8 @@ def advice(model: MemoryModel, available: int, accepts: Callable[[Changes], bool
     changes, smaller = fitting(model, available, accepts)
     does = "what would fit" if smaller.total() <= available else "too much still"
     return (
-        f"a rank of this run needs about {in_gib(model.total())} ({parts}), the device has "
-        f"{in_gib(available)}"
+        f"a rank of this run needs about {in_gib(model.total())} ({parts}) for {model.batch}, the "
+        f"device has {in_gib(available)}"
         + (f"; what would save most: {best}" if best else "")
         + (f"; {does}: {as_flags(changes)} ({in_gib(smaller.total())})" if changes else "")
     )

@@ -20,10 +20,11 @@ from mindspeed.checkpoint.output import (
 )
 from mindspeed.checkpoint.safetensors_file import is_export
 from mindspeed.config import ConfigError
+from mindspeed.tune.run_sizes import padded_vocabulary
 from mindspeed_llm.checkpoint.hf import hf_outputs
 from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
 from mindspeed_llm.checkpoint.loading import config_folder, open_source, verify_source
-from mindspeed_llm.checkpoint.mcore import ITERATION, mcore_outputs, padded_vocab_size
+from mindspeed_llm.checkpoint.mcore import ITERATION, mcore_outputs
 from mindspeed_llm.checkpoint.options import ConvertOptions
 from mindspeed_llm.checkpoint.sharding import NameStyle
 from mindspeed_llm.checkpoint.source import WeightSource
@@ -111,7 +112,7 @@ def _to_mcore(
             "--moe-grouped-gemm: the experts have biases, which Megatron's local grouped experts "
             "have not: drop it, or add --transformer-impl transformer_engine"
         )
-    rows = padded_vocab_size(config.vocab_size, options.make_vocab_size_divisible_by, tp)
+    rows = padded_vocabulary(config.vocab_size, options.make_vocab_size_divisible_by, tp)
     final = root / f"iter_{ITERATION:07d}"
     verify_source(found, source, enabled=not options.no_verify)
     with staged_directory(final, options.overwrite) as staging:

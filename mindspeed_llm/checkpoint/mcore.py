@@ -211,12 +211,6 @@ class PtOutput:
         write_pt(file, self.values | models, lambda tensor: stream(*tensors[tensor]))
 
 
-def padded_vocab_size(vocab_size: int, divisor: int, tp: int) -> int:
-    """Return the vocabulary size, padded so that tensor parallel ranks can shard it."""
-    multiple = divisor * tp
-    return -(-vocab_size // multiple) * multiple
-
-
 def mcore_outputs(
     folder: Path,
     source: WeightSource,

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     def train() -> None:
         with importing():
             from mindspeed_llm import megatron_adaptor  # noqa: F401  # before any Megatron
-            from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
+            from mindspeed_llm.tasks.pretrain import PretrainTrainer
 
         PretrainTrainer(options).train()
 

@@ -2,7 +2,8 @@
 needs none for padding on the right, and `cu_seqlens` separates packed samples.
 
 Shapes: (B, S), or (1, B * S) for packed rows. `labels` are shifted by one, as Megatron expects;
-where nothing is trained `loss_mask` is 0 and the label 0.
+where nothing is trained `loss_mask` is 0 and the label 0. Which rows have a label is found here, on
+the host, and part of the micro-batch.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import numpy as np
 import torch
 
 from mindspeed.config import ConfigError
+from mindspeed.ops.linear_cross_entropy.labelled_rows import LabelledRows
 from mindspeed_llm.data.indexed import IGNORE_INDEX, Array
 
 Batch = dict[str, torch.Tensor]
 Samples = Sequence[Mapping[str, Array]]
+LABELLED_ROWS, NUM_LABELLED_ROWS = "labelled_rows", "num_labelled_rows"
 
 
 def collate_fixed(samples: Samples, *, seq_length: int, pad_id: int, shift: bool = True) -> Batch:
@@ -72,6 +75,21 @@ def collate_packed(
     batch["cu_seqlens"] = torch.from_numpy(boundaries.astype(np.int32))
     batch["max_seqlen"] = torch.tensor(int(np.diff(boundaries).max()), dtype=torch.int32)
     return batch
+
+
+def with_labelled_rows(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Add the rows in the loss mask to a micro-batch on the host, unless nearly all are."""
+    rows = LabelledRows.of(batch["loss_mask"]) if "loss_mask" in batch else None
+    if rows is None:
+        return dict(batch)
+    return {**batch, LABELLED_ROWS: rows.index, NUM_LABELLED_ROWS: torch.tensor(rows.count)}
+
+
+def labelled_rows(batch: Mapping[str, torch.Tensor]) -> LabelledRows | None:
+    """Return what with_labelled_rows has added."""
+    if LABELLED_ROWS not in batch:
+        return None
+    return LabelledRows(batch[LABELLED_ROWS], int(batch[NUM_LABELLED_ROWS]))
 
 
 def split_pairs(samples: Samples) -> list[dict[str, Array]]:

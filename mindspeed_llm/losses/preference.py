@@ -1,4 +1,4 @@
-"""Losses of pairs: a completion that was chosen and one that was rejected, for one prompt.
+"""Losses of preferences: pairs of a chosen and a rejected completion, or single ones (KTO).
 
 Log-probabilities are those of whole completions, shape (pairs,), and so are the losses.
 """
@@ -78,6 +78,25 @@ def simpo_loss(
     if kind == "ipo":
         return (margin - 1 / (2 * beta)).square()
     return _ranking_loss(beta * margin, kind, label_smoothing)
+
+
+def kto_loss(
+    ratios: Tensor,
+    is_desirable: Tensor,
+    divergence: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Return the KTO loss of every completion, of which a prompt has one: desirable or not.
+
+    `ratios` are log-probabilities less those of the reference, `divergence` the estimate of how far
+    the policy is from the reference, a number at least 0 without gradient.
+    """
+    desirable = desirable_weight * (1 - torch.sigmoid(beta * (ratios - divergence)))
+    undesirable = undesirable_weight * (1 - torch.sigmoid(beta * (divergence - ratios)))
+    return torch.where(is_desirable, desirable, undesirable)
 
 
 def reward_loss(rewards: Pairs) -> Tensor:

@@ -1,8 +1,9 @@
-"""Log-probabilities and entropy of logits whose vocabulary tensor-parallel ranks share."""
+"""Losses, entropy and single tokens of logits whose vocabulary tensor-parallel ranks share."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -49,6 +50,29 @@ def label_losses(logits: Tensor, labels: Tensor) -> Tensor:
     swapped = logits.transpose(0, 1).contiguous(), labels.transpose(0, 1).contiguous()
     found: Tensor = vocab_parallel_cross_entropy(*swapped).transpose(0, 1)
     return found
+
+
+def select_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the logits (rows, len(tokens)) of some tokens from each rank's part (rows, V / tp)."""
+    from megatron.core import tensor_parallel
+    from megatron.core.parallel_state import get_tensor_model_parallel_rank
+
+    size = logits.shape[-1]
+    here = tokens - get_tensor_model_parallel_rank() * size
+    is_here = (here >= 0) & (here < size)
+    found = logits.index_select(-1, here.clamp(0, size - 1)).float() * is_here
+    # The sum over ranks has one summand that is not 0; its gradient is every rank's own.
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(found)
+
+
+def verdict_losses(logits: Tensor, labels: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row of logits, and whether its label is the likeliest token.
+
+    Columns are those of `tokens`, of which every label is one.
+    """
+    targets = (labels[:, None] == tokens).int().argmax(-1)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return losses, logits.argmax(-1) == targets
 
 
 def _reduced(values: Tensor, group: Group, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed.checkpoint.detection import CheckpointDir, detect
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling
+from mindspeed.tune.run_sizes import padded_vocabulary
 from mindspeed_llm.models.config import (
     ModelConfig,
     RotaryConfig,
@@ -111,11 +112,9 @@ def check_flags(options: TrainOptions, shape: ModelConfig) -> None:
 
 def vocabulary(options: TrainOptions, shape: ModelConfig) -> int:
     """Return the rows of the embedding with padding."""
-    from mindspeed_llm.checkpoint.mcore import padded_vocab_size
-
     tp = options.tensor_model_parallel_size
     if options.padded_vocab_size is None:
-        return padded_vocab_size(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
+        return padded_vocabulary(shape.vocab_size, options.make_vocab_size_divisible_by, tp)
     if options.padded_vocab_size < shape.vocab_size or options.padded_vocab_size % tp:
         raise ConfigError(
             f"--padded-vocab-size {options.padded_vocab_size}: must be at least the model's "

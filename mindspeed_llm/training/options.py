@@ -2,9 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from mindspeed.config import ConfigError, Options, add_options, read_options, suggest_flags
 from mindspeed.features.registry import registry
@@ -18,7 +18,6 @@ from mindspeed.training.options import (
 )
 from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.data.options import PreprocessOptions
-from mindspeed_llm.training.expert_options import ExpertOptions
 from mindspeed_llm.training.preference_options import (
     PREFERENCE_SECTIONS,
     AcceptedStageOptions,
@@ -237,6 +236,32 @@ class ParallelOptions(Options):
     """Add the residual by separate operations."""
     distributed_timeout_minutes: int = 10
     """How long ranks wait for each other."""
+
+
+class ExpertOptions(Options):
+    """How tokens reach experts, and what is reported and trained of routers.
+
+    Megatron has most of these options by the same name.
+    """
+
+    moe_grouped_gemm: bool = False
+    """Multiply by the weights of all experts of a rank in one grouped GEMM."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach the ranks of their experts."""
+    moe_expert_capacity_factor: Annotated[float, Field(gt=0)] | None = None
+    """Drop the tokens of an expert beyond this many times its even share. Default: drop none."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Pad the tokens of every expert to its capacity."""
+    moe_shared_expert_overlap: bool = False
+    """Run shared experts beside the collectives of the alltoall dispatcher."""
+    moe_router_fusion: bool | None = None
+    """Choose the experts of all tokens by one kernel and score them for the auxiliary loss by
+    another. Needs a Megatron that has this switch (0.16). Default: on CUDA."""
+    moe_load_interval: Annotated[int, Field(ge=0)] | None = None
+    """Steps between reports of the experts' load, drop rate and entropy; 0 for none. Default:
+    --log-interval."""
+    freeze_router: bool = False
+    """Keep the weights of routers as they were loaded."""
 
 
 class LossScaleOptions(Options):

@@ -31,12 +31,11 @@ from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.models.config import ModelConfig, MoEConfig
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import MegatronCheckpoints
-from mindspeed_llm.training.expert_options import ExpertOptions
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model import ModelRole, RoleModel
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
-from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.options import ExpertOptions, TrainOptions
 from mindspeed_llm.training.rollout_options import ONLINE
 from mindspeed_llm.training.shared_prompts import shares_prompts
 

@@ -27,17 +27,18 @@ from mindspeed.training.metrics import MeanMetrics, Metric, StepResult
 from mindspeed.training.out_of_memory import with_advice
 from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed.tune.flop_meter import FlopMeter
+from mindspeed.tune.memory_model import MemoryModel
+from mindspeed_llm.data.collate import labelled_rows, with_labelled_rows
 from mindspeed_llm.data.context_split import ContextSplit, PaddingWatch
 from mindspeed_llm.data.indexed import TokenFile
 from mindspeed_llm.data.instruction import split_parts
-from mindspeed_llm.data.labelled_rows import labelled_rows, with_labelled_rows
 from mindspeed_llm.data.shared_prompts import KEY_BOUNDS, register_shared
 from mindspeed_llm.data.stream import MicroBatches, Prefetcher, Sample, SampleStream
 from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.hf_config import set_num_labels
 from mindspeed_llm.training.data import check_tokenizer, check_tokens, token_prefixes
 from mindspeed_llm.training.expert_load import expert_load_report
-from mindspeed_llm.training.memory import accepts, memory_model
+from mindspeed_llm.training.memory import BatchRows, accepts, memory_model
 from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import (
@@ -77,6 +78,8 @@ class Trainer(ABC):
     """Whether the loss may be computed for a part of each sequence (--context-parallel-size)."""
     balances_rows: ClassVar[bool] = False
     """Whether rows hold several samples, which --balance-packs shares out by their attention."""
+    _rows: BatchRows | None = None
+    """The rows of the micro-batch that a model got last."""
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -243,7 +246,9 @@ class Trainer(ABC):
         Losses outside of the loss mask do not count, and are not computed where that can be helped.
         There is no mask of size s x s: attention is causal, packed samples have boundaries.
         """
-        with losses_of(model, labelled_rows(batch) if has_labels else None):
+        rows = labelled_rows(batch) if has_labels else None
+        self._rows = BatchRows.of(batch["tokens"], rows)
+        with losses_of(model, rows):
             output: torch.Tensor = model(
                 batch["tokens"],
                 batch["position_ids"],
@@ -345,7 +350,7 @@ class Trainer(ABC):
         try:
             return with_advice(
                 lambda: self.loop.run(self),
-                lambda: memory_model(self.setup, self.primary.chunks, self.sizes),
+                self._memory_model,
                 partial(accepts, self.setup),
             )
         finally:
@@ -459,6 +464,14 @@ class Trainer(ABC):
         """Return the micro-batches of a step, once for every chunk of the model."""
         step = self.prepare_step(list(islice(batches, self.setup.dims.num_micro_batches)))
         return repeated(step, self.primary)
+
+    def _memory_model(self) -> MemoryModel:
+        """Return the memory of the micro-batch at work, of the longest before there is one."""
+        shape = self._batch_shape
+        most = BatchRows(shape.seq_length // self.setup.dims.cp, shape.micro_batch_size)
+        model = memory_model(self.setup, self.primary.chunks, self._rows or most, most)
+        has_value_head = self.model_shape(self.models[0]).num_labels
+        return replace(model, vocab_size=0) if has_value_head else model
 
     def _flops_per_token(self) -> float:
         """Estimate the operations of a token: 6 a weight, and those of attention in a full row."""

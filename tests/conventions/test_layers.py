@@ -8,7 +8,7 @@ BELOW = {
     "mindspeed/config": (),
     "mindspeed/distributed": ("config",),
     "mindspeed/checkpoint": ("config",),
-    "mindspeed/features": ("config", "distributed", "patching", "device", "compat"),
+    "mindspeed/features": ("config", "distributed", "patching", "device", "compat", "tune"),
     "mindspeed/ops": ("device", "distributed"),
     "mindspeed/parallel": ("ops", "device", "distributed", "config"),
     "mindspeed/optim": ("ops", "parallel", "device"),
@@ -18,7 +18,7 @@ BELOW = {
     "mindspeed/te": ("ops", "parallel", "optim", "memory", "compat", "device", "distributed"),
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
-    "mindspeed/tune": ("device", "distributed"),
+    "mindspeed/tune": ("config", "device"),
     "mindspeed/training": ("checkpoint", "config", "device", "distributed", "tune"),
     "mindspeed/core": (),
     "mindspeed/doctor": (

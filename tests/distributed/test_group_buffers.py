@@ -79,7 +79,7 @@ def record_all(runs: dict[str, dict[str, Any]]) -> dict[str, tuple[dict[str, int
 
     from mindspeed.features.activation import current
     from mindspeed.features.comm.group_buffers import messages_of
-    from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
+    from mindspeed_llm.tasks.pretrain import PretrainTrainer
     from mindspeed_llm.training.options import TrainOptions
 
     found = {}

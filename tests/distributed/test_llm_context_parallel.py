@@ -87,7 +87,7 @@ def train_all(runs: list[tuple[str, dict[str, Any]]]) -> list[list[dict[str, flo
     from megatron.core import parallel_state
 
     from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
-    from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
+    from mindspeed_llm.tasks.pretrain import PretrainTrainer
     from mindspeed_llm.training.options import TrainOptions
 
     for task, values in runs:
@@ -235,7 +235,7 @@ def largest_tensors(run: tuple[str, dict[str, Any]], lengths: list[int]) -> list
     """Return the size of the largest tensor of a train step, for each sequence length."""
     from megatron.core import parallel_state
 
-    from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
+    from mindspeed_llm.tasks.pretrain import PretrainTrainer
     from mindspeed_llm.training.options import TrainOptions
 
     found = []

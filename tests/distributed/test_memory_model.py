@@ -10,8 +10,14 @@ import mindspeed
 from mindspeed.tune.memory_model import MemoryModel
 from tests.distributed.test_llm_context_parallel import train_all, write_documents
 from tests.gpt.layout import FFN, HEADS, HIDDEN, SEQUENCE, VOCABULARY, Layout
+from tests.llm.preferences import make_pairs, make_steps, write_pairs, write_steps
 from tests.ranks import run_ranks
-from tests.unit.mindspeed_llm.training.tiny_run import make_model, settings
+from tests.unit.mindspeed_llm.training.tiny_run import (
+    make_model,
+    make_samples,
+    settings,
+    write_samples,
+)
 
 LLAMA = Layout("llama", spec="te", num_layers=2)
 GROUPS = 2
@@ -130,7 +136,7 @@ def test_recipe_for_context_parallelism(whole, tiny):
 def _out_of_memory(run, limit):
     """Train with little memory; return what is said."""
     from mindspeed.training.entry import OutOfMemory
-    from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
+    from mindspeed_llm.tasks.pretrain import PretrainTrainer
     from mindspeed_llm.training.options import TrainOptions
     from tests.allocation_limit import AllocationLimit
 
@@ -149,3 +155,139 @@ def test_a_full_device_gets_advice(tiny):
     assert "\n" not in said and "second line" not in said
     best = said.partition("what would save most: ")[2]
     assert best.count("(") == 3 and "--swap-optimizer (0." in best
+
+
+SAMPLES = make_samples(8)
+TWO = SAMPLES[:2]
+"""The first micro-batch."""
+TOKENS = sum(len(ids) for ids, _ in TWO)
+LABELS = sum(int((labels[1:] != -100).sum()) for _, labels in TWO)
+LONGEST, JOINED = (-(-n // 8) * 8 for n in (max(len(ids) for ids, _ in SAMPLES), TOKENS))
+"""Rows of a padded sample, and of two that are concatenated."""
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+PACKED = max(len(SAMPLES[i][0]) + len(SAMPLES[j][0]) for i, j in PAIRS) + 3
+"""Rows of a packed row, as write_samples fills them."""
+VARIABLE = {"variable_seq_lengths": True}
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CP = {"context_parallel_size": 2}
+
+
+# Options, rows of the first micro-batch, and whether its samples are documents of one row.
+BATCHES = {
+    "padded rows": ({}, 2 * LONGEST, LABELS, False),
+    "all logits": ({"linear_cross_entropy": False}, 2 * LONGEST, None, False),
+    "concatenated": (VARIABLE, JOINED, LABELS, True),
+    "packed": ({"data_path": "packed"}, PACKED, LABELS, True),
+    "tiled loss": (VARIABLE | {"tiled_loss_size": 8}, JOINED, None, True),
+}
+SOLUTIONS = make_steps(4)
+VERDICTS = {"stage": "prm", "variable_seq_lengths": True}
+"""A stage that reads all logits."""
+REWARDS = {"stage": "orm", "no_share_prompts": True}
+"""A stage whose model has a value head."""
+OTHER_DATA = {"prm": (write_steps, SOLUTIONS), "orm": (write_pairs, make_pairs(4))}
+OF_TWO_RANKS = {"tensor parallel": (VARIABLE | SP, JOINED, LABELS, True)}
+
+
+def _memory_of_steps(runs, limit):
+    """Return what a step keeps, the memory model of its micro-batch, and what a full device says.
+
+    The limit is for the last run, which trains on a device that becomes full.
+    """
+    from megatron.core import parallel_state
+
+    from mindspeed.training.entry import OutOfMemory
+    from mindspeed_llm.tasks.posttrain.launcher import get_trainer
+    from mindspeed_llm.training.options import TrainOptions
+    from tests.allocation_limit import AllocationLimit
+    from tests.gpt.saved import SavedTensors
+
+    found, said = [], None
+    for values in runs:
+        trainer, steps = get_trainer(values.get("stage", "sft"), TrainOptions(**values)), []
+
+        def seen(*_, trainer=trainer, steps=steps):
+            kept = sum(each.bytes for each in saved.kept() if each.dtype.is_floating_point)
+            steps.append((kept, trainer._memory_model()))
+
+        with SavedTensors(
+            p for chunk in trainer.primary.chunks for p in chunk.parameters()
+        ) as saved:
+            hook = trainer.primary.wrapped[0].register_forward_hook(seen)
+            trainer.start_prefetch()
+            trainer.train_step(trainer.training.state, False)
+            hook.remove()
+        trainer._batches.close()
+        found.append(steps[0])
+        if values is runs[-1] and limit:
+            try:
+                with AllocationLimit(limit):
+                    trainer.train()
+            except OutOfMemory as error:
+                said = str(error)
+        parallel_state.destroy_model_parallel()
+    return found, said
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    """Return the options of a run, by those that it adds."""
+    folder = tmp_path_factory.mktemp("rows")
+    data = write_samples(folder / "data", SAMPLES)
+    packed = write_samples(folder / "packed", SAMPLES, PAIRS)
+    model = make_model(folder / "hf", vocab_size=100)  # which two ranks can share
+    run = settings(model, data, folder) | {
+        "linear_cross_entropy": True,
+        "pad_to_multiple_of": 8,
+        "no_gradient_accumulation_fusion": True,  # of 0.12.1 knows weights by an attribute
+        "global_batch_size": 2,
+        "micro_batch_size": 2,
+    }
+
+    def of(changes):
+        if stage := changes.get("stage"):
+            write, samples = OTHER_DATA[stage]
+            return run | changes | {"data_path": (write(folder / stage, samples),)}
+        paths = {"data_path": (packed,), "micro_batch_size": 1} if "data_path" in changes else {}
+        return run | changes | paths
+
+    return of
+
+
+def _check(measured, model, tokens, rows, has_documents):
+    assert model.tokens == tokens
+    if rows is not None:
+        assert model.loss_rows == rows
+        assert f"a micro-batch of {model.tokens} tokens, logits of {rows} of them" in model.batch
+    else:
+        assert "logits" not in model.batch
+    expected = model.kept_by_stage() + sum(model.output_parts().values())
+    if has_documents:  # on the cpu attention is called for each, and keeps what it returns
+        width = model.width * model.attention_size // model.tp
+        expected += model.num_layers * model.tokens * width
+    assert measured == expected
+
+
+def test_saved_bytes_of_a_micro_batch_are_those_of_its_rows(batches):
+    """Padding that is kept out and rows without a label take no memory, and no advice has any."""
+    runs = [batches(values) for values, *_ in BATCHES.values()]
+    runs += [batches(VERDICTS), batches(REWARDS), batches(VARIABLE)]
+    ((found, said),) = run_ranks(_memory_of_steps, 1, runs, 200_000)
+    *sft, (_, prm), (measured, orm), _ = found
+    assert measured == orm.kept_by_stage() + sum(orm.output_parts().values())
+    assert orm.output_parts()["logits"] == 0
+    for (measured, model), (_, *expected) in zip(sft, BATCHES.values(), strict=True):
+        _check(measured, model, *expected)
+    tokens = sum(len(ids) for ids, _ in SOLUTIONS[:2])
+    assert prm.tokens == -(-tokens // 8) * 8 and prm.loss_rows is None
+    rows = f"{JOINED} tokens, logits of {LABELS} of them; others have up to {2 * LONGEST}"
+    assert f" for a micro-batch of {rows}, the device has" in said
+
+
+def test_ranks_share_the_rows_of_a_micro_batch(batches):
+    runs = [batches(values) for values, *_ in OF_TWO_RANKS.values()]
+    for found, _ in run_ranks(_memory_of_steps, 2, [*runs, batches(VARIABLE | CP)], 0):
+        *others, (_, split) = found
+        for (measured, model), (_, *expected) in zip(others, OF_TWO_RANKS.values(), strict=True):
+            _check(measured, model, *expected)
+        assert split.tokens == JOINED // 2 and split.loss_rows <= LABELS

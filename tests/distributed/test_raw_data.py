@@ -107,7 +107,7 @@ def test_documents_are_cut_into_windows(tiny: _Tiny, tmp_path: Path) -> None:
 
 def pretrain(values: dict[str, Any]) -> list[float]:
     """Pretrain as one rank and return the losses of all steps."""
-    from mindspeed_llm.tasks.pretrain.gpt import PretrainTrainer
+    from mindspeed_llm.tasks.pretrain import PretrainTrainer
     from mindspeed_llm.training.options import TrainOptions
     from tests.unit.mindspeed_llm.training.tiny_run import read_losses
 

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.core.unavailable import unavailable
-
 __all__ = ["chunk_gated_delta_rule"]
 
 
@@ -55,5 +53,8 @@ def _rule() -> Any:
     try:
         from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
     except ImportError:
-        unavailable("chunk_gated_delta_rule", "use megatron-core 0.16 or newer, which has it")
+        raise NotImplementedError(
+            "mindspeed does not offer chunk_gated_delta_rule here: use megatron-core 0.16 or "
+            "newer, which has it"
+        ) from None
     return torch_chunk_gated_delta_rule

@@ -2,18 +2,21 @@
 
 from typing import Any, NoReturn
 
-from mindspeed.core.unavailable import unavailable
-
 __all__ = ["tensor_a2a_cp2hp", "tensor_a2a_hp2cp"]
-
-_INSTEAD = "use megatron-core 0.18 or newer, which has it, or context_parallel_size 1"
 
 
 def tensor_a2a_cp2hp(*arguments: Any, **keywords: Any) -> NoReturn:
     """Refuse: exchanging sequences for heads is not implemented."""
-    unavailable("tensor_a2a_cp2hp", _INSTEAD)
+    _refuse("tensor_a2a_cp2hp")
 
 
 def tensor_a2a_hp2cp(*arguments: Any, **keywords: Any) -> NoReturn:
     """Refuse: exchanging heads for sequences is not implemented."""
-    unavailable("tensor_a2a_hp2cp", _INSTEAD)
+    _refuse("tensor_a2a_hp2cp")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"mindspeed does not offer {name} here: use megatron-core 0.18 or newer, which has it, or "
+        "context_parallel_size 1"
+    )

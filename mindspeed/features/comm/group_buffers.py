@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from mindspeed import config
 from mindspeed.config import ConfigError, flag_name
 from mindspeed.distributed import group_buffers as buffers
-from mindspeed.distributed.attention_widths import attention_widths
 from mindspeed.distributed.environment import is_rank_zero
 from mindspeed.distributed.group_buffers import Messages
 from mindspeed.features.base import Context, Feature, Level
 from mindspeed.features.parallel.context_parallel import chosen
 from mindspeed.patching import Patch
+from mindspeed.tune.run_sizes import RunSizes
 
 if TYPE_CHECKING:
     from mindspeed.device import Device
@@ -140,32 +140,30 @@ def messages_of(options: Any, context: Context) -> Messages:
             "Megatron-LM script or those given to repatch: add what is missing, or give sizes by "
             "--hccl-group-buffer"
         )
-    get = context.argument
-    tp = get("tensor_model_parallel_size", 1)
-    query_size, kv_size, _ = attention_widths(arguments)
-    width = 2 if get("bf16", False) or get("fp16", False) else buffers.FLOAT
-    stage_width = buffers.FLOAT if get("fp32_residual_connection", False) else width
+    get, sizes = context.argument, RunSizes.of(arguments)
+    tp, widths = sizes.tensor_model_parallel_size, sizes.attention_widths
+    stage_width = buffers.FLOAT if get("fp32_residual_connection", False) else sizes.width
     declared = options.use_multiparameter_pipeline_model_parallel
     factor = options.hccl_ep_group_buffer_adaptive_factor
     is_extended = options.moe_tp_extend_ep
     return Messages(
-        seq_length=get("seq_length"),
-        micro_batch_size=get("micro_batch_size"),
-        hidden_size=get("hidden_size"),
-        query_size=query_size,
-        kv_size=kv_size,
-        head_size=query_size // get("num_attention_heads"),
-        width=width,
+        seq_length=sizes.seq_length,
+        micro_batch_size=sizes.micro_batch_size,
+        hidden_size=sizes.hidden_size,
+        query_size=widths.query,
+        kv_size=widths.key,
+        head_size=widths.query // sizes.num_attention_heads,
+        width=sizes.width,
         stage_width=None if declared else stage_width,
         tp=tp,
-        pp=get("pipeline_model_parallel_size", 1),
-        cp=get("context_parallel_size", 1),
-        ep=get("expert_model_parallel_size", 1) * (tp if is_extended else 1),
-        expert_tp=1 if is_extended else get("expert_tensor_parallel_size", tp),
-        sequence_parallel=get("sequence_parallel", False),
+        pp=sizes.pipeline_model_parallel_size,
+        cp=sizes.context_parallel_size,
+        ep=sizes.expert_model_parallel_size * (tp if is_extended else 1),
+        expert_tp=1 if is_extended else sizes.expert_tp,
+        sequence_parallel=sizes.sequence_parallel,
         cp_comm_type=chosen(options, arguments).comm_type,
         has_mask=get("create_attention_mask_in_dataloader", False),
-        topk=get("moe_router_topk", 2) if get("num_experts") else 0,
+        topk=sizes.topk,
         dispatcher=get("moe_token_dispatcher_type", "allgather"),
         ep_factor=None if factor == UNKNOWN_FACTOR else factor,
     )

@@ -86,7 +86,7 @@ def wrap_gpt_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         labels = signature.bind(self, *args, **kwargs).arguments.get("labels")
-        if labels is None or not _is_supported(self):
+        if labels is None or not defers_logits(self):
             return original(self, *args, **kwargs)
         with _deferred_logits(self.output_layer):
             return original(self, *args, **kwargs)
@@ -108,8 +108,11 @@ def wrap_compute_language_model_loss(
     return compute_language_model_loss
 
 
-def _is_supported(model: Any) -> bool:
-    """Return whether the output layer is a plain GEMM whose logits go unchanged into the loss."""
+def defers_logits(model: Any) -> bool:
+    """Return whether the loss of a model with this feature is computed from hidden states.
+
+    The output layer has to be a plain GEMM whose logits go unchanged into the loss.
+    """
     from megatron.core.config_logger import has_config_logger_enabled
     from megatron.core.tensor_parallel import ColumnParallelLinear
 

@@ -1,4 +1,4 @@
-"""Row numbers of a routing mask in plain torch.
+"""Row numbers of a routing mask, and of chunks that change their order, in plain torch.
 
 T tokens, E experts, R rows: one for each pair of token and expert in the mask, by expert and then
 by token; rows from R on are dropped. Pair t * E + e is expert e of token t; pair T * E is none.
@@ -66,3 +66,18 @@ def check(routing_map: Tensor, num_rows: int | None = None) -> None:
         )
     if num_rows is not None and num_rows < 0:
         raise ValueError(f"num_rows={num_rows}: give a number of rows or None to count them")
+
+
+def chunk_rows(sizes: Tensor, order: Tensor, num_rows: int) -> Tensor:
+    """Return the row that each row of the result comes from: chunk order[0] first, and so on.
+
+    Args:
+        sizes: (chunks,) rows of each chunk, `num_rows` together.
+        order: (chunks,) the chunks of the result.
+        num_rows: given, so that the device need not be waited for.
+    """
+    starts = sizes.cumsum(0) - sizes
+    taken = sizes[order]
+    shift = starts[order] - (taken.cumsum(0) - taken)
+    shift = shift.repeat_interleave(taken, output_size=num_rows)
+    return torch.arange(num_rows, device=sizes.device) + shift

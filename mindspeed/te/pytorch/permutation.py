@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mindspeed.ops.moe_token_permute.reference import rows_of_pairs
 from mindspeed.ops.routing_rows import routing_rows
-from mindspeed.ops.routing_rows.chunks import chunk_rows
-from mindspeed.ops.routing_rows.reference import RoutingRows
+from mindspeed.ops.routing_rows.reference import RoutingRows, chunk_rows
 from mindspeed.ops.token_rows import gather_rows, spread_rows
 
 MAP_TYPES = ("mask", "index")

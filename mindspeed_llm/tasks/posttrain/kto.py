@@ -11,10 +11,9 @@ from mindspeed.training.metrics import Metric
 from mindspeed_llm.data.indexed import IGNORE_INDEX
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.stream import Sample, SampleStream
-from mindspeed_llm.losses.kto import kto_loss
 from mindspeed_llm.losses.log_probs import sequence_log_probs
 from mindspeed_llm.losses.next_token import LM_LOSS
-from mindspeed_llm.losses.preference import LOG_PROBS, REWARDS
+from mindspeed_llm.losses.preference import LOG_PROBS, REWARDS, kto_loss
 from mindspeed_llm.tasks.posttrain.base import Batch
 from mindspeed_llm.tasks.posttrain.reference import REFERENCE, ReferenceTrainer
 from mindspeed_llm.training.trainer import Part

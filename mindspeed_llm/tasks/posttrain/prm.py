@@ -11,7 +11,7 @@ from mindspeed.training.metrics import Metric
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.stream import Sample
 from mindspeed_llm.losses.next_token import LM_LOSS
-from mindspeed_llm.losses.reward_tokens import select_tokens, verdict_losses
+from mindspeed_llm.losses.vocab_parallel import select_tokens, verdict_losses
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer, Batch
 
 ACCURACY = "accuracy"

@@ -9,7 +9,7 @@ from mindspeed.cli.main import main
 from mindspeed.config import ConfigError
 from mindspeed.doctor.memory import examine
 from mindspeed.tune.memory_model import GIB
-from mindspeed.tune.run_memory import count_parameters
+from mindspeed.tune.run_sizes import RunSizes
 
 LLAMA = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu --num-attention-heads 32 "
@@ -27,6 +27,7 @@ def test_parts_of_a_model_whose_size_is_published():
     assert parts["optimizer state"] == 12 * MATRICES
     assert not fit.fits and fit.smaller.total() <= 80 * GIB
     text = "\n".join(fit.lines())
+    assert text.startswith("memory of a rank, first pipeline stage, for a micro-batch of 8192 tok")
     assert "89.7 GiB  --swap-optimizer" in text and text.count("  --") == 3
     assert "would fit: " in text and text.endswith("not read, since no formula has them: --lr")
     assert json.loads(json.dumps(fit.as_record()))["total"] == fit.model.total()
@@ -70,12 +71,12 @@ def test_parameters_are_those_of_transformers(config, tmp_path):
 def test_ranks_share_parameters():
     sizes = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1024}
     layer, table = 4 * 64 * 64 + 2 * 64 * 256, 1024 * 64
-    assert count_parameters(sizes) == 4 * layer + table
+    assert RunSizes.of(sizes).num_parameters == 4 * layer + table
     both = sizes | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    assert count_parameters(both) == 2 * layer // 2 + table // 2
+    assert RunSizes.of(both).num_parameters == 2 * layer // 2 + table // 2
     experts = sizes | {"num_experts": 8, "expert_model_parallel_size": 2}
     expert = 2 * 64 * 256
-    assert count_parameters(experts) == 4 * (4 * 64 * 64 + 4 * expert + 8 * 64) + table
+    assert RunSizes.of(experts).num_parameters == 4 * (4 * 64 * 64 + 4 * expert + 8 * 64) + table
 
 
 def test_a_file_and_flags_after_it(tmp_path):

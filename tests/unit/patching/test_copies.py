@@ -3,7 +3,7 @@
 import importlib
 
 from mindspeed.patching import Patch
-from tests.unit.patching.samples import new_hash
+from tests.unit.patching.samples import new_hash, tagging
 
 
 def test_bound_and_unbound_copies_of_methods(source, write, patcher):
@@ -180,3 +180,29 @@ def test_copies_in_megatron_follow_and_come_back(patcher):
 
 def _subclass(original):
     return type("Mine", (original,), {})
+
+
+def test_a_late_copy_in_the_package_of_a_wrapper_comes_back(source, write, patcher):
+    write(
+        vendor__fast="def wrap(original):\n    return lambda data, salt=0: 'wrapped'",
+        vendor__late="from crypt.source import hash",
+    )
+    patcher.apply("x", [Patch.wrap("crypt.source:hash", "vendor.fast:wrap")])
+    late = importlib.import_module("vendor.late")
+    assert late.hash(1) == "wrapped"
+    patcher.revert()
+    assert late.hash is source.hash and late.hash(1) == "old"
+
+
+def test_a_copy_that_its_module_takes_again(source, write, patcher):
+    write(crypt__holder="from crypt.source import hash")
+    holder = importlib.import_module("crypt.holder")
+    patcher.apply("x", [Patch.replace("crypt.source:hash", new_hash)])
+    holder.hash = "mine"
+    patcher.apply("y", [Patch.wrap("crypt.source:hash", tagging("y"))])
+    assert holder.hash == "mine"
+    holder.hash = source.hash
+    patcher.revert("y")
+    assert holder.hash is source.hash is new_hash
+    patcher.revert()
+    assert holder.hash is source.hash and holder.hash(1) == "old"

@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 import pytest
 
 from mindspeed.patching import Patch, PatchError
-from tests.unit.patching.samples import new_hash
+from tests.unit.patching.samples import new_hash, tagging
 
 
 def test_who_held_the_replacement_before_keeps_it(source, write, patcher):
@@ -96,6 +96,25 @@ def test_shared_and_foreign_objects_are_changed_in_one_place_only(write, patcher
     assert {name: vars(a)[name] for name in names} == values
     assert dict(vars(b)) == before
     assert {record.copies for record in patcher.report()} == {0}
+
+
+def test_a_compiled_function_of_no_module_is_changed_in_one_place_only(write, patcher):
+    """As those of torch._C are: they do not say where they are from."""
+    write(crypt__a="join = '-'.join", crypt__b="from crypt.a import join")
+    a, b = (importlib.import_module(f"crypt.{name}") for name in "ab")
+    assert b.join.__module__ is None
+    patcher.apply("x", [Patch.replace("crypt.a:join", lambda iterable, /: "new")])
+    assert (a.join("ab"), b.join("ab")) == ("new", "a-b")
+
+
+def test_a_name_for_an_inherited_method_stays_when_its_patch_goes(shop, patcher):
+    patcher.apply("x", [Patch.wrap("shop:Counter.greet", lambda original: original)])
+    patcher.apply("y", [Patch.wrap("shop:Counter.greet", tagging("y"))])
+    shop.greet = greet = shop.Counter.greet
+    patcher.revert("y")
+    assert shop.greet is greet
+    patcher.revert()
+    assert shop.greet is greet and "greet" not in vars(shop.Counter)
 
 
 _dumps = FunctionType(json.dumps.__code__, {}, "dumps", None)

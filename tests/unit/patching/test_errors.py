@@ -61,6 +61,9 @@ def test_a_missing_target(bank, patcher, target, missing):
 def test_add_refuses_what_exists(bank, patcher):
     assert "exists already" in refuse(patcher, Patch.add("bank:pay", 1))
     assert "exists already" in refuse(patcher, Patch.add("bank:Account.__eq__", 1))
+    bank.settle = bank.pay
+    patcher.apply("wrapper", [Patch.wrap("bank:pay", lambda original: original)])
+    assert "exists already" in refuse(patcher, Patch.add("bank:settle", 1))
 
 
 def test_an_addition_belongs_to_its_owner(bank, patcher):

@@ -23,6 +23,44 @@ def test_replace_and_revert_a_function(shop, patcher):
     assert shop.price is original
 
 
+def test_a_factory_is_called_for_changes_of_its_own_target_only(shop, patcher):
+    calls = []
+
+    def factory(original):
+        calls.append(original)
+        return lambda item, count=1: "new"
+
+    patcher.apply("x", [Patch.wrap("shop:price", factory)])
+    new = shop.price
+    patcher.apply("y", [Patch.wrap("shop:Counter.add", tagging("y"))])
+    patcher.revert("y")
+    assert shop.price is new and len(calls) == 1
+
+
+def test_the_original_of_each_target(shop, patcher):
+    price, add = shop.price, shop.Counter.add
+    targets = ("shop:price", "shop:Counter.add")
+    patcher.apply("x", [Patch.wrap(target, tagging("x")) for target in targets])
+    assert [*map(patcher.original, targets), patcher.original("shop:Base")] == [price, add, None]
+
+
+def test_an_addition_keeps_its_own_kind(shop, patcher):
+    patcher.apply("x", [Patch.add("shop:Counter.triple", staticmethod(lambda n: 3 * n))])
+    assert shop.Counter("c").triple(2) == 6
+    patcher.revert()
+    assert not hasattr(shop.Counter, "triple")
+
+
+def test_what_a_module_makes_when_it_is_asked(write, patcher):
+    write(lazy="def __getattr__(name):\n    return {'total': sum}[name]")
+    import lazy
+
+    patcher.apply("x", [Patch.wrap("lazy:total", lambda original: lambda *a, **k: 5)])
+    assert lazy.total([1]) == 5
+    patcher.revert()
+    assert lazy.total is sum and "total" not in vars(lazy)
+
+
 def test_values_are_imported_only_when_applied(shop, write, patcher):
     write(
         fast="""

@@ -123,6 +123,34 @@ def test_the_line():
     )
 
 
+def test_rows_without_a_label_have_no_logits():
+    few = replace(MODEL, loss_rows=500, max_tokens=16384)
+    whole, picked = MODEL.output_parts(), few.output_parts()
+    assert whole["logits"] == 8192 * 128256 * 4 and picked["logits"] == 500 * 128256 * 4
+    assert whole["hidden states"] == 8192 * 4096 * 2
+    assert picked["hidden states"] == 500 * (4096 * 2 + 4)
+    assert picked["final norm"] == whole["final norm"] == 8192 * (4096 * 2 + 4)
+    assert few.kept_by_stage() == MODEL.kept_by_stage()
+    # The MLP of 8192 tokens is larger than these logits, not than those of all.
+    assert few.workspace() == 2 * 8192 * 2 * 2 * 14336 < MODEL.workspace() == 2 * whole["logits"]
+    # A tile computes all of its rows, so it saves less where few have a label.
+    tiled = {"tiled_loss_size": 2048}
+    assert replace(few, **tiled).output_parts() == replace(MODEL, **tiled).output_parts()
+    assert replace(few, **tiled).workspace() == replace(MODEL, **tiled).workspace()
+    assert "tiled_loss_size" not in {name for changes, _ in few.savings() for name in changes}
+
+
+def test_the_line_says_what_it_is_about():
+    few = replace(MODEL, loss_rows=500, max_tokens=16384)
+    for model, batch in (
+        (MODEL, "for a micro-batch of 8192 tokens, the device has"),
+        (few, "of 8192 tokens, logits of 500 of them; others have up to 16384, the device has"),
+        (replace(few, cp=2, micro_batch_size=4), "of 16384 tokens, logits of 500 of them, the"),
+        (replace(few, tiled_loss_size=2048), "of 8192 tokens; others have up to 16384, the"),
+    ):
+        assert batch in advice(model, 139 * GIB, lambda changes: True)
+
+
 def test_flags_are_added_until_the_run_fits():
     for gib, flags in (
         (200, ()),

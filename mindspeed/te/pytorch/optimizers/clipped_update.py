@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mindspeed import device
-from mindspeed.optim.multi_tensor import l2_norms
 from mindspeed.te.pytorch.optimizers.fused_adam import FusedAdam
+from mindspeed.te.pytorch.optimizers.multi_tensor_apply import l2_norms
 
 
 @torch.no_grad()

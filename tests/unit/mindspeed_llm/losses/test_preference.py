@@ -7,9 +7,15 @@ import torch
 from torch.autograd import gradcheck
 
 from mindspeed_llm.data.collate import collate_fixed, collate_packed
-from mindspeed_llm.losses.kto import kto_loss
 from mindspeed_llm.losses.log_probs import sequence_log_probs
-from mindspeed_llm.losses.preference import Pairs, dpo_loss, report_rewards, reward_loss, simpo_loss
+from mindspeed_llm.losses.preference import (
+    Pairs,
+    dpo_loss,
+    kto_loss,
+    report_rewards,
+    reward_loss,
+    simpo_loss,
+)
 
 RATIOS = Pairs(
     torch.tensor([0.7, -0.2, 0.1], dtype=torch.float64),
