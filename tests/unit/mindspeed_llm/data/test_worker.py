@@ -14,11 +14,15 @@ from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.preprocess import preprocess
 
 DRIVER = """
-import multiprocessing, os, pickle, signal, sys, threading, time
+import itertools, multiprocessing, os, pickle, signal, sys, threading, time
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.preprocess import preprocess
 
+calls = itertools.count()
+
 def report(summary, size):
+    if next(calls):
+        return  # blocks that were done when a worker was killed: there may be no worker any more
     workers = multiprocessing.active_children()
     print(type(workers[0]).__name__, *(worker.pid for worker in workers), flush=True)
     if sys.argv[2] == "kill":
