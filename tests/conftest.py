@@ -3,11 +3,14 @@
 import atexit
 import gc
 import os
+import random
 import signal
 
 gc.disable()  # until all tests are collected: what is imported stays
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 import mindspeed.megatron_adaptor  # noqa: E402, F401
 from tests.budget import load_profile  # noqa: E402
@@ -33,6 +36,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # or Triton, unloaded at the exit, complains of leaks
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let a test, with its fixtures, draw the same numbers whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

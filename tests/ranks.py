@@ -12,7 +12,7 @@ _PRELOAD = "tests.preload"
 
 
 def run_ranks(
-    function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 120
+    function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 300
 ) -> list[Any]:
     """Call function(*arguments) in each of world ranks and return their values, rank 0's first.
 

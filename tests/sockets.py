@@ -1,7 +1,9 @@
-"""Which addresses the processes of this machine listen on, read from /proc."""
+"""Ports to listen on, and which addresses the processes of this machine listen on."""
 
 import ipaddress
 import os
+import secrets
+import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -10,6 +12,31 @@ from pathlib import Path
 import pytest
 
 _LISTEN = "0A"
+_FIRST_PORT, _PORTS_A_WORKER = 23000, 1000
+
+
+def free_ports(count: int = 1) -> int:
+    """Return the first of some ports in a row that nothing is bound to.
+
+    They lie below the ephemeral ports, which sockets of every other test are given meanwhile, and
+    each worker of pytest-xdist has a range of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 9
+    first = _FIRST_PORT + worker * _PORTS_A_WORKER
+    while True:
+        port = first + secrets.randbelow(_PORTS_A_WORKER - count)  # another in another session
+        if all(map(_is_free, range(port, port + count))):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def listening_addresses(pids: Iterable[int] = ()) -> set[tuple[str, int]]:
@@ -30,8 +57,9 @@ def descendants(pid: int) -> set[int]:
     """Return a process and all that it has started, as far as they still run."""
     found = {pid}
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found |= descendants(int(child))
+        with suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            for child in task.read_text().split():
+                found |= descendants(int(child))
     return found
 
 
@@ -46,7 +74,8 @@ def running(pid: int) -> bool:
 
 def _socket_inodes(pid: int) -> set[str]:
     links = set()
-    with suppress(FileNotFoundError, PermissionError):  # ended meanwhile, or somebody else's
+    # Ended meanwhile, or somebody else's.
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile
                 links.add(os.readlink(entry))

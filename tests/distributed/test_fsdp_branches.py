@@ -124,4 +124,4 @@ def unequal_calls() -> None:
 
 def test_unequal_numbers_of_calls_raise():
     with pytest.raises(RankFailed, match="a rank is in a forward pass and another in a backward"):
-        run_ranks(unequal_calls, WORLD, timeout=60)
+        run_ranks(unequal_calls, WORLD)

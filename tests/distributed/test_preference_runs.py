@@ -177,7 +177,7 @@ def test_a_new_value_head_is_the_same_in_every_layout_and_exported(
         expected = sum(scorer(ids).logits.item() for ids in chosen) / 2
     assert scores == pytest.approx([expected] * 2, abs=1e-5)
     for load, command in zip(loads, (["generate", "--prompt", "1"], ["chat"])):
-        ((code, printed),) = call(run_command, 1, [*command, "--load", load], timeout=120)
+        ((code, printed),) = call(run_command, 1, [*command, "--load", load], timeout=300)
         (line,) = printed.splitlines()
         assert code == 2 and f"error: --load {load}: is a reward model, which has no" in line
         assert f"posttrain_gpt.py with --reward-model {load}" in line

@@ -58,7 +58,7 @@ def _only(kinds, turns):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    ranks = run_ranks(_both, 4, LAYOUTS, timeout=240)
+    ranks = run_ranks(_both, 4, LAYOUTS, timeout=500)
     return {layout: [rank[i] for rank in ranks] for i, layout in enumerate(LAYOUTS)}
 
 

@@ -1,7 +1,6 @@
 """A real debugger attaches to ranks started by `mindspeed run` and by torchrun."""
 
 import os
-import random
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.dap import DebugClient
-from tests.sockets import listening_addresses
+from tests.sockets import free_ports, listening_addresses
 
 PATIENCE = 120.0
 """Seconds for one answer, which takes a few on an idle machine."""
@@ -82,14 +81,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture
 def port() -> int:
-    """Return a port that is free, and the one after it too.
-
-    Both are below the ephemeral ports, which tests in other workers are given.
-    """
-    while True:
-        port = random.randrange(20000, 30000, 2)
-        if not (_listeners(port) or _listeners(port + 1)):
-            return port
+    """Return a port that is free, and the one after it too."""
+    return free_ports(2)
 
 
 @pytest.mark.parametrize("launcher", _LAUNCHERS)

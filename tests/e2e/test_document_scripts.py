@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import transformers
 
 from tests.small_tokenizers import byte_level
+from tests.sockets import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "mcore" / "qwen25"
@@ -71,12 +71,6 @@ def run(folder, script, stdin="", **settings):
     return done.stdout
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_from_data_to_a_talking_model(place):
     said = run(
         place,
@@ -92,7 +86,7 @@ def test_from_data_to_a_talking_model(place):
         place,
         "tune_qwen25_7b_4k_full_ptd.sh",
         NPUS_PER_NODE="2",
-        MASTER_PORT=free_port(),
+        MASTER_PORT=str(free_ports()),
         CKPT_LOAD_DIR="hf/mcore_tp1_pp1/",
         CKPT_SAVE_DIR="hf/mcore_tp1_pp1/ckpt",
         DATA_PATH="dataset/data",

@@ -62,7 +62,7 @@ def _case(good: Path, folder: Path, payload: Payload, command: str) -> Case:
     payload.poison(str(canary))
     path = os.environ["PATH"]
     os.environ["PATH"] = f"{folder / 'run' / 'bin'}:{path}"
-    end = subjects.run(command)
+    end = subjects.run(command, seconds=120)  # also beside other work
     os.environ["PATH"] = path
     problems = [end.problem] if end.problem else []
     if canary.exists():

@@ -81,5 +81,5 @@ def test_results_of_any_size_reach_the_rank_after_their_writer_has_ended(start):
     many = {0: list(range(200_000))}  # more than a pipe holds: its writer would wait for a reader
     writer = multiprocessing.get_context(start).Process(target=results.put, args=(many,))
     writer.start()
-    writer.join(60)
+    writer.join(300)
     assert writer.exitcode == 0 and results.get_nowait() == many

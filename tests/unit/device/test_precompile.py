@@ -22,7 +22,7 @@ from pathlib import Path
 
 
 def wait_for(path):
-    for _ in range(6000):
+    for _ in range(60000):  # ten minutes, for a busy machine
         if path.exists():
             return
         time.sleep(0.01)

@@ -18,16 +18,23 @@ def install(monkeypatch, versions):
         return versions[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    _unset_variables(monkeypatch)
 
 
 def keep(monkeypatch, folder):
     """Keep kernels in a folder; the processes that would compile them end at once."""
-    for package in (hopper.QUACK, hopper.FLASH_ATTENTION):
-        for name in (*package.cached, *package.uncached):  # set where there was no folder
-            monkeypatch.delenv(name, raising=False)
+    _unset_variables(monkeypatch)  # set where there was no folder
     monkeypatch.setattr(hopper, "kernel_cache", lambda: folder)
     monkeypatch.setattr(precompile, "MIN_CORES", 1)
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
+
+
+def _unset_variables(monkeypatch):
+    """Unset what packages hear of the folder; what is set from here on is undone too."""
+    for package in (hopper.QUACK, hopper.FLASH_ATTENTION):
+        for name in (*package.cached, *package.uncached):
+            monkeypatch.setenv(name, "")  # else nothing would be undone
+            monkeypatch.delenv(name)
 
 
 def started(package, kernels):

@@ -1,7 +1,6 @@
 import logging
 import subprocess
 import sys
-import timeit
 
 import pytest
 import torch
@@ -108,10 +107,17 @@ assert compiled(torch.full((3,), 9.0)).tolist() == [7.0, 7.0, 7.0]
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_a_call_costs_a_few_microseconds():
-    light, x = Op("swiglu", reference="builtins:id"), torch.ones(1)
-    seconds = min(timeit.repeat(lambda: light(x), number=1000, repeat=5)) / 1000
-    assert seconds < 10e-6
+def test_a_call_costs_a_few_function_calls():
+    """They stand for its two microseconds, which a busy machine would make many."""
+    light, x, calls = Op("swiglu", reference="builtins:id"), torch.ones(1), []
+    light(x)  # it is chosen once
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, function: calls.append(event))
+    try:
+        light(x)
+    finally:
+        sys.setprofile(before)
+    assert sum(event in ("call", "c_call") for event in calls) <= 15
 
 
 def test_every_operator_is_known_by_its_name():

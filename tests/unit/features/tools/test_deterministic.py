@@ -17,7 +17,8 @@ MODULE = "megatron.training.initialize"
 
 @pytest.fixture
 def activation(monkeypatch):
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # else nothing would be undone
+    monkeypatch.delenv("PYTHONHASHSEED")
     activation = Activation(Registry([Deterministic()]))
     yield activation
     activation.deactivate()

@@ -16,7 +16,6 @@ from mindspeed_llm.cli import show_batch as show_batch_command
 from mindspeed_llm.data.template import SHIPPED_PATH
 from mindspeed_llm.data.tokenizer import load_facts
 from tests.llm.mutants import (
-    SECONDS,
     VALUES,
     as_json,
     changed,
@@ -197,7 +196,7 @@ def test_processes(workdir, arguments):
     tokenizer = ["--tokenizer-name-or-path", "tokenizer", "--cache-dir", "cache"]
     more = tokenizer if arguments[0] == "preprocess" else []
     command = [sys.executable, "-m", "mindspeed_llm", *arguments, *more]
-    done = subprocess.run(command, cwd=workdir, capture_output=True, text=True, timeout=3 * SECONDS)
+    done = subprocess.run(command, cwd=workdir, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and done.stdout == ""
     lines = done.stderr.splitlines()
     assert ": error: " in lines[-1] and len(lines) <= 2 and not list(workdir.glob("out*"))

@@ -14,11 +14,15 @@ from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.preprocess import preprocess
 
 DRIVER = """
-import multiprocessing, os, pickle, signal, sys, threading, time
+import itertools, multiprocessing, os, pickle, signal, sys, threading, time
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.preprocess import preprocess
 
+calls = itertools.count()
+
 def report(summary, size):
+    if next(calls):
+        return  # blocks that were done when a worker was killed: there may be no worker any more
     workers = multiprocessing.active_children()
     print(type(workers[0]).__name__, *(worker.pid for worker in workers), flush=True)
     if sys.argv[2] == "kill":
@@ -110,7 +114,7 @@ def test_workers_end_with_their_parent(tmp_path, facts, start, kind, number):
     assert preprocess(options, facts, block_bytes=4000).records == 999
     _, errors = run.communicate(timeout=120)
     assert errors.count("Traceback") == (number == signal.SIGINT), errors
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(worker.exists() for worker in workers)
