@@ -88,7 +88,7 @@ def prepare(
             find_shape(options) if resumed is None else _shape_of_checkpoint(options, resumed)
         )
         lora = plan_lora(options, shape)
-        if resumed is not None:
+        if resumed is not None and is_training:  # others read merged weights
             check_same(lora, read_state(resumed).lora)
         dims = parallel_dims(options, shape)
         context = chosen(options, dict(options))
