@@ -3,7 +3,7 @@
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -35,12 +35,16 @@ WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def without_none(annotation: Any) -> tuple[Any, bool]:
-    """Split `X | None` into X and True; anything else into itself and False."""
+    """Split `X | None` into X, without its bounds, and True; other types into X and False."""
     if get_origin(annotation) not in (Union, types.UnionType):
-        return annotation, False
+        return _without_bounds(annotation), False
     members = [member for member in get_args(annotation) if member is not type(None)]
     optional = len(members) < len(get_args(annotation))
-    return (members[0] if len(members) == 1 else annotation), optional
+    return (_without_bounds(members[0]) if len(members) == 1 else annotation), optional
+
+
+def _without_bounds(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def element(annotation: Any) -> Any:

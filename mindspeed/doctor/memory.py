@@ -18,6 +18,7 @@ from mindspeed.config import (
     from_namespace,
     parse_json,
 )
+from mindspeed.config.suggest import misspelt
 from mindspeed.config.yaml_file import read_yaml
 from mindspeed.features.base import Context
 from mindspeed.features.registry import registry
@@ -120,6 +121,7 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
     others = _take_file(parser, words[0]) if has_file else {}
     namespace, rest = parser.parse_known_args(words[has_file:])
     others |= _named(rest)
+    _check_spelling(parser, others)
     options = from_namespace(known.options_class, namespace)
     run = from_namespace(RunOptions, namespace)
     arguments = {**others, **vars(namespace), **dict(run)}
@@ -135,6 +137,7 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
         raise ConfigError(
             f"--memory: {', '.join(map(flag_name, missing))} missing: give the flags of the run, "
             "or its YAML file; --load or --hf-cfg-dir with a config.json gives the sizes of a model"
+            f"{_without_config(run)}"
         )
     _check_sizes(arguments)
     context = Context(Spelling.FLAG, megatron=arguments, device=device_name)
@@ -147,6 +150,16 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
     changes, smaller = fitting(model, available, would)
     unread = list(map(flag_name, others))
     return Fit(model, available, best_savings(model, would), changes, smaller, unread)
+
+
+def _check_spelling(parser: argparse.ArgumentParser, others: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a slip of the keys: the estimate would be that of another run."""
+    known = [action.dest for action in parser._actions]
+    for name in others:
+        if meant := misspelt(name, known):
+            raise ConfigError(
+                f"--memory: {flag_name(name)} is not known: did you mean {flag_name(meant)}?"
+            )
 
 
 def _check_sizes(arguments: Mapping[str, Any]) -> None:
@@ -199,6 +212,17 @@ def _literal(word: str) -> Any:
         return ast.literal_eval(word)
     except (ValueError, SyntaxError):
         return word
+
+
+def _without_config(run: RunOptions) -> str:
+    """Return, as the end of an error, which folders of the run have no config.json."""
+    given = [(name, value) for name in MODEL_FOLDERS if (value := getattr(run, name))]
+    found = [
+        f"{flag_name(name)} {value} has none"
+        for name, value in given
+        if not (Path(value) / "config.json").is_file()
+    ]
+    return "".join(f"; {each}" for each in found)
 
 
 def _model_sizes(run: RunOptions) -> Mapping[str, Any]:

@@ -131,8 +131,8 @@ class PaddingWatch:
         is_padded = size > 1 and is_zigzag
         reason = f"; {CP} {size} pads each document to a multiple of {2 * size}" * is_padded
         return (
-            f"{share:.0%} of the {tokens} tokens of a packed batch are padding{reason}: pack "
-            "longer documents or fuller rows"
+            f"{share:.0%} of the {tokens} tokens of a packed batch are padding{reason}: fill rows "
+            "by preprocess, or by a larger --micro-batch-size where training joins samples"
         )
 
 

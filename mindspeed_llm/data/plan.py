@@ -116,7 +116,10 @@ def make_plan(
 def _find_template(options: PreprocessOptions) -> TemplateEntry | None:
     handler = find_handler(options.handler_name)
     if handler is None and options.pack:
-        raise ConfigError(f"--pack is for samples, not for documents ({PRETRAIN}): drop --pack")
+        raise ConfigError(
+            f"--pack is for samples, not for documents ({PRETRAIN}): drop --pack, or choose "
+            "a --handler-name for questions and answers, such as AlpacaStyleInstructionHandler"
+        )
     if handler and options.pack and len({output.track for output in handler.outputs}) > 1:
         raise ConfigError(
             f"--pack: training packs what {options.handler_name} makes: drop --pack here, and give "

@@ -65,6 +65,19 @@ class MoEConfig(Options):
     aux_loss_coeff: float = 0.0
     """Factor of the load-balancing loss."""
 
+    @property
+    def limits_groups(self) -> bool:
+        """Return whether a token may not use the experts of all groups."""
+        return bool(self.num_groups and self.group_topk and self.group_topk < self.num_groups)
+
+    @property
+    def other_group_score(self) -> Literal["max", "top2"] | None:
+        """Return how groups are scored, None where that is what Megatron does by itself."""
+        if not self.limits_groups:
+            return None
+        counted = self.topk // (self.group_topk or 1)
+        return None if {"max": 1, "top2": 2}[self.group_score] == counted else self.group_score
+
 
 class MLAConfig(Options):
     """Multi-head latent attention."""

@@ -5,7 +5,6 @@ Works with every megatron-core from 0.12.1 on; import the adaptor first.
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -14,8 +13,6 @@ import torch
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.models.config import ModelConfig, MoEConfig
-
-logger = logging.getLogger(__name__)
 
 Impl = Literal["local", "transformer_engine"]
 DEFAULTS = {
@@ -217,15 +214,7 @@ def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": moe.aux_loss_coeff,
         "moe_router_dtype": "fp32",
     }
-    if moe.num_groups and moe.group_topk and moe.group_topk < moe.num_groups:
-        counted = moe.topk // moe.group_topk
-        if counted != {"max": 1, "top2": 2}[moe.group_score]:
-            logger.warning(
-                "groups of experts are chosen by the sum of their best %d scores, as Megatron "
-                "does; the HF model chooses by %s",
-                counted,
-                {"max": "the best one", "top2": "the sum of the best 2"}[moe.group_score],
-            )
+    if moe.limits_groups:
         fields |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.group_topk}
     return fields
 

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct("<Q")
+TEXT = (str, bytes, bytearray)
+NO_LIST = (*TEXT, dict, set, frozenset)
+"""What can be looped over, but does not hold a reward for each completion in their order."""
 
 
 def send(channel: socket.socket, message: Any) -> None:
@@ -72,15 +75,23 @@ def explain(error: BaseException, path: str) -> str:
 
 
 def as_numbers(found: Any) -> list[float]:
-    """Return rewards as numbers; they may be tensors or arrays."""
+    """Return rewards as numbers; they may be tensors or arrays, but no text that holds numbers."""
     try:
-        return [float(value) for value in found]
+        if isinstance(found, NO_LIST):
+            raise TypeError
+        return [_as_number(value) for value in found]
     except (TypeError, ValueError):
         shown = repr(found)
         shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
         raise TypeError(
             f"returned {shown}: return a list with a number for each completion"
         ) from None
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, TEXT):
+        raise TypeError
+    return float(value)
 
 
 def serve(channel: socket.socket, path: str, name: str) -> None:

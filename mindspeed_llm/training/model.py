@@ -89,7 +89,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             and not _has_biased_experts(shape),
             **_auxiliary_loss(options, shape, dims),
             **_frozen_bias(options, shape),
-            **_fused_router(options),
+            **_fused_router(options, shape),
         )
 
 
@@ -296,11 +296,13 @@ def has_frozen_routers(options: TrainOptions) -> bool:
     return options.freeze_router or (has_adapters and not options.lora_train_router)
 
 
-def _fused_router(options: TrainOptions) -> dict[str, bool]:
+def _fused_router(options: TrainOptions, shape: ModelConfig) -> dict[str, bool]:
     """Return Megatron's switch for a fused router, where it has one."""
     if not has_fused_router():
         return {}
     by_default = device.current().torch_device.type in FUSED_ROUTER_DEVICES
+    if shape.moe is not None and shape.moe.other_group_score:  # which no kernel has
+        by_default = False
     given = options.moe_router_fusion
     return {"moe_router_fusion": by_default if given is None else given}
 

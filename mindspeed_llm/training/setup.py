@@ -87,7 +87,7 @@ def prepare(
             find_shape(options) if resumed is None else _shape_of_checkpoint(options, resumed)
         )
         lora = plan_lora(options, shape)
-        if resumed is not None:
+        if resumed is not None and is_training:  # others read merged weights
             check_same(lora, read_state(resumed).lora)
         dims = parallel_dims(options, shape)
         context = chosen(options, dict(options))
@@ -201,6 +201,8 @@ def requested_features(
     given = {options.name_given(n): getattr(options, n) for n in options_class.model_fields}
     if dims.cp > 1:
         given["cp_document_layout"] = document_layout(options)
+    if shape.moe is not None and options.moe_router_group_score is None:
+        given["moe_router_group_score"] = shape.moe.other_group_score
     return build(options_class, given), Context(Spelling.FLAG, megatron=known)
 
 
@@ -238,6 +240,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         _check_biases(options, shape)
         _check_router(options)
         _check_shared_experts(options, shape.moe, shape.family)
+        _check_group_score(options, shape.moe, shape.family)
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
@@ -269,6 +272,15 @@ def _check_router(options: TrainOptions) -> None:
     if options.moe_router_fusion and not model.has_fused_router():
         raise ConfigError(
             "--moe-router-fusion: this megatron-core has no fused router: use 0.16, or drop it"
+        )
+
+
+def _check_group_score(options: TrainOptions, moe: MoEConfig, family: str) -> None:
+    given, has = options.moe_router_group_score, moe.group_score if moe.limits_groups else "none"
+    if given is not None and given != has:
+        raise ConfigError(
+            f"--moe-router-group-score {given}: this {family} model has {has}, which its "
+            "config.json decides: drop it"
         )
 
 

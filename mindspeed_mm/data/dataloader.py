@@ -21,9 +21,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from mindspeed.config import ConfigError, build
 from mindspeed.launch.process import start_worker, start_workers
+from mindspeed_llm.data.indexed import IGNORE_INDEX
 from mindspeed_llm.data.shuffle import SampleOrder
 from mindspeed_mm.data.collator import Batch
-from mindspeed_mm.data.dataset import MAX_LISTED, ConversationDataset, Outcome, SkippedRecord
+from mindspeed_mm.data.dataset import (
+    MAX_LISTED,
+    BadRecord,
+    ConversationDataset,
+    Outcome,
+    SkippedRecord,
+)
 from mindspeed_mm.data.options import DataloaderOptions, DatasetOptions
 
 logger = logging.getLogger(__name__)
@@ -157,9 +164,13 @@ class SkippedRecords:
         self._new: list[SkippedRecord] = []
         self._new_count = 0
         self._total = 0
+        self._has_usable = False
+        """Whether a batch of this rank had anything to train on."""
 
-    def add(self, skipped: Sequence[SkippedRecord]) -> None:
-        """Count records of this rank."""
+    def add(self, skipped: Sequence[SkippedRecord], batch: Any) -> None:
+        """Count records of this rank, which were to be in a batch."""
+        if not self._has_usable:
+            self._has_usable = not skipped or bool((batch["labels"] != IGNORE_INDEX).any())
         for record in skipped:
             self.count += 1
             if self.count <= MAX_LISTED:
@@ -169,22 +180,31 @@ class SkippedRecords:
         self._new_count += len(skipped)
         self._new += skipped[: MAX_LISTED - len(self._new)]
 
-    def report(self, when: str) -> None:
-        """Log what all ranks skipped since the last report; every rank has to call it."""
+    def report(self, when: str, *, is_complete: bool = True) -> None:
+        """Log what all ranks skipped since the last report; every rank has to call it.
+
+        That all records so far were skipped is an error, unless more were to follow.
+        """
         parts = self._all_ranks()
         self._new, self._new_count = [], 0
-        if not (count := sum(number for number, _ in parts)):
+        if not (count := sum(number for number, _, _ in parts)):
             return
         self._total += count
-        first = [f"{one.where}: {one.reason}" for _, found in parts for one in found][:MAX_LISTED]
+        first = [f"{one.where}: {one.reason}" for _, found, _ in parts for one in found]
+        first = first[:MAX_LISTED]
         more = f"; and {count - len(first)} more" if count > len(first) else ""
+        if is_complete and not any(has_usable for _, _, has_usable in parts):
+            raise BadRecord(
+                f"{when}: none of the {self._total} records could be used, so nothing was learned: "
+                f"{'; '.join(first)}{more}: correct them, or raise cutoff_len (--seq-length)"
+            )
         logger.warning(
             *("%s: %d record(s) skipped by all ranks, %d in total: %s%s", when, count),
             *(self._total, "; ".join(first), more),
         )
 
-    def _all_ranks(self) -> list[tuple[int, list[SkippedRecord]]]:
-        local = (self._new_count, self._new)
+    def _all_ranks(self) -> list[tuple[int, list[SkippedRecord], bool]]:
+        local = (self._new_count, self._new, self._has_usable)
         if self._group is None:
             return [local]
         parts: list[Any] = [None] * self._group.size()
@@ -205,29 +225,33 @@ class MicroBatchLoader:
         self._batches, self._sampler, self._seed = batches, sampler, seed
         self.dataset = batches.dataset
         self._skipped = skipped
+        self._is_resumed: bool | None = None
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._sampler.position // self.samples_per_epoch + 1
+        epoch, offset = divmod(self._sampler.position, self.samples_per_epoch)
+        if self._is_resumed is None:
+            self._is_resumed = self._sampler.position > 0
         for batch, skipped in start_workers(self._batches):
             if isinstance(batch, ConfigError):
                 raise batch
             # Counted here and not where it is prepared: workers prepare ahead.
             self._sampler.position = self._sampler.after(self._sampler.position)
-            self._skipped.add(skipped)
+            self._skipped.add(skipped, batch)
             yield batch
-        self._skipped.report(f"epoch {epoch}")
+        self._skipped.report(f"epoch {epoch + 1}", is_complete=offset == 0)
 
     @property
     def skipped(self) -> int:
         """Unusable records that this rank skipped so far."""
         return self._skipped.count
 
-    def finish(self) -> None:
+    def finish(self, *, is_complete: bool = True) -> None:
         """Report the records skipped since the last epoch; every rank has to call it."""
-        self._skipped.report("end of training")
+        is_whole = is_complete and not self._is_resumed  # the rest may be a few bad records
+        self._skipped.report("end of training", is_complete=is_whole)
 
     @property
     def consumed_samples(self) -> int:

@@ -166,7 +166,7 @@ def _list_bad(bad: Sequence[SkippedRecord]) -> str:
     lines = [f"{one.where}: {one.reason}" for one in bad[:MAX_LISTED]]
     if len(bad) > MAX_LISTED:
         lines.append(f"and {len(bad) - MAX_LISTED} more")
-    return "\n".join([*lines, FIX_OR_SKIP.format("them")])
+    return "; ".join([*lines, FIX_OR_SKIP.format("them")])  # an error is one line
 
 
 Outcome = Sample | SkippedRecord

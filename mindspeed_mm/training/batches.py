@@ -89,10 +89,10 @@ class Batches:
             return iter(self._loader)
         return self.endless()
 
-    def finish(self) -> None:
+    def finish(self, *, is_complete: bool = True) -> None:
         """Let our own loader report the records that all ranks skipped."""
         if isinstance(self._loader, MicroBatchLoader):
-            self._loader.finish()
+            self._loader.finish(is_complete=is_complete)
 
     @property
     def _is_plain(self) -> bool:

@@ -64,7 +64,7 @@ class FsdpTrainer:
             state = self.loop.run(self)
         except Stopped as stopped:
             self._trace.end(stopped.iteration)
-            self._train.finish()
+            self._train.finish(is_complete=False)
             raise
         self._trace.end(state.iteration)
         self._train.finish()

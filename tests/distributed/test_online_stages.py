@@ -466,6 +466,12 @@ def refused(cases: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def _critic(folder: Path, layers: int) -> dict[str, Any]:
+    path = folder / f"critic{layers}"
+    critic = letters.save_model(path, "LlamaForSequenceClassification", num_hidden_layers=layers)
+    return {"stage": "trl_ppo", "critic_model": critic}
+
+
 def test_what_goes_wrong_is_one_line_on_every_rank(task: _Task, tmp_path: Path) -> None:
     broken = "def broken(**fields):\n    raise KeyError('answer')\n"
     cases = {
@@ -476,6 +482,8 @@ def test_what_goes_wrong_is_one_line_on_every_rank(task: _Task, tmp_path: Path) 
             "critic_model": str(tmp_path / "none"),
         },
         "has no value head": {"reward_model": task.model},
+        "its num_layers is 1, the policy's 2: the critic must": _critic(tmp_path, layers=1),
+        "its num_layers is 3, the policy's 2: the critic must": _critic(tmp_path, layers=3),
         "16 of 16 samples are longer than --max-prompt-length 1": {"max_prompt_length": 1},
         "with its completion there may be 4": {"max_length": 4},
         "--num-mini-batches 3": {"num_mini_batches": 3},

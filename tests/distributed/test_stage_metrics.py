@@ -27,7 +27,7 @@ METRICS: dict[str, set[str]] = {
     "kto": {"lm loss", "kl"} | SIDES | LOG_PROBS,
     "orm": {"lm loss", "accuracy"} | SIDES,
     "prm": {"lm loss", "accuracy"},
-    "grpo": POLICY,
+    "grpo": POLICY | {"equal rewards"},
     "trl_ppo": POLICY
     | {"value loss", "value clip fraction", "returns", "critic grad norm", "kl coef"},
 }

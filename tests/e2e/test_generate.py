@@ -142,6 +142,22 @@ def test_a_training_checkpoint_answers_like_its_model(model, tmp_path):
     assert output == f"[greedy] {QUESTIONS[0]}\n{expected(model, QUESTIONS[0], count=6)}\n\n"
 
 
+def test_a_checkpoint_with_adapters_answers_like_the_merged_model(model, tmp_path):
+    data = write_samples(tmp_path / "data", make_samples(4))
+    trained = f"posttrain --load {model} --data-path {data} --save {tmp_path}/saved --lr 0.05"
+    code, output = run_command(
+        "mindspeed-llm", *trained.split(), "--train-iters", "2", "--lora-r", "2"
+    )
+    assert code == 0, output
+    assert main(["export-lora", f"{tmp_path}/saved", f"{tmp_path}/merged", "--merge"]) == 0
+    flags = f"--load {tmp_path}/saved --tokenizer-name-or-path {model} --max-new-tokens 6"
+    code, output, errors = run(*flags.split(), "--prompt", QUESTIONS[0])
+    assert code == 0, errors
+    answer = expected(f"{tmp_path}/merged", QUESTIONS[0], count=6)
+    assert output == f"[greedy] {QUESTIONS[0]}\n{answer}\n\n"
+    assert answer != expected(model, QUESTIONS[0], count=6), "the adapters change nothing"
+
+
 WRONG = [
     ("", "--load is missing"),
     ("--load /nowhere", "/nowhere: does not exist"),

@@ -97,9 +97,10 @@ def grpo_steps(
     high = values.get("clip_ratio_high") or low
     kind, lines = values.get("grpo_loss_type", "grpo"), []
     for batch in steps:
-        advantages = []
+        advantages, equal = [], []
         for start in range(0, len(batch), size):
             group = torch.tensor([one.reward for one in batch[start : start + size]])
+            equal.append(len(set(group.tolist())) == 1)
             spread = 1.0 if values.get("no_scale_rewards") else group.std() + 1e-4
             advantages += ((group - group.mean()) / spread).tolist()
         rows = list(zip(batch, advantages, policy.old(batch), reference.old(batch)))
@@ -123,7 +124,8 @@ def grpo_steps(
                 norm = policy.step(total)
                 updates.append((total.item(), norm, torch.cat(kls).mean().item()))
         means = [sum(column) / len(updates) for column in zip(*updates)]
-        lines.append(dict(zip(("policy loss", "grad norm", "kl"), means)))
+        numbers = dict(zip(("policy loss", "grad norm", "kl"), means))
+        lines.append(numbers | {"equal rewards": sum(equal) / len(equal)})
     return lines, policy.model
 
 

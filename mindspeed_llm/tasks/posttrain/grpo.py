@@ -62,6 +62,14 @@ class GRPOTrainer(OnlineTrainer):
             prepared = add_values(prepared, OLD, self.log_probs_of(self.primary, batches))
         return prepared
 
+    def report(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return the metrics of rollouts: also the share of groups that nothing is learned from."""
+        found = super().report(rollouts)
+        groups = torch.tensor([each.reward for each in rollouts]).view(-1, self.group_size)
+        is_equal = (groups == groups[:, :1]).all(-1)
+        equal, number = self.dp_sum([float(is_equal.sum()), float(len(groups))])
+        return found | {"equal rewards": equal / number}
+
 
 def add_values(batches: list[Batch], name: str, values: Sequence[torch.Tensor]) -> list[Batch]:
     """Add values of tokens to micro-batches; only ranks of the last pipeline stage have some."""

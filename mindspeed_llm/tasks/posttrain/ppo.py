@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.training.checkpoint_dir import TrainState
+from mindspeed.training.checkpoint_dir import TrainState, find_resume
 from mindspeed.training.metrics import Metric, StepResult
 from mindspeed_llm.losses.ppo import (
     adapted_kl_coef,
@@ -60,8 +60,12 @@ class PPOTrainer(OnlineTrainer):
 
     def model_shape(self, role: ModelRole) -> ModelConfig:
         """Return the sizes of a model; the critic is the actor with a value head."""
-        shape = super().model_shape(role)
-        return shape.with_value_head() if role.name == "critic" else shape
+        shape, source = super().model_shape(role), self.options.critic_model
+        if role.name != "critic":
+            return shape
+        if source is not None and find_resume(self.options) is None:  # else the checkpoint has it
+            self.check_same_shape("--critic-model", source, "critic", has_value_head=True)
+        return shape.with_value_head()
 
     def state(self, iteration: int, consumed_samples: int) -> TrainState:
         """Return what a checkpoint stores: also the weight of the divergence."""

@@ -131,7 +131,7 @@ class ReferenceTrainer(BaseTrainer):
         """Refuse weights that are not those of a reference."""
         options = self.options
         if options.ref_model is not None:
-            self._check_shape(options.ref_model)
+            self.check_same_shape("--ref-model", options.ref_model, "reference")
             return
         resumed = None if options.from_scratch else find_resume(options)
         if resumed is not None and options.load and resumed.is_relative_to(options.load):
@@ -140,24 +140,30 @@ class ReferenceTrainer(BaseTrainer):
                 "reference is the model that it started from: give that as --ref-model"
             )
 
-    def _check_shape(self, ref_model: str) -> None:
+    def check_same_shape(
+        self, flag: str, folder: str, what: str, *, has_value_head: bool = False
+    ) -> None:
+        """Raise if a model that is built like the policy, but for its head, is of another shape."""
         options = self.options
         try:
-            found = detect(ref_model)
-            # Both models run with the config that the policy is given.
-            folder = Path(options.hf_cfg_dir) if options.hf_cfg_dir else config_folder(found)
+            found = detect(folder)
+            # All run with the config that the policy is given.
+            config = Path(options.hf_cfg_dir) if options.hf_cfg_dir else config_folder(found)
             source = open_source(
-                found, folder, named=options.model_type_hf, noop_layers=options.noop_layers
+                found, config, named=options.model_type_hf, noop_layers=options.noop_layers
             )
         except ConfigError as error:
-            raise ConfigError(f"--ref-model {error}") from None
-        theirs, ours = (_flat(shape.model_dump()) for shape in (source.config, self.setup.shape))
+            raise ConfigError(f"{flag} {error}") from None
+        shapes = [source.config, self.setup.shape]
+        if has_value_head:  # a new one, if the model has none
+            shapes = [shape.with_value_head() for shape in shapes]
+        theirs, ours = (_flat(shape.model_dump()) for shape in shapes)
         for name in dict.fromkeys([*ours, *theirs]):
             one, other = theirs.get(name), ours.get(name)
             if name not in NOT_COMPARED and not _is_same(one, other):
                 raise ConfigError(
-                    f"--ref-model {ref_model}: its {name} is {one}, the policy's {other}: the "
-                    "reference must be of the same shape"
+                    f"{flag} {folder}: its {name} is {one}, the policy's {other}: the {what} must "
+                    "be of the same shape"
                 )
 
 

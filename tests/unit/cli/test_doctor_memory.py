@@ -148,9 +148,12 @@ def test_a_model_without_a_formula_and_a_damaged_one(tmp_path):
         ([*LLAMA, "--swap-layer-input"], "--swap-layer-input needs --recompute-granularity full"),
         ([*LLAMA, "--tensor-model-parallel-size", "0"], "size 0: give a whole number above 0"),
         (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["--load", "nowhere"], "gives the sizes of a model; --load nowhere has none$"),
+        ([*LLAMA, "--micro-batch-sze", "8"], "did you mean --micro-batch-size?"),
+        ([*LLAMA, "--recompute-granularty", "full"], "did you mean --recompute-granularity?"),
         ([*LLAMA, "--bf16", "run.yaml"], "'run.yaml' belongs to no flag: a YAML file comes first"),
     ],
-    ids=["missing", "refused", "no ranks", "no file", "file behind flags"],
+    ids=["missing", "refused", "no ranks", "no file", "no folder", "slip", "other slip", "order"],
 )
 def test_what_cannot_be_examined(words, reason):
     with pytest.raises(ConfigError, match=reason) as error:

@@ -1,7 +1,7 @@
 """Flags look and behave as Megatron's do."""
 
 import argparse
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
@@ -25,6 +25,8 @@ class Training(Options):
     """Learning rates."""
     directory: str | None = None
     """Where to write."""
+    tile: Annotated[int, Field(ge=1)] | None = None
+    """Rows at a time."""
 
 
 @pytest.fixture
@@ -46,7 +48,8 @@ def test_help_carries_docstring_choices_and_default(parser):
     assert "--level {low,high} How much. (default: low)" in text
     assert "--seed N Where random numbers start. (default: 1234)" in text
     assert "--rates X [X ...] Learning rates. (default: 0.5 0.25)" in text
-    assert text.endswith("--directory TEXT Where to write.")
+    assert "--directory TEXT Where to write." in text
+    assert text.endswith("--tile N Rows at a time.")
     assert "mindspeed:" in text
 
 
@@ -58,6 +61,7 @@ def test_help_carries_docstring_choices_and_default(parser):
         ("--no-overlap", "overlap", False),
         ("--rates -0.5 2e-3", "rates", (-0.5, 2e-3)),
         ("--directory=a=b", "directory", "a=b"),
+        ("--tile 16", "tile", 16),
     ],
 )
 def test_values(parser, line, field, value):
@@ -111,6 +115,12 @@ def test_unknown_word_gets_the_nearest_known_one(parser, capsys, line, hint):
         parser.parse_args(line.split())
     assert exit.value.code == 2
     assert capsys.readouterr().err.rstrip().endswith(hint)
+
+
+def test_a_value_of_another_type_is_named_by_the_type(parser, capsys):
+    with pytest.raises(SystemExit):
+        parse(parser, "--tile many")
+    assert "argument --tile: invalid int value: 'many'" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_without_a_near_one_is_a_one_line_error(parser, capsys):

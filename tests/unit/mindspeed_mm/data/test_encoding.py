@@ -1,6 +1,7 @@
 """Records to samples: tokens and tensors of transformers' processors, our labels."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -183,6 +184,14 @@ def test_bad_records_are_named_or_skipped_and_counted(data, message):
         data.open(records)
     dataset = data.open(records, basic={"on_bad_record": "skip"})
     assert len(dataset) == 2 and message in dataset.skipped[0].reason
+
+
+def test_bad_records_are_separated_in_one_line(data):
+    with pytest.raises(ConfigError) as error:
+        data.open([BAD["has no conversations"], conversation(), BAD["is on the network"]])
+    first, _, rest = str(error.value).partition("; fix them, or set on_bad_record: skip")
+    assert re.search("line 1: has no conversations.*; [^;]*line 3: .* is on the network", first)
+    assert not rest and "\n" not in first
 
 
 def test_damaged_images_are_named_or_skipped(data):
