@@ -212,3 +212,9 @@ def _check_world(world: int, sizes: dict[str, int], what: str) -> None:
             f"{world} rank(s) cannot hold {given} = {ranks} ranks a {what}: start a multiple of "
             f"{ranks} ranks or lower a size"
         )
+
+
+def padded_vocabulary(vocab_size: int, divisor: int, tp: int) -> int:
+    """Return the vocabulary size, padded so that tensor-parallel ranks can shard it."""
+    multiple = divisor * tp
+    return -(-vocab_size // multiple) * multiple

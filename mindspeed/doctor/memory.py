@@ -184,7 +184,8 @@ def _parser() -> argparse.ArgumentParser:
 def _take_file(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
     """Make the values of a YAML file the defaults of flags; return those of no flag."""
     fields = {action.dest for action in parser._actions}
-    values = {key.replace("-", "_"): value for key, value in read_yaml(path).items()}
+    given = {key.replace("-", "_"): value for key, value in read_yaml(path).items()}
+    values = {key: value for key, value in given.items() if value is not None}  # the default
     parser.set_defaults(**{key: value for key, value in values.items() if key in fields})
     return {key: value for key, value in values.items() if key not in fields}
 

@@ -40,6 +40,8 @@ def describe(cu_seqlens: Tensor) -> PackedBatch:
 
 
 def register(cu_seqlens: Tensor, **known: Any) -> None:
-    """Add fields to the description of these documents; not for a tensor of inference mode."""
+    """Add fields to the description of these documents; a tensor of inference mode gets none."""
+    if cu_seqlens.is_inference():
+        return
     version = cu_seqlens._version
     _batches[cu_seqlens] = replace(describe(cu_seqlens), version=version, **known)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from typing_extensions import Self
 
 from mindspeed.config import Options
+from mindspeed.distributed.parallel_dims import padded_vocabulary
 
 FLOAT = 4
 """Bytes of a float32."""
@@ -23,12 +24,6 @@ class AttentionWidths(NamedTuple):
     query: int
     key: int
     output: int
-
-
-def padded_vocabulary(vocab_size: int, divisor: int, tp: int) -> int:
-    """Return the vocabulary size, padded so that tensor-parallel ranks can shard it."""
-    multiple = divisor * tp
-    return -(-vocab_size // multiple) * multiple
 
 
 class RunSizes(Options):

@@ -20,7 +20,7 @@ from mindspeed.checkpoint.output import (
 )
 from mindspeed.checkpoint.safetensors_file import is_export
 from mindspeed.config import ConfigError
-from mindspeed.tune.run_sizes import padded_vocabulary
+from mindspeed.distributed.parallel_dims import padded_vocabulary
 from mindspeed_llm.checkpoint.hf import hf_outputs
 from mindspeed_llm.checkpoint.layout import Layout, LayoutRequest
 from mindspeed_llm.checkpoint.loading import config_folder, open_source, verify_source

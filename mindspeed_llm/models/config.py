@@ -4,6 +4,7 @@ from functools import reduce
 from typing import Any, Literal
 
 from mindspeed.config import ConfigError, Options, Spelling
+from mindspeed.features.moe.group_score import COUNTED
 
 Scaling = Literal["none", "linear", "llama3", "yarn"]
 
@@ -76,7 +77,7 @@ class MoEConfig(Options):
         if not self.limits_groups:
             return None
         counted = self.topk // (self.group_topk or 1)
-        return None if {"max": 1, "top2": 2}[self.group_score] == counted else self.group_score
+        return None if COUNTED[self.group_score] == counted else self.group_score
 
 
 class MLAConfig(Options):

@@ -7,7 +7,7 @@ from typing import Any
 from mindspeed.checkpoint.detection import CheckpointDir, detect
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling
-from mindspeed.tune.run_sizes import padded_vocabulary
+from mindspeed.distributed.parallel_dims import padded_vocabulary
 from mindspeed_llm.models.config import (
     ModelConfig,
     RotaryConfig,

@@ -95,6 +95,8 @@ def prepare(
             check_context(options, shape, splits_sequences)
         if shape.attention_sinks:
             _check_sinks(options, is_sampled=not is_training or options.stage in ONLINE)
+        if shape.moe is not None:
+            _check_group_score(options, shape.moe, shape.family)
         activate_features(options, shape, dims)
         if is_training:
             check_experts(options, shape)
@@ -240,7 +242,6 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         _check_biases(options, shape)
         _check_router(options)
         _check_shared_experts(options, shape.moe, shape.family)
-        _check_group_score(options, shape.moe, shape.family)
     if shape.moe is not None and tp > 1 and not is_split:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
@@ -281,6 +282,11 @@ def _check_group_score(options: TrainOptions, moe: MoEConfig, family: str) -> No
         raise ConfigError(
             f"--moe-router-group-score {given}: this {family} model has {has}, which its "
             "config.json decides: drop it"
+        )
+    if options.moe_router_fusion and moe.other_group_score:
+        raise ConfigError(
+            f"--moe-router-fusion: this {family} model scores groups of experts by "
+            f"{moe.group_score}, which the fused kernel does not know: drop it"
         )
 
 

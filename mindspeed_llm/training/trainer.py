@@ -173,6 +173,11 @@ class Trainer(ABC):
     def sizes(self) -> tuple[int, int]:
         """The length and the number of samples of a micro-batch, as Megatron's schedule sees it."""
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The same of the longest micro-batch that a step may have."""
+        return self.sizes
+
     @abstractmethod
     def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         """Make the tensors of a micro-batch, in memory of the host; runs on a thread.
@@ -467,8 +472,8 @@ class Trainer(ABC):
 
     def _memory_model(self) -> MemoryModel:
         """Return the memory of the micro-batch at work, of the longest before there is one."""
-        shape = self._batch_shape
-        most = BatchRows(shape.seq_length // self.setup.dims.cp, shape.micro_batch_size)
+        length, samples = self.longest
+        most = BatchRows(self.context_split.padded(length) // self.setup.dims.cp, samples)
         model = memory_model(self.setup, self.primary.chunks, self._rows or most, most)
         has_value_head = self.model_shape(self.models[0]).num_labels
         return replace(model, vocab_size=0) if has_value_head else model

@@ -18,7 +18,7 @@ BELOW = {
     "mindspeed/te": ("ops", "parallel", "optim", "memory", "compat", "device", "distributed"),
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
-    "mindspeed/tune": ("config", "device"),
+    "mindspeed/tune": ("config", "device", "distributed"),
     "mindspeed/training": ("checkpoint", "config", "device", "distributed", "tune"),
     "mindspeed/core": (),
     "mindspeed/doctor": (

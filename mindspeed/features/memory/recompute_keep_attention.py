@@ -43,6 +43,6 @@ class RecomputeKeepAttention(Feature):
         """
         yield Patch.wrap(
             "megatron.core.tensor_parallel.random:checkpoint",
-            "mindspeed.ops.fusion_attention.kept:wrap_checkpoint",
+            "mindspeed.memory.kept_attention:wrap_checkpoint",
             why="it runs a layer twice; no argument says what the first run keeps",
         )

@@ -24,12 +24,18 @@ class Unserved(NamedTuple):
     part: str = "experts"
     """What stays Megatron's: the experts, or only the dispatcher, which sorts their rows then."""
     is_unserved: Callable[[Any], bool] = bool
+    only_with: str | None = None
+    """A switch of Megatron's without which the argument has no effect."""
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else value or []
 
 
 TABLE = (
     Unserved("add_bias_linear", "experts without a bias: add --disable-bias-linear"),
-    Unserved("swiglu", "SwiGLU experts: add --swiglu", is_unserved=lambda value: value is False),
     Unserved("quick_geglu", "plain SwiGLU: use --swiglu for --quick-geglu"),
+    Unserved("swiglu", "SwiGLU experts: add --swiglu", is_unserved=lambda value: value is False),
     Unserved("glu_linear_offset", "plain SwiGLU: drop --glu-linear-offset"),
     Unserved("activation_func_clamp_value", "plain SwiGLU: drop --activation-func-clamp-value"),
     Unserved("moe_mlp_glu_interleave_size", "plain SwiGLU: drop --moe-mlp-glu-interleave-size"),
@@ -44,7 +50,8 @@ TABLE = (
     Unserved(
         "offload_modules",
         "activations that stay on the device: drop expert_fc1 and moe_act of --offload-modules",
-        is_unserved=lambda value: not OFFLOADED.isdisjoint(value or ()),
+        is_unserved=lambda value: not OFFLOADED.isdisjoint(_listed(value)),
+        only_with="fine_grained_activation_offloading",
     ),
     Unserved(
         "moe_use_legacy_grouped_gemm",
@@ -71,7 +78,8 @@ TABLE = (
 def find_need(part: str, read: Read) -> str | None:
     """Return what a part of the path needs and does not get; None where it can run."""
     for row in TABLE:
-        if row.part == part and row.is_unserved(read(row.argument)):
+        has_effect = row.only_with is None or read(row.only_with)
+        if row.part == part and has_effect and row.is_unserved(read(row.argument)):
             return row.need
     return None
 

@@ -5,9 +5,7 @@
 
 Backward of attention needs its output and log-sum-exp, not the steps to them. A function that is
 run twice, in forward without a graph and again in backward, keeps both the first time and finds
-them the second time, in the same order. Of all that a recomputed layer computes twice, attention is
-the only part whose time grows with the square of the sequence, and what it keeps is about as many
-bytes as the layer's input.
+them the second time, in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor
 
 Result = tuple[Tensor, Tensor]
@@ -93,16 +90,3 @@ def compute_once(compute: Callable[[], Result]) -> Result:
     """Return the output and log-sum-exp of a call of attention, computed if they are not kept."""
     active = _active.get()
     return compute() if active is None else active.result(compute)
-
-
-def wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what Megatron checkpoints keep the results of attention from its first run."""
-
-    @functools.wraps(original)
-    def checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
-        # Without gradients it is part of a layer that is checkpointed itself, or is never rerun.
-        if torch.is_grad_enabled():
-            function = KeptResults().wrap_function(function)
-        return original(function, distribute_saved_activations, *args)
-
-    return checkpoint

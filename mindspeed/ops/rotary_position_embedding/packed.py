@@ -33,8 +33,7 @@ def _shared_positions(t: Tensor, cu_seqlens: Tensor) -> Tensor:
     positions = known.computed_positions
     if positions is None or len(positions) != len(t):
         positions = packed_positions(t, cu_seqlens)
-        if not cu_seqlens.is_inference():
-            register(cu_seqlens, computed_positions=positions)
+        register(cu_seqlens, computed_positions=positions)
     return positions
 
 

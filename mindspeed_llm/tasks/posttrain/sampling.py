@@ -124,6 +124,7 @@ class SamplingTrainer(ReferenceTrainer):
         self._check_mini_batches()
         self._check_lengths(data)
         self.rows = Rows.of(self.options, self.setup.shape, data)
+        self._longest_prompt = max(one.longest for one in data)
         self.stop_ids = self._find_stop_ids(data)
         self._scores = None if self.options.reward_model else self._text_scores()
 
@@ -131,6 +132,13 @@ class SamplingTrainer(ReferenceTrainer):
     def sizes(self) -> tuple[int, int]:
         """A row a completion, as long as the longest of the step."""
         return self.rows.length, self.options.micro_batch_size
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The longest prompt with the longest completion."""
+        whole = self._longest_prompt + self.options.max_new_tokens
+        limit = self.options.max_length or self._model_length
+        return min(whole, limit), self.options.micro_batch_size
 
     def collate(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         """Concatenate prompts; rows are made when they have completions."""
@@ -152,6 +160,7 @@ class SamplingTrainer(ReferenceTrainer):
     def roll_out(self, batches: Iterator[Any], consumed: int) -> list[Rollout]:
         """Complete the prompts of the next global batch, each --num-generations times."""
         prompts = list(self._next_prompts(batches, consumed))
+        self._rows = None  # of the micro-batch at work: there is none
         repeated = [prompt for prompt in prompts for _ in range(self.group_size)]
         size = self.group_size
         numbers = [p.number * size + copy for p in prompts for copy in range(size)]

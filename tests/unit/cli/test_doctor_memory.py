@@ -84,6 +84,7 @@ def test_a_file_and_flags_after_it(tmp_path):
     file.write_text(
         "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 128\nlr: 1.0\n"
         "vocab_size: 1000\nbf16: true\nswap_optimizer: true\n"
+        "micro_batch_size: null\nv_head_dim: null\nnum_query_groups: null\n"  # the defaults
     )
     fit = examine([str(file), "--seq-length", "256"], GIB)
     assert (fit.model.seq_length, fit.model.swap_optimizer, fit.model.width) == (256, True, 2)
@@ -94,8 +95,9 @@ def test_features_see_flags_that_no_formula_has():
     experts = [*LLAMA, *"--num-experts 8 --moe-grouped-gemm --moe-fused-experts".split()]
     assert examine(experts, GIB).unread == ["--moe-grouped-gemm"]
     assert examine([*experts, "--offload-modules", "core_attn", "attn_proj"], GIB)
-    with pytest.raises(ConfigError, match="--offload-modules moe_act exclude each other"):
-        examine([*experts, "--offload-modules", "core_attn", "moe_act"], GIB)
+    offload = ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "moe_act"]
+    with pytest.raises(ConfigError, match="drop expert_fc1 and moe_act of --offload-mod"):
+        examine([*experts, *offload], GIB)
     with pytest.raises(ConfigError, match="a value of the run is wrong: correct it"):
         examine([*LLAMA, "--world-size", "2", "--global-batch-size", "x"], GIB)
 

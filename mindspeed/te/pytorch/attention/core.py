@@ -59,8 +59,7 @@ def host_bounds(bounds: Tensor) -> list[int]:
     values = describe(bounds).bounds
     if values is None:
         values = bounds.tolist()
-        if not bounds.is_inference():
-            register(bounds, bounds=values)
+        register(bounds, bounds=values)
     return values
 
 

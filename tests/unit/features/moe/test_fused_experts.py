@@ -19,8 +19,8 @@ PAGE = Path(__file__).resolve().parents[4] / "docs" / "features" / "moe_fused_ex
 SERVED = {"num_experts": 8, "moe_grouped_gemm": True, "swiglu": True, "add_bias_linear": False}
 OF_EXPERTS = {  # a value that is not served, and what the error says
     "add_bias_linear": (True, "add --disable-bias-linear"),
-    "swiglu": (False, "add --swiglu"),
     "quick_geglu": (True, "use --swiglu for --quick-geglu"),
+    "swiglu": (False, "add --swiglu"),
     "glu_linear_offset": (1.0, "drop --glu-linear-offset"),
     "activation_func_clamp_value": (7.0, "drop --activation-func-clamp-value"),
     "moe_mlp_glu_interleave_size": (32, "drop --moe-mlp-glu-interleave-size"),
@@ -29,8 +29,12 @@ OF_EXPERTS = {  # a value that is not served, and what the error says
     "fp8": ("hybrid", "drop --fp8-format"),
     "fp4": ("e2m1", "drop --fp4-format"),
     "activation_func_fp8_input_store": (True, "drop --activation-func-fp8-input-store"),
-    "offload_modules": (["core_attn", "moe_act"], "drop expert_fc1 and moe_act of --offload-modul"),
+    "offload_modules": ("moe_act", "drop expert_fc1 and moe_act of --offload-modul"),
     "moe_use_legacy_grouped_gemm": (True, "drop --moe-use-legacy-grouped-gemm"),
+}
+BESIDE = {  # what Megatron has where it has such a value
+    "quick_geglu": {"swiglu": False},
+    "offload_modules": {"fine_grained_activation_offloading": True},
 }
 OF_DISPATCHER = {
     "moe_expert_capacity_factor": 1.0,
@@ -75,11 +79,19 @@ def test_what_experts_do_not_serve_is_refused_at_the_start(argument):
     check()
     value, said = OF_EXPERTS[argument]
     with pytest.raises(ConfigError, match=f"--moe-fused-experts needs .*{said}.*, or drop --moe-f"):
-        check(**{argument: value})
+        check(**{argument: value}, **BESIDE.get(argument, {}))
 
 
 def test_what_only_the_dispatcher_does_not_serve_is_accepted():
-    check(**OF_DISPATCHER, offload_modules=["core_attn"])
+    check(**OF_DISPATCHER)
+
+
+def test_what_has_no_effect_is_accepted():
+    check(offload_modules=["core_attn", "moe_act"])
+    check(offload_modules=["core_attn"], fine_grained_activation_offloading=True)
+    check(offload_modules="core_attn", fine_grained_activation_offloading=True)
+    with pytest.raises(ConfigError, match="drop expert_fc1 and moe_act"):
+        check(offload_modules=["core_attn", "moe_act"], fine_grained_activation_offloading=True)
 
 
 def built(target, init, is_requested=True):
@@ -108,7 +120,8 @@ def init_experts(self, config):
 def test_experts_that_are_built_with_it_are_reported_once(argument, is_requested, caplog):
     value, said = OF_EXPERTS[argument]
     kind = built("TEGroupedMLP.__init__", init_experts, is_requested)
-    layers = [kind(config(**{argument: value})) for _ in range(2)]
+    fields = {argument: value} | BESIDE.get(argument, {})
+    layers = [kind(config(**fields)) for _ in range(2)]
     assert [layer.fused_linears for layer in layers] == [None] * 2
     said = f"--moe-fused-experts has no effect on experts of this model: it needs .*{said}"
     assert len(caplog.messages) == is_requested
