@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from mindspeed import config
+from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level, bind
 from mindspeed.features.memory.megatron import check_beside_recompute
 from mindspeed.patching import Patch
@@ -23,9 +24,16 @@ class RecomputePart(Feature):
     """The function that lets the layers of a new block recompute it."""
 
     def check(self, options: Any, context: Context) -> None:
-        """Whole layers may be recomputed before these, in blocks only."""
+        """Whole layers may be recomputed before these, in blocks only; there are enough layers."""
         assert self.enabled_by is not None
         check_beside_recompute(context.spelling.name_of(self.enabled_by), context)
+        field = f"{self.enabled_by}_num_layers"
+        given, layers = getattr(options, field), context.argument("num_layers")
+        if given is not None and layers is not None and given > layers:
+            raise ConfigError(
+                f"{context.spelling.with_value(field, given)}: the model has {layers} layers: use "
+                "at most so many, or drop it for all"
+            )
 
     def patches(self, options: Any) -> Iterator[Patch]:
         """Mark the layers of a new block."""

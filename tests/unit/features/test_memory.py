@@ -41,6 +41,14 @@ def test_recompute_of_parts_beside_megatrons(name, megatron, reason):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["recompute_activation_function", "recompute_norm"])
+def test_no_more_layers_than_there_are(name):
+    options = {name: True, f"{name}_num_layers": 4}
+    assert chosen(options, {"num_layers": 4}) and chosen(options, {})
+    with pytest.raises(ConfigError, match="-num-layers 4: the model has 3 layers: use at most so"):
+        chosen(options, {"num_layers": 3})
+
+
 @pytest.mark.parametrize(
     ("options", "megatron", "reason"),
     [
