@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -87,25 +87,45 @@ class StepTotals:
 
     def read(self, *more: torch.Tensor) -> tuple[ReducedMetrics, list[float]]:
         """Wait for the device, once; `more` are scalars that are read with the totals."""
+        return self.start_read(*more).wait()
+
+    def start_read(self, *more: torch.Tensor) -> "TotalsRead":
+        """Queue the copy to the host; what is queued after it need not be done when it is read."""
         bounds = list((self.bounds or {}).values())
-        if more or bounds:
-            row = [t.to(self.values.device, torch.float64).reshape(-1) for t in (*bounds, *more)]
-            numbers = torch.cat([self.values.double(), *row]).tolist()
-        else:
-            numbers = self.values.tolist()
-        count, end = self.values.numel(), 2 * len(self.names)
+        parts = [t.to(self.values.device, torch.float64).reshape(-1) for t in (*bounds, *more)]
+        row, here = torch.cat([self.values.double(), *parts]), device.current()
+        copy = here.host_buffer(row.nbytes).view(row.dtype)
+        copy.copy_(row, non_blocking=True)
+        return TotalsRead(self, copy, here.current_stream().record_event())
+
+
+@dataclass(frozen=True)
+class TotalsRead:
+    """A copy of totals on its way to the host."""
+
+    totals: StepTotals
+    copy: torch.Tensor
+    done: Any
+    """The event that the copy is complete."""
+
+    def wait(self) -> tuple[ReducedMetrics, list[float]]:
+        """Wait for the copy; return the metrics, and the scalars that were read with them."""
+        self.done.synchronize()
+        numbers, totals = self.copy.tolist(), self.totals
+        names, bounds = totals.names, totals.bounds or {}
+        count, end = totals.values.numel(), 2 * len(names)
         metrics = {
-            name: value if name in self.sums else value / max(divisor, 1.0)
-            for name, value, divisor in zip(self.names, numbers[0:end:2], numbers[1:end:2])
-            if divisor != 0 or name in self.sums
+            name: value if name in totals.sums else value / max(divisor, 1.0)
+            for name, value, divisor in zip(names, numbers[0:end:2], numbers[1:end:2])
+            if divisor != 0 or name in totals.sums
         }
-        metrics |= dict(zip(self.bounds or {}, numbers[count : count + len(bounds)]))
-        for name, (one, other) in self.differences.items():
+        metrics |= dict(zip(bounds, numbers[count : count + len(bounds)]))
+        for name, (one, other) in totals.differences.items():
             if one in metrics and other in metrics:
                 metrics[name] = metrics[one] - metrics[other]
-        totals = numbers[:count]
-        is_finite = all(map(math.isfinite, totals))
-        reduced = ReducedMetrics(metrics, int(totals[end]), totals[end + 1 :], is_finite)
+        is_finite = all(map(math.isfinite, numbers[:count]))
+        tokens, extras = int(numbers[end]), numbers[end + 1 : count]
+        reduced = ReducedMetrics(metrics, tokens, extras, is_finite)
         return reduced, numbers[count + len(bounds) :]
 
 

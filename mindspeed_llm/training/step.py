@@ -51,10 +51,12 @@ def train_on_batch(
     is_skipped = optimizer.prepare_grads()
     norm = torch.tensor(math.nan) if is_skipped else gradient_norm(optimizer)
     totals = _reduce(metrics, reports, None if is_fp16 else norm, stop)
-    # Queued before anything is read: the host is ahead of the device until the step ends.
     is_good = torch.ones_like(totals.tokens, dtype=torch.bool) if is_fp16 else totals.is_finite()
+    # The copy is queued before the update, which is queued before the copy is waited for: while the
+    # device updates, the host logs this step and begins the next.
+    read = totals.start_read(norm, optimizer.get_loss_scale())
     is_updated = not is_skipped and update(optimizer, norm, is_good)
-    reduced, (grad_norm,) = totals.read(norm)
+    reduced, (grad_norm, loss_scale) = read.wait()
     if is_updated and not reduced.is_finite and not is_fp16:
         retract(optimizer)
         is_updated = False
@@ -62,7 +64,7 @@ def train_on_batch(
         metrics=reduced.metrics,
         grad_norm=grad_norm if is_updated else math.nan,
         tokens=reduced.tokens,
-        loss_scale=float(optimizer.get_loss_scale()),
+        loss_scale=loss_scale,
         is_updated=is_updated,
         is_finite=reduced.is_finite,
         should_stop=reduced.extras[1] > 0,

@@ -154,12 +154,14 @@ class FsdpStep:
         """Clip and update, unless anything is not finite; return the metrics."""
         scale = self._scale(totals)
         if self._is_fused:
-            # The kernel clips and checks itself: the device need not wait for the host to read.
+            # The kernel clips and checks itself: the device need not wait for the host to read, nor
+            # the host, which then begins the next step, for the update.
             optimizer: Any = self._optimizer
             optimizer.grad_scale = scale.reciprocal()
             optimizer.found_inf = 1.0 - totals.is_finite().float()
+            read = totals.start_read()
             optimizer.step()
-            return totals.read()[0]
+            return read.wait()[0]
         reduced, _ = totals.read()
         if reduced.is_finite:
             if (factor := scale.item()) != 1.0:

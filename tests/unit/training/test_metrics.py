@@ -49,6 +49,20 @@ def test_an_overflow_of_one_rank_is_known_to_all() -> None:
         assert not on_host and not on_device
 
 
+def _read_behind_an_update() -> tuple[dict[str, float], list[float]]:
+    totals = reduce_metrics([Metric("loss")], [{"loss": torch.tensor([6.0, 3.0])}], tokens=3)
+    scale = torch.tensor(4.0)
+    read = totals.start_read(scale)
+    totals.values.fill_(math.nan)
+    scale.zero_()
+    reduced, more = read.wait()
+    return reduced.metrics, more
+
+
+def test_a_read_has_the_values_of_when_it_was_queued() -> None:
+    assert run_ranks(_read_behind_an_update, 1) == [({"loss": 2.0}, [4.0])]
+
+
 SIDES = [
     Metric("chosen"),
     Metric("rejected"),
