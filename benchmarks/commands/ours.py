@@ -190,6 +190,6 @@ CASES = {
     "sft-variable": Case(
         variable, "--variable-seq-lengths: no padding", (4, 22), has_conversations=True
     ),
-    "lora-packed": Case(lora, "--lora-r 16 on packed rows", (2, 4, 8), has_conversations=True),
+    "lora-packed": Case(lora, "--lora-r 16 on packed rows", (2, 4, 8, 16), has_conversations=True),
     "vlm": Case(vlm, "pretrain_transformers.py, Qwen2.5-VL-3B's shape with 18 layers", (2,)),
 }

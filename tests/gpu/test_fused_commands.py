@@ -5,7 +5,6 @@ A model that a test builds would not show that an option of a command leaves a f
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,8 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_llm.data.indexed import TokenWriter
-from tests.unit.mindspeed_llm.training.tiny_run import write_samples
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from commands.peers import path_with_make  # noqa: E402
+
+from mindspeed_llm.data.indexed import TokenWriter  # noqa: E402
+from tests.unit.mindspeed_llm.training.tiny_run import write_samples  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,19 +139,6 @@ def test_megatrons_own_script_is_fused(tmp_path, release, model):
     allowed = {"add", "cat"} if model == "moe" else set()
     environment = {"PYTHONPATH": folder, "PATH": path_with_make(tmp_path)}
     check(tmp_path, Path(folder) / "pretrain_gpt.py", flags, allowed, environment)
-
-
-def path_with_make(folder):
-    """Return a PATH with a `make` that has nothing to do where there is no Makefile.
-
-    The scripts call it for Megatron's index builder, which a wheel contains compiled.
-    """
-    make = folder / "bin" / "make"
-    make.parent.mkdir()
-    real = shutil.which("make") or "false"
-    make.write_text(f'#!/bin/sh\n[ -e "$2/Makefile" ] || exit 0\nexec {real} "$@"\n')
-    make.chmod(0o700)
-    return os.pathsep.join([str(make.parent), os.environ["PATH"]])
 
 
 def check(folder, script, arguments, allowed, environment=None):
