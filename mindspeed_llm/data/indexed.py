@@ -116,13 +116,13 @@ class IndexedTokens:
         """The number of tokens in all sequences."""
         return int(self.lengths.sum(dtype=np.int64))
 
-    def distinct_values(self, *, without: int) -> list[int]:
-        """Return the values that occur, except one."""
+    def distinct_values(self, *, without: int | None = None) -> list[int]:
+        """Return the values that occur, except perhaps one."""
         values = self._data.view(self.dtype)
         found: set[int] = set()
         for start in range(0, len(values), CHUNK):
             found |= set(np.unique(values[start : start + CHUNK]).tolist())
-        return sorted(found - {without})
+        return sorted(value for value in found if value != without)
 
 
 def _mismatch(index_path: Path, data_path: Path, what: str) -> ConfigError:

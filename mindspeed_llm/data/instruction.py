@@ -99,6 +99,10 @@ class InstructionData(Sequence[Sample]):
         """Return the labels that occur."""
         return self._files["labels"].distinct_values(without=IGNORE_INDEX)
 
+    def desirabilities(self) -> set[bool]:
+        """Return which of desirable and undesirable completions occur."""
+        return set(map(bool, self._files["desirable"].distinct_values()))
+
     @property
     def is_packed(self) -> bool:
         """Whether a sample is a row of several samples."""

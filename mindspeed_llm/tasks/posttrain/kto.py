@@ -1,5 +1,6 @@
 """KTO: completions that are desirable or not, relative to a frozen reference."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ from mindspeed_llm.losses.preference import LOG_PROBS, REWARDS, kto_loss
 from mindspeed_llm.tasks.posttrain.base import Batch
 from mindspeed_llm.tasks.posttrain.reference import REFERENCE, ReferenceTrainer
 from mindspeed_llm.training.trainer import Part
+
+logger = logging.getLogger(__name__)
 
 MISMATCHED = "mismatched_"
 DIVERGENCE = "divergence"
@@ -40,6 +43,7 @@ class KTOTrainer(ReferenceTrainer):
                 "--global-batch-size 1: KTO pairs each prompt with the completion of another "
                 "sample of the step: give 2 or more"
             )
+        warn_of_one_kind(data)
         self.rows = self.make_rows(data)
 
     def open_part(self, part: Part) -> SampleStream:
@@ -151,6 +155,19 @@ class MismatchedStream(SampleStream):
         ids = np.concatenate([prompt, completion])[: self._limit]
         labels = np.where(np.arange(len(ids)) < len(prompt), IGNORE_INDEX, ids)
         return {**sample, f"{MISMATCHED}input_ids": ids, f"{MISMATCHED}labels": labels}
+
+
+def warn_of_one_kind(data: Sequence[InstructionData]) -> None:
+    """Warn if all completions are desirable, or none is."""
+    kinds = set().union(*(one.desirabilities() for one in data))
+    if len(kinds) > 1:
+        return
+    names = ("desirable", "undesirable") if True in kinds else ("undesirable", "desirable")
+    logger.warning(
+        "all completions of the data are %s: KTO learns from how they differ from %s ones; add "
+        "such to the data, or train with another --stage",
+        *names,
+    )
 
 
 def _mismatched(batch: Batch) -> dict[str, torch.Tensor]:
