@@ -64,6 +64,27 @@ def test_saved_and_resumed(kind, master):
     assert all(map(torch.equal, *states))
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, FusedEmaAdam, TorchFusedAdam])
+def test_the_scale_of_gradients_clips_or_skips(kind):
+    params, scaled = parameters(), parameters()
+    plain, optimizer = kind(params, **OPTIONS), kind(scaled, **OPTIONS)
+    generator = torch.Generator().manual_seed(1)
+    for scale in (0.5, torch.nan, 0.25):
+        before = [param.detach().clone() for param in scaled]
+        grads = [torch.randn(param.shape, generator=generator) for param in params]
+        for one, other, grad in zip(params, scaled, grads):
+            one.grad, other.grad = grad * scale, grad.clone()
+        optimizer.grad_scale = torch.tensor(scale)
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(scaled, grads)), "gradients are read only"
+        if scale != scale:
+            assert all(map(torch.equal, scaled, before))
+            optimizer.param_groups[0]["step"] -= 1
+        else:
+            plain.step()
+            assert all(map(torch.equal, scaled, params))
+
+
 def test_a_state_without_average_starts_one():
     params = parameters()
     plain = FusedAdam(params, **OPTIONS)

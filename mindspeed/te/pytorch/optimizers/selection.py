@@ -54,9 +54,15 @@ class TorchFusedAdam(FusedAdam):
         beta1, beta2 = hyper.betas
         exp_avgs, exp_avg_sqs = moments
         count = torch.full((), float(hyper.step), device=weights[0].device)
+        grads = [grad.to(weight.dtype) for grad, weight in zip(self._grads(params), weights)]
+        is_skipped = None
+        if self.grad_scale is not None:
+            # torch would divide by a scale, and write the quotient to the gradients.
+            grads = list(torch._foreach_mul(grads, self.grad_scale))
+            is_skipped = self.grad_scale.isnan().float()
         step(
             weights,
-            [grad.to(weight.dtype) for grad, weight in zip(self._grads(params), weights)],
+            grads,
             exp_avgs,
             exp_avg_sqs,
             [],
@@ -68,6 +74,7 @@ class TorchFusedAdam(FusedAdam):
             eps=hyper.eps,
             amsgrad=False,
             maximize=False,
+            found_inf=is_skipped,
         )
         if copies:
             torch._foreach_copy_(copies, weights)
