@@ -73,3 +73,15 @@ def test_a_scale_on_the_device(dtype):
     adamw(params, given, *moments, hyper(1), grad_scale=scale)
     for some, wanted in zip((params, *moments), exact):
         torch.testing.assert_close([t.double() for t in some], wanted, rtol=2e-6, atol=1e-6)
+
+
+def test_copies_change_no_weight():
+    """Another kernel is compiled with copies: its sums must be those of the one without."""
+    params, moments, _, grads = inputs()
+    others, other_moments, _, _ = inputs()
+    copies = [torch.full_like(p, torch.nan, dtype=torch.bfloat16) for p in params]
+    for step, given in enumerate(grads, 1):
+        adamw(params, given, *moments, hyper(step), copies=copies)
+        adamw(others, given, *other_moments, hyper(step))
+    assert all(map(torch.equal, (*params, *moments[0], *moments[1]), sum(other_moments, others)))
+    assert all(torch.equal(copy, param.bfloat16()) for copy, param in zip(copies, params))

@@ -248,6 +248,36 @@ def test_float64_parameters_are_refused():
         FusedAdam(params).step()
 
 
+def test_copies_are_written_where_they_are_asked_for():
+    params, plain = make_params(), make_params()
+    optimizer, expected = FusedAdam(groups(params), **HYPER), FusedAdam(groups(plain), **HYPER)
+    give_grads(0, params, plain)
+    params[1].grad = plain[1].grad = None
+    copies = [torch.zeros_like(param, dtype=torch.bfloat16) for param in params]
+    optimizer.copies = {params[0]: copies[0], params[1]: copies[1]}
+    optimizer.step()
+    expected.step()
+    assert all(map(torch.equal, params, plain))
+    assert optimizer.copied == {params[0]}
+    assert torch.equal(copies[0], params[0].detach().bfloat16())
+    assert not copies[1].any()
+    assert not copies[2].any()
+
+
+@pytest.mark.parametrize("case", ["host", "moments", "masters"])
+def test_copies_that_are_not_written_are_not_reported(case):
+    options = {"moments": {"exp_avg_dtype": torch.bfloat16}, "masters": {"master_weights": True}}
+    params = make_params()
+    optimizer = FusedAdam(params, **HYPER, **options.get(case, {}))
+    optimizer.host = HostState(64) if case == "host" else None
+    copies = [torch.zeros_like(param, dtype=torch.bfloat16) for param in params]
+    optimizer.copies = dict(zip(params, copies))
+    give_grads(0, params)
+    optimizer.step()
+    assert optimizer.copied == set()
+    assert not any(copy.any() for copy in copies)
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_sgd_equals_torch(nesterov):
     ours, theirs = make_params(), make_params()

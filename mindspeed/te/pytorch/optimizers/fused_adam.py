@@ -65,6 +65,10 @@ class FusedAdam(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.grad_scale: Tensor | None = None
         """A scalar on the device that the next steps multiply the gradients by; NaN: no update."""
+        self.copies: dict[Tensor, Tensor] = {}
+        """Tensors, by parameter, that the next steps also write the new weights to, where weights
+        and moments are float32 and on the device; `copied` collects the parameters served."""
+        self.copied: set[Tensor] = set()
         self.host: HostState | None = None
         """What keeps the state on the host between steps, if it is to be there."""
         self.store_param_remainders = (
@@ -195,10 +199,21 @@ class FusedAdam(torch.optim.Optimizer):
         if self.host is not None:
             self._update_in_pieces(params, hyper)
             return
+        if self.master_weights:
+            self._update_direct(params, hyper, params)
+            return
+        served = [param for param in params if param in self.copies]
+        self._update_direct(served, hyper, [self.copies[param] for param in served])
+        self._update_direct([param for param in params if param not in self.copies], hyper, [])
+        self.copied.update(served)
+
+    def _update_direct(self, params: list[Tensor], hyper: AdamHyper, copies: list[Tensor]) -> None:
+        if not params:
+            return
         states = [self.state[param] for param in params]
         weights = [state[MASTER] for state in states] if self.master_weights else params
         moments = [[state[name] for state in states] for name in MOMENTS]
-        self._apply(params, weights, moments, hyper, params if self.master_weights else [])
+        self._apply(params, weights, moments, hyper, copies)
 
     def _update_halves(self, params: list[Tensor], hyper: AdamHyper) -> None:
         """Update parameters and the remainders of their masters in one pass over all of them."""
