@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mindspeed.config import ConfigError
+from mindspeed.ops.adapter_factors import add_factor_gradients, join_factors
+from mindspeed.ops.adapter_factors.reference import FactorLayout, split_gradients
 from mindspeed.ops.matmul_add_fp32.main_grad import placeholder
 from mindspeed.te.pytorch.module.layernorm_linear import LayerNormLinear
 from mindspeed.te.pytorch.module.linear import LinearBase
@@ -146,7 +147,8 @@ class LoraLinear(Adapter):
             part.lora_A, part.lora_B = map(Factor, self._local(factors, linear))
             self._mark(part.lora_A.weight, part.lora_B.weight)
             self.add_module(name.rpartition(".")[2], part)
-        self._blocks = self._plan_blocks(_local_order(weight, self._sizes, self._tp), linear)
+        self._layout = self._plan_layout(_local_order(weight, self._sizes, self._tp), linear)
+        self._fused = bool(getattr(linear, "fuse_wgrad_accumulation", False))
         if self._is_inside:
             linear.low_rank = self.factors
         else:
@@ -160,7 +162,7 @@ class LoraLinear(Adapter):
         parts: list[Any] = list(self.children())
         inner = [part.lora_A() for part in parts]
         outer = [part.lora_B() for part in parts]
-        factors: tuple[Tensor, Tensor] = _Join.apply(self._blocks, *inner, *outer)
+        factors: tuple[Tensor, Tensor] = _Join.apply(self._layout, self._fused, *inner, *outer)
         return factors
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
@@ -170,22 +172,17 @@ class LoraLinear(Adapter):
         low = self._exchange(torch.cat(parts, -1))
         return out + F.linear(low, outer).to(out.dtype)
 
-    def _plan_blocks(self, order: Tensor | None, linear: Any) -> _Blocks:
+    def _plan_layout(self, order: Tensor | None, linear: Any) -> FactorLayout:
         """Return where the factors of each projection are in those of the whole layer."""
         rows, start = {}, 0
         for name, (size, _) in self._sizes.items():
             stop = start + size // (1 if self._is_row else self._tp)
             rows[name.rpartition(".")[2]] = slice(start, stop)
             start = stop
-        # On the device from the start: a copy in every forward would make the host wait for it.
-        device = next(linear.parameters()).device
-        order = None if order is None else order.to(device)
-        back = None if order is None else order.argsort()
-        names = [name for name, _ in self.named_children()]
+        adapted = [rows[name] for name, _ in self.named_children()]
         scale = self._plan.alpha / self._plan.r
-        fused = bool(getattr(linear, "fuse_wgrad_accumulation", False))
-        found = [rows[name] for name in names]
-        return _Blocks(found, start, self._plan.r, scale, order, back, fused)
+        device = next(linear.parameters()).device
+        return FactorLayout(adapted, start, scale, order=order, device=device)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -265,60 +262,33 @@ class LoraLinear(Adapter):
         return context if is_part else nullcontext()
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """The offsets of every projection's factors in those of the layer."""
-
-    rows: list[slice]
-    size: int
-    rank: int
-    scale: float
-    order: Tensor | None
-    """Which row of the projections, one behind the other, a row of the layer is."""
-    back: Tensor | None
-    fused: bool
-    """Whether gradients are added to `main_grad` right away."""
-
-    def slices(self, number: int) -> tuple[slice, slice]:
-        """Return the rows and columns of one projection's outer factor."""
-        return self.rows[number], slice(number * self.rank, (number + 1) * self.rank)
-
-
 class _Join(Function):
-    """The factors of a layer from those of its projections: A below A, B diagonal and scaled."""
+    """The factors of a layer from those of its projections: A below A, B diagonal and scaled.
+
+    Where a layer accumulates weight gradients itself, those of the factors are added to their
+    `main_grad` right away.
+    """
 
     @staticmethod
-    def forward(ctx: Any, blocks: _Blocks, *factors: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.blocks, ctx.factors = blocks, factors
-        count = len(blocks.rows)
-        inner = factors[0].view_as(factors[0]) if count == 1 else torch.cat(factors[:count])
-        parts = factors[count:]
-        outer = parts[0].new_empty(blocks.size, count * blocks.rank)
-        if count > 1 or len(parts[0]) < blocks.size:
-            outer.zero_()
-        for number, part in enumerate(parts):
-            torch.mul(part, blocks.scale, out=outer[blocks.slices(number)])
-        return inner, outer if blocks.order is None else outer.index_select(0, blocks.order)
+    def forward(
+        ctx: Any, layout: FactorLayout, fused: bool, *factors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.layout, ctx.fused, ctx.factors = layout, fused, factors
+        count = len(layout.rows)
+        joined: tuple[Tensor, Tensor] = join_factors(factors[:count], factors[count:], layout)
+        return joined
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, inner: Tensor, outer: Tensor) -> tuple[Tensor | None, ...]:
-        blocks = ctx.blocks
-        outer = outer if blocks.back is None else outer.index_select(0, blocks.back)
-        parts = [outer[blocks.slices(number)] for number in range(len(blocks.rows))]
-        scaled = [(part, 1.0) for part in inner.split(blocks.rank)]
-        scaled += [(part, blocks.scale) for part in parts]
-        grads = zip(ctx.factors, scaled, strict=True)
-        return None, *(_gradient(factor, *one, blocks.fused) for factor, one in grads)
-
-
-def _gradient(factor: Tensor, grad: Tensor, scale: float, fused: bool) -> Tensor | None:
-    """Return what autograd gets: grad * scale, or a placeholder where it is added right here."""
-    main_grad = getattr(factor, "main_grad", None)
-    if not fused or main_grad is None:
-        return grad * scale if scale != 1.0 else grad
-    main_grad.add_(grad, alpha=scale)
-    return placeholder(factor)
+        layout, factors = ctx.layout, ctx.factors
+        totals = [getattr(factor, "main_grad", None) for factor in factors]
+        if ctx.fused and all(total is not None for total in totals):
+            count = len(layout.rows)
+            add_factor_gradients(inner, outer, totals[:count], totals[count:], layout)
+            return None, None, *map(placeholder, factors)
+        inner_grads, outer_grads = split_gradients(inner, outer, layout)
+        return None, None, *inner_grads, *(grad * layout.scale for grad in outer_grads)
 
 
 def _local_order(weight: Weight, sizes: Mapping[str, tuple[int, int]], tp: int) -> Tensor | None:

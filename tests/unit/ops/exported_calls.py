@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mindspeed.ops
 from mindspeed.ops.adamw.reference import AdamHyper
+from mindspeed.ops.adapter_factors.reference import FactorLayout
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -109,6 +110,12 @@ def _adamw_lists() -> Call:
     return (*lists, squares, hyper), {"averages": averages, "copies": copies}
 
 
+def _factors(*sizes: int) -> tuple[list[torch.Tensor], list[torch.Tensor], FactorLayout]:
+    rows = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    inner, outer = [_random(3, 6) for _ in sizes], [_random(size, 3) for size in sizes]
+    return inner, outer, FactorLayout(rows, sum(sizes), 0.5)
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     "coc_ops.all_gather_matmul": _coc,
     "coc_ops.all_gather_matmul_v2": _coc_v2,
@@ -162,6 +169,11 @@ CALLS: dict[str, Callable[[], Call]] = {
         {"group_list": torch.tensor([3, 3, 8])},
     ),
     "adamw:adamw": _adamw_lists,
+    "adapter_factors:join_factors": lambda: (_factors(8, 4), {}),
+    "adapter_factors:add_factor_gradients": lambda: (
+        (_random(6, 6), _random(12, 6), *_factors(8, 4)),
+        {},
+    ),
     "append_matmul:append_matmul": lambda: ((_half(40, 24), _half(6, 24)), {}),
     "column_sum:column_sum": lambda: ((_random(40, 6),), {}),
     "cross_entropy:cross_entropy": lambda: (

@@ -53,6 +53,31 @@ def test_adapters_add_nothing_at_first_and_none_is_like_another(one_rank):
     assert not make(1)(torch.randn(5, 32), torch.zeros(5, 96)).any()
 
 
+@pytest.mark.parametrize("modules", [("k_proj", "q_proj", "v_proj"), ("q_proj", "v_proj")])
+def test_gradients_are_added_once_to_those_of_earlier_micro_batches(one_rank, modules):
+    """In `main_grad`, of which Megatron learns by a mark, they are what autograd computes."""
+    (weight,) = (w for w in adaptable_weights(SHAPE) if "linear_qkv" in w.name)
+    x, start = torch.randn(5, 32), torch.randn(5, 96)
+    found = {}
+    for fused in (False, True):
+        linear = torch.nn.Linear(32, 96, bias=False)
+        linear.fuse_wgrad_accumulation = fused
+        adapters = LoraLinear(linear, weight, replace(PLAN, modules=modules), 1)
+        for name, factor in adapters.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(factor, generator=torch.Generator().manual_seed(len(name)))
+            factor.main_grad = torch.full_like(factor, 3.0)
+            factor.grad_added_to_main_grad = False
+        for _ in range(2):
+            adapters(x, start).square().sum().backward()
+        found[fused] = dict(adapters.named_parameters())
+    assert len(found[True]) == 2 * len(modules)
+    for name, factor in found[True].items():
+        assert factor.grad_added_to_main_grad and not found[False][name].grad_added_to_main_grad
+        expected = found[False][name].grad + 3.0
+        torch.testing.assert_close(factor.main_grad, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "flag"),
     [
