@@ -44,6 +44,7 @@ class ResidualNorm:
         self._normed: Tensor | None = None
         self._total: Tensor | None = None
         self._version = 0
+        self._is_recorded = False
 
     def open(self) -> None:
         """Begin a forward pass of the block."""
@@ -58,21 +59,29 @@ class ResidualNorm:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """Return x + residual and keep the norm of it; None where the sum is to be made alone."""
-        if not (self._is_open and x.requires_grad and self._is_direct()):
+        if not (self._is_open and self._is_direct()):
             return None
-        found: tuple[Tensor, Tensor] | None = self.path[-1].add_norm(x, residual)
+        is_recorded = x.requires_grad
+        if not (_is_recorded_as_is() if is_recorded else self._is_evaluated(residual)):
+            return None
+        # Megatron enables gradients around every sum, in passes without gradients too.
+        with torch.set_grad_enabled(is_recorded):
+            found: tuple[Tensor, Tensor] | None = self.path[-1].add_norm(x, residual)
         if found is None:
             return None
         self._normed, self._total = found
-        self._version = self._total._version
+        self._version, self._is_recorded = self._total._version, is_recorded
         return self._total
 
     def take(self, x: Tensor) -> Tensor | None:
         """Return the norm of x if x is the last sum, as it was made; only once.
 
-        What a checkpoint runs takes nothing: its recompute would find nothing here.
+        What a checkpoint runs takes nothing: its recompute would find nothing here. A norm without
+        a gradient is taken in a pass without gradients only.
         """
-        if self._total is not x or self._version != x._version or not _is_recorded_as_is():
+        if self._total is not x or self._version != x._version:
+            return None
+        if not (_is_recorded_as_is() if self._is_recorded else not torch.is_grad_enabled()):
             return None
         normed = self._normed
         self._normed = self._total = None
@@ -85,10 +94,19 @@ class ResidualNorm:
         A forward pre-hook may bring the weight later (DDP's overlapped gather, FSDP), and a forward
         that was replaced may do anything.
         """
-        return (
-            _is_recorded_as_is()
-            and not torch.compiler.is_compiling()
-            and not any(m._forward_pre_hooks or "forward" in vars(m) for m in self.path)
+        return not torch.compiler.is_compiling() and not any(
+            m._forward_pre_hooks or "forward" in vars(m) for m in self.path
+        )
+
+    def _is_evaluated(self, residual: Tensor) -> bool:
+        """Return whether a sum without a gradient is one of an evaluation.
+
+        The first run of a checkpoint has no gradients either, but it is one of training.
+        """
+        return not (
+            residual.requires_grad
+            or any(m.training for m in self.path)
+            or torch.is_inference_mode_enabled()  # there a sum has no version
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -83,16 +83,22 @@ def build(
 
 def step(model) -> torch.Tensor:
     """Return the loss of one batch and leave the gradients in the model."""
+    found = losses(model)
+    found.mean().backward()
+    return found.detach()
+
+
+def losses(model) -> torch.Tensor:
+    """Return the loss of every token of one batch."""
     generator = torch.Generator().manual_seed(99)
     tokens = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
     positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
     hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
     where = device.current().torch_device
     tokens, positions, hidden = (x.to(where) for x in (tokens, positions, hidden))
-    losses = model(tokens[:, :-1], positions, hidden, labels=tokens[:, 1:])
-    assert losses.shape == (BATCH, SEQUENCE)
-    losses.mean().backward()
-    return losses.detach()
+    found = model(tokens[:, :-1], positions, hidden, labels=tokens[:, 1:])
+    assert found.shape == (BATCH, SEQUENCE)
+    return found
 
 
 def gradients(model) -> dict[str, torch.Tensor]:

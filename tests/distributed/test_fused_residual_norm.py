@@ -194,3 +194,26 @@ def test_recompute_of_single_layers_while_gradients_are_reduced(use_reentrant, l
         assert losses == same
         for name, gradient in gradients.items():
             torch.testing.assert_close(others[name], gradient, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def _evaluate(spec, is_training):
+    """Return losses without gradients, and how many norms were computed with their sum."""
+    import mindspeed
+    from mindspeed.te.pytorch.module import layernorm
+    from tests.distributed.te_model import build, losses
+
+    plain, results = layernorm.plain_add_rms_norm, []
+    for is_on in (False, True):
+        mindspeed.enable(use_fused_residual_norm=is_on)
+        model, together = build(spec, "llama").train(is_training), []
+        layernorm.plain_add_rms_norm = lambda *args, t=together: t.append(1) or plain(*args)
+        with torch.no_grad():
+            results.append(([losses(model) for _ in range(2)], len(together)))
+    return results
+
+
+@pytest.mark.parametrize("is_training", [False, True], ids=["evaluation", "training"])
+def test_same_bits_in_an_evaluation(is_training):
+    (plain, none), (fused, sums) = run_ranks(_evaluate, 1, "te", is_training)[0]
+    assert none == 0 and sums == (0 if is_training else 2 * 2 * LLAMA.num_layers)
+    assert all(torch.equal(one, other) for one, other in zip(plain, fused, strict=True))

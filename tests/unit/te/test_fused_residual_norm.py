@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed.ops.norm import add_rms_norm, rms_norm, triton_impl
 from mindspeed.te.fused_residual_norm import ResidualNorm
 from mindspeed.te.pytorch.module import RMSNorm
 
@@ -87,12 +88,54 @@ def test_a_checkpoint_takes_nothing(norm, use_reentrant):
     assert torch.equal(x.grad, residual.grad)
 
 
-def test_without_gradients_sums_are_made_alone(norm):
+def test_sums_without_gradients_are_made_alone_in_training(norm):
+    """As in the first run of a checkpoint, and where only the residual has one."""
     (x, residual), link = draw(), norm.residual_norm
     link.open()
+    assert link.add(x.detach(), residual.detach()) is None
+    norm.eval()
+    assert link.add(x.detach(), residual) is None
     with torch.no_grad():
         assert link.add(x, residual) is None
-    assert link.add(x.detach(), residual) is None
+    with torch.inference_mode():
+        assert link.add(x.clone(), residual.clone()) is None
+
+
+@torch.no_grad()
+def test_the_kernel_of_both_has_the_bits_of_sum_and_norm():
+    for dtype, add, plain in (
+        (torch.bfloat16, add_rms_norm, rms_norm),
+        (torch.float16, triton_impl.add_rms_norm, triton_impl.rms_norm),
+    ):
+        x, residual = (one.to(dtype) for one in draw())
+        normed, total = add(x, residual, torch.ones(8, dtype=dtype), 1e-5)
+        assert torch.equal(total, residual + x)
+        assert torch.equal(normed, plain(total, torch.ones(8, dtype=dtype), 1e-5))
+
+
+def evaluated(norm):
+    """Return a sum of an evaluation, made as Megatron makes it, and its norm."""
+    x, residual = (one.detach() for one in draw())
+    norm.eval().residual_norm.open()
+    with torch.enable_grad():
+        total = norm.residual_norm.add(x, residual)
+    assert torch.equal(total, x + residual)
+    return total, norm.residual_norm._normed
+
+
+def test_an_evaluation_takes_a_norm_and_records_nothing(norm):
+    with torch.no_grad():
+        total, computed = evaluated(norm)
+        assert norm(total) is computed
+        assert torch.equal(norm(total), computed)
+    assert not (total.requires_grad or computed.requires_grad)
+
+
+def test_a_norm_with_a_gradient_is_not_that_of_an_evaluation(norm):
+    total, computed = evaluated(norm)
+    found = norm(total)
+    assert found is not computed and found.requires_grad
+    assert torch.equal(found, computed)
 
 
 def test_modules_with_other_code_get_plain_sums(norm):
