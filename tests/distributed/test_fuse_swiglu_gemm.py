@@ -18,19 +18,26 @@ LLAMA = Layout("llama", num_layers=2, spec="te")
 
 
 def _enable(is_on):
-    """Switch it on or off, and return the list that grows with each GEMM that computes SwiGLU."""
+    """Switch it on or off, and return a list that grows with each GEMM that computes SwiGLU.
+
+    It says whether the GEMM writes its pre-activation.
+    """
     from mindspeed.ops.swiglu import gemm_swiglu
 
     quack_stand_in.install(pytest.MonkeyPatch())
     gemm_swiglu.MIN_TOKENS, gemm_swiglu.DTYPES = 1, (torch.float32,)
     mindspeed.enable(use_fused_swiglu=True, fuse_swiglu_gemm=is_on)
-    assert (
-        gemm_swiglu._passes_trial(torch.float32, gemm_swiglu.TILES_N[0]) or not is_on
-    )  # its own calls do not count
+    trials = (
+        gemm_swiglu._passes_trial(torch.float32, gemm_swiglu.TILES_N[0]),
+        gemm_swiglu._passes_evaluation(torch.float32),
+    )
+    assert all(trials) or not is_on  # their own calls do not count
     import quack.gemm_interface as package
 
     calls, gated = [], package.gemm_gated
-    package.gemm_gated = lambda *args, **options: calls.append(1) or gated(*args, **options)
+    package.gemm_gated = lambda *args, **options: (
+        calls.append(options.get("store_preact", True)) or gated(*args, **options)
+    )
     return calls
 
 
@@ -42,6 +49,8 @@ def _train(layout, is_on, prepare=None):
     if prepare is not None:
         prepare(training.chunks[0])
     losses = [training.step()[0] for _ in range(2)]
+    # What runs without gradients, in recompute's first run, writes no pre-activation.
+    assert sum(calls) == len(calls) // (2 if layout.recompute else 1)
     return losses, training.gradients(), len(calls)
 
 

@@ -98,6 +98,8 @@ def run_kernel(kernel: str, dtype: str, tile_n: int) -> None:
     weight2, preact = torch.zeros(64, 128, **options), torch.zeros(128, 128, 2, **options)
     if kernel == "forward":
         gemm_swiglu(x, weight1)
+    elif kernel == "evaluation":
+        gemm_swiglu(x, weight1, keeps_preact=False)
     elif kernel == "gradient":
         gemm_swiglu_gradient(x, weight2, preact)
     elif kernel == "input_gradient":
@@ -129,14 +131,46 @@ def _trial(dtype: torch.dtype, tile_n: int) -> bool:
     return all(bool(((one - value).abs() <= 0.02 * value).all()) for one, value in expected)
 
 
-def gemm_swiglu(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return preact = x (..., H) times weight (2F, H), interleaved, and swiglu of it (..., F)."""
+def needs_preact(dtype: torch.dtype) -> bool:
+    """Return whether `gemm_swiglu` has to keep preact: for backward, or for want of a kernel."""
+    return torch.is_grad_enabled() or not _passes_evaluation(dtype)
+
+
+@functools.cache
+def _passes_evaluation(dtype: torch.dtype) -> bool:
+    """Return whether the kernel that writes no preact works here; this compiles it.
+
+    Apart from `_passes_trial`: many runs have no pass without gradients.
+    """
+    kernel = Kernel(run_kernel, ("evaluation", str(dtype).removeprefix("torch."), 0))
+    purpose = f"{_purpose(dtype)} without gradients"
+    return QUACK.passes(functools.partial(_try_evaluation, dtype), purpose, [kernel])
+
+
+@torch.no_grad()
+def _try_evaluation(dtype: torch.dtype) -> bool:
+    """Compare the kernel with that of training."""
+    options: dict[str, Any] = {"dtype": dtype, "device": device.current().torch_device}
+    x, weight = torch.eye(128, 64, **options), torch.ones(256, 64, **options)
+    weight[:128] = 2.0
+    _, expected = gemm_swiglu(x, weight)
+    preact, y = gemm_swiglu(x, weight, keeps_preact=False)
+    return preact is None and torch.equal(y, expected)
+
+
+def gemm_swiglu(x: Tensor, weight: Tensor, *, keeps_preact: bool = True) -> tuple[Any, Tensor]:
+    """Return preact = x (..., H) times weight (2F, H), interleaved, and swiglu of it (..., F).
+
+    None stands for a preact that is not kept: see `needs_preact`.
+    """
     from quack.gemm_interface import gemm_gated
 
-    preact, y = gemm_gated(
-        *(_rows(x), _rows(weight).t()), activation="swiglu", concat_layout=("B",), tuned=False
-    )
-    return preact.view(*x.shape[:-1], -1, 2), y.view(*x.shape[:-1], -1)
+    options = {"activation": "swiglu", "concat_layout": ("B",), "tuned": False}
+    if not keeps_preact:
+        options["store_preact"] = False
+    preact, y = gemm_gated(_rows(x), _rows(weight).t(), **options)
+    preact = preact.view(*x.shape[:-1], -1, 2) if keeps_preact else None
+    return preact, y.view(*x.shape[:-1], -1)
 
 
 def gemm_swiglu_gradient(grad: Tensor, weight: Tensor, preact: Tensor) -> tuple[Tensor, Tensor]:

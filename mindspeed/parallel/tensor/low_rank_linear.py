@@ -66,11 +66,13 @@ class _LowRankLinearSwiGLU(Function):
         inner: Tensor,
         outer: Tensor,
         gather_group: ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor]:
+        keeps_preact: bool,
+    ) -> tuple[Tensor | None, Tensor]:
         whole = all_gather(x, gather_group)
         joined, low = append_matmul(whole.flatten(0, -2), inner.to(x.dtype))
         joined = joined.view(*whole.shape[:-1], -1)
-        preact, y = gemm_swiglu.gemm_swiglu(joined, weight.beside(outer.to(x.dtype)))
+        joined_weight = weight.beside(outer.to(x.dtype))
+        preact, y = gemm_swiglu.gemm_swiglu(joined, joined_weight, keeps_preact=keeps_preact)
         ctx.save_for_backward(x, inner, outer, low)
         ctx.weight, ctx.gather_group = weight, gather_group
         ctx.mark_non_differentiable(y)
@@ -90,7 +92,7 @@ class _LowRankLinearSwiGLU(Function):
             grad_x = reduce_scatter(out.view(*grad.shape[:-2], -1), ctx.gather_group)
         grad_inner = grad_low.t() @ all_gather(x, ctx.gather_group).flatten(0, -2)
         grad_outer = (rows.t() @ low).unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
-        return grad_x, None, grad_inner.to(inner.dtype), grad_outer.to(outer.dtype), None
+        return grad_x, None, grad_inner.to(inner.dtype), grad_outer.to(outer.dtype), None, None
 
 
 class _LowRankSwiGLULinear(Function):
@@ -183,9 +185,10 @@ def low_rank_linear_swiglu(
     outer: Tensor,
     *,
     gather_group: ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """Multiply as `low_rank_linear` by W = [gate; up], and apply SwiGLU as `linear_swiglu`."""
-    return _LowRankLinearSwiGLU.apply(x, weight, inner, outer, gather_group)
+    needs_preact = gemm_swiglu.needs_preact(x.dtype)
+    return _LowRankLinearSwiGLU.apply(x, weight, inner, outer, gather_group, needs_preact)
 
 
 def low_rank_swiglu_linear(

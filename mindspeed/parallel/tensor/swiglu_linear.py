@@ -41,12 +41,13 @@ class _InterleavedWeightGradient(WeightGradient):
 class _LinearSwiGLU(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, plan: _InterleavedWeightGradient
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor, plan: _InterleavedWeightGradient, keeps_preact: bool
+    ) -> tuple[Tensor | None, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.plan = plan
         whole = all_gather(x, plan.gather_group)
-        preact, y = gemm_swiglu.gemm_swiglu(whole, weight.to(x.dtype))
+        weight = weight.to(x.dtype)
+        preact, y = gemm_swiglu.gemm_swiglu(whole, weight, keeps_preact=keeps_preact)
         ctx.mark_non_differentiable(y)
         ctx.set_materialize_grads(False)  # y has none, and zeros instead would be as large as y
         return preact, y
@@ -61,7 +62,7 @@ class _LinearSwiGLU(Function):
             grad_x = reduce_scatter(grad_x, ctx.plan.gather_group)
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.plan.take(x, grad)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 class _SwiGLULinear(Function):
@@ -96,14 +97,15 @@ def linear_swiglu(
     gather_group: ProcessGroup | None = None,
     fused: bool = False,
     deferred: DeferredGradients | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """Multiply by one shard of [gate; up] and apply SwiGLU, where `gemm_swiglu.is_supported`.
 
     Args and the delivery of dW are those of `linear`, with weight (2F, in). Returns the interleaved
-    pre-activation (..., F, 2) and, without a gradient of its own, its SwiGLU (..., F).
+    pre-activation (..., F, 2), None where no backward needs it, and, without a gradient of its own,
+    its SwiGLU (..., F).
     """
     plan = _InterleavedWeightGradient(weight, gather_group, fused, deferred)
-    return _LinearSwiGLU.apply(x, weight, plan)
+    return _LinearSwiGLU.apply(x, weight, plan, gemm_swiglu.needs_preact(x.dtype))
 
 
 def swiglu_linear(

@@ -69,6 +69,23 @@ def test_no_worse_than_plain_torch_against_float64(dtype):
         assert is_no_worse(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_without_gradients_no_preactivation_is_written(dtype):
+    """The activation has the bits of the kernel of training."""
+    x, first, _, _ = draw(dtype)
+    assert gemm_swiglu.is_supported(x, first)
+    _, expected = linear_swiglu(x, first)
+    with torch.no_grad():
+        assert not gemm_swiglu.needs_preact(dtype)
+        linear_swiglu(x, first)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        preact, y = linear_swiglu(x, first)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert preact is None and torch.equal(y, expected)
+    assert y.nbytes <= taken < 2 * y.nbytes  # the pre-activation is as large as two
+
+
 def test_repeats_bits():
     inputs = draw(torch.bfloat16)
     first = ours(*inputs)

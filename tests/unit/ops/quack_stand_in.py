@@ -146,13 +146,14 @@ def gemm_gated(
     cu_seqlens_m=None,
     A_idx=None,
     dynamic_scheduler=False,
+    store_preact=True,
 ):
     assert activation == "swiglu" and not tuned and concat_layout == ("B",)
     if config is not None:
         check_config(config, A_idx)
         assert not (dynamic_scheduler and A_idx is not None)
     pairs = multiply(A, B, cu_seqlens_m=cu_seqlens_m, A_idx=A_idx, concat_layout=concat_layout)
-    return pairs.to(A.dtype), swiglu(pairs).to(A.dtype)
+    return pairs.to(A.dtype) if store_preact else None, swiglu(pairs).to(A.dtype)
 
 
 def gemm_dgated(

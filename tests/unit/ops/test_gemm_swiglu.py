@@ -14,10 +14,11 @@ from tests.unit.ops import kernel_files, quack_stand_in
 @pytest.fixture
 def quack(monkeypatch):
     quack_stand_in.install(monkeypatch)
-    for answer in (gemm_swiglu._passes_trial, gemm_swiglu.prepare):
+    answers = gemm_swiglu._passes_trial, gemm_swiglu._passes_evaluation, gemm_swiglu.prepare
+    for answer in answers:
         answer.cache_clear()
     yield
-    for answer in (gemm_swiglu._passes_trial, gemm_swiglu.prepare):
+    for answer in answers:
         answer.cache_clear()
 
 
@@ -76,6 +77,38 @@ def test_processes_compile_the_kernels_of_the_trial(quack, monkeypatch, tile_n):
     compiled = [calls.of(lambda kernel=kernel: kernel.run(*kernel.arguments)) for kernel in kernels]
     assert all(len(each) == 1 for each in compiled)
     assert len(needed) == 4 and set.union(*compiled) == needed
+
+
+def test_a_pass_without_gradients_has_a_kernel_of_its_own(quack, monkeypatch, tmp_path):
+    """Compiled by the first such pass: others need neither the kernel nor its time."""
+    calls, package = kernel_files.Calls(), sys.modules["quack.gemm_interface"]
+    monkeypatch.setattr(package, "gemm_gated", calls.noting("gemm_gated", package.gemm_gated))
+    compiled = calls.of(lambda: gemm_swiglu.run_kernel("evaluation", "bfloat16", 0))
+    trained = calls.of(lambda: gemm_swiglu.run_kernel("forward", "bfloat16", 0))
+    needed = calls.of(lambda: gemm_swiglu._try_evaluation(torch.bfloat16))
+    assert len(compiled) == 1 and needed == compiled | trained and compiled != trained
+    kernel_files.keep(monkeypatch, tmp_path)
+    calls.made.clear()
+    assert gemm_swiglu.needs_preact(torch.bfloat16) and not calls.made
+    with torch.no_grad():
+        assert not gemm_swiglu.needs_preact(torch.bfloat16)
+    assert set(calls.made) == needed and len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_such_a_kernel_it_is_kept(quack, monkeypatch, caplog):
+    package = sys.modules["quack.gemm_interface"]
+    gated = package.gemm_gated
+
+    def kept(*args, store_preact=True, **options):
+        assert store_preact, "no such kernel"
+        return gated(*args, **options)
+
+    monkeypatch.setattr(package, "gemm_gated", kept)
+    assert gemm_swiglu.is_supported(*draw())
+    with torch.no_grad():
+        assert gemm_swiglu.needs_preact(torch.bfloat16)
+    (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "(torch.bfloat16) without gradients: no such kernel" in line
 
 
 def test_a_layer_that_is_built_has_its_kernels_compiled(quack, monkeypatch, tmp_path):

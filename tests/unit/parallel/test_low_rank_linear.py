@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mindspeed.ops.swiglu import swiglu
+from mindspeed.ops.swiglu import gemm_swiglu, swiglu
 from mindspeed.parallel.tensor import (
     BufferedWeight,
     FrozenWeight,
@@ -118,12 +118,16 @@ def test_a_swiglu_output_is_recomputed_instead_of_kept(frozen):
 def test_swiglu_in_the_epilogue(monkeypatch, frozen):
     """Gate and up are interleaved in the pre-activation, and their rows are not in the weight."""
     quack_stand_in.install(monkeypatch)
+    gemm_swiglu._passes_evaluation.cache_clear()
     found, expected = (make((6, 8), has_bias=False, x_has_gradient=True) for _ in range(2))
     preact, y = low_rank_linear_swiglu(found[0], frozen(found[1]), *found[3:])
     x, weight, _, inner, outer = expected
     whole = F.linear(x, weight) + F.linear(F.linear(x, inner), outer)
     torch.testing.assert_close(preact.transpose(-1, -2).flatten(-2), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(y, swiglu(whole), rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        none, same = low_rank_linear_swiglu(found[0], frozen(found[1].clone()), *found[3:])
+    assert none is None and torch.equal(same, y)
     grad = torch.randn(whole.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
     whole.backward(grad)
     preact.backward(grad.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous())

@@ -22,9 +22,11 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 @pytest.fixture
 def quack(monkeypatch):
     quack_stand_in.install(monkeypatch)
-    gemm_swiglu._passes_trial.cache_clear()
+    for answer in (gemm_swiglu._passes_trial, gemm_swiglu._passes_evaluation):
+        answer.cache_clear()
     yield
-    gemm_swiglu._passes_trial.cache_clear()
+    for answer in (gemm_swiglu._passes_trial, gemm_swiglu._passes_evaluation):
+        answer.cache_clear()
 
 
 def draw(hidden=16, columns=8, dtype=torch.float64):
@@ -122,6 +124,15 @@ def test_without_a_backward(quack, mlp, mode):
     given = draw()
     with mode():
         torch.testing.assert_close(mlp(*given), plain(*given), **EXACT)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_a_backward_there_is_no_preactivation(quack, mode):
+    x, first, _ = draw()
+    preact, expected = linear_swiglu(x, first)
+    with mode():
+        none, y = linear_swiglu(x, first)
+    assert preact is not None and none is None and torch.equal(y, expected)
 
 
 class Zeros(TorchDispatchMode):

@@ -156,28 +156,30 @@ class LinearBase(TransformerEngineBaseModule):
             return inner, copy_to_group(outer, self._group())
         return inner, outer
 
-    def linear_swiglu(self, x: Tensor, *, in_epilogue: bool) -> tuple[Tensor, Tensor]:
+    def linear_swiglu(self, x: Tensor, *, in_epilogue: bool) -> tuple[Tensor | None, Tensor]:
         """Return the output of `forward`, without bias, as a pre-activation, and its SwiGLU.
 
         `in_epilogue` allows the GEMM to compute SwiGLU where a kernel does; gate and up of the
-        pre-activation are interleaved then, (..., F, 2).
+        pre-activation are interleaved then, (..., F, 2), or it is None as no backward needs it.
         """
         gemm_input = self._gemm_input(x)
         with self._keeping(x, gemm_input):
             return self._linear_swiglu(self._operands(gemm_input), in_epilogue)
 
-    def _linear_swiglu(self, operands: _Operands, in_epilogue: bool) -> tuple[Tensor, Tensor]:
+    def _linear_swiglu(
+        self, operands: _Operands, in_epilogue: bool
+    ) -> tuple[Tensor | None, Tensor]:
         x, weight, factors, group = operands
         rank = 0 if factors is None else len(factors[0])
         if not (in_epilogue and gemm_swiglu.is_supported(x, weight, rank)):
-            preact = self._multiply(operands)
-            return preact, swiglu(preact)
+            out = self._multiply(operands)
+            return out, swiglu(out)
         if factors is None:
             preact, y = linear_swiglu(x, weight, gather_group=group, **self._wgrad_options())
         else:
             frozen = self._frozen(weight, factors[0])
             preact, y = low_rank_linear_swiglu(x, frozen, *factors, gather_group=group)
-        return preact, gemm_swiglu.with_gradient(y, preact)
+        return preact, y if preact is None else gemm_swiglu.with_gradient(y, preact)
 
     def swiglu_linear(self, preact: Tensor | None, activated: Tensor) -> Tensor:
         """Return the output of `forward`, without bias, for activated = swiglu(preact).
