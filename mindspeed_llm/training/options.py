@@ -244,8 +244,9 @@ class ExpertOptions(Options):
     Megatron has most of these options by the same name.
     """
 
-    moe_grouped_gemm: bool = False
-    """Multiply by the weights of all experts of a rank in one grouped GEMM."""
+    moe_grouped_gemm: bool | None = None
+    """Multiply by the weights of all experts of a rank in one grouped GEMM. Default: on, but with
+    --transformer-impl local."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach the ranks of their experts."""
     moe_expert_capacity_factor: Annotated[float, Field(gt=0)] | None = None

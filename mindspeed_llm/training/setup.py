@@ -86,6 +86,7 @@ def prepare(
         shape, folder = (
             find_shape(options) if resumed is None else _shape_of_checkpoint(options, resumed)
         )
+        options = with_grouped_experts(options, shape)
         lora = plan_lora(options, shape)
         if resumed is not None and is_training:  # others read merged weights
             check_same(lora, read_state(resumed).lora)
@@ -108,6 +109,17 @@ def prepare(
         )
         config = model.make_config(options, shape, dims)
         return Setup(options, shape, folder, dims, vocab_size, config, lora, save_dir_lock)
+
+
+def with_grouped_experts(options: TrainOptions, shape: ModelConfig) -> TrainOptions:
+    """Decide whether a mixture multiplies by all experts at once, where that was left open.
+
+    Megatron's default, one expert after the other, leaves out every fusion of experts.
+    """
+    if shape.moe is None or options.moe_grouped_gemm is not None:
+        return options
+    is_grouped = options.transformer_impl == "transformer_engine"
+    return options.model_copy(update={"moe_grouped_gemm": is_grouped})
 
 
 def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:

@@ -191,7 +191,11 @@ def test_a_run_resumes_in_another_layout_and_only_with_its_adapters(
     [
         ("llama", {"lora_target_modules": ("q_prj",)}, "did you mean q_proj"),
         ("llama", {"lora_r": 0}, "--lora-r 0"),
-        ("qwen3_moe", {}, "adapters of experts need --moe-grouped-gemm"),
+        (
+            "qwen3_moe",
+            {"moe_grouped_gemm": False},
+            "adapters of experts need --moe-grouped-gemm",
+        ),
         ("llama", {"lora_load": "/nowhere"}, "/nowhere/adapter_model.safetensors: cannot be read"),
     ],
     ids=["module", "rank", "experts", "load"],

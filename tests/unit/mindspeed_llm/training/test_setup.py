@@ -225,6 +225,23 @@ def test_the_router_is_fused_where_asked_for_or_by_default(
         make_config(options, EXPERTS, parallel_dims(options, EXPERTS))
 
 
+@pytest.mark.parametrize(
+    ("changes", "shape", "expected"),
+    [
+        ({}, EXPERTS, True),
+        ({"transformer_impl": "local"}, EXPERTS, False),
+        ({"moe_grouped_gemm": False}, EXPERTS, False),
+        ({"moe_grouped_gemm": True, "transformer_impl": "local"}, EXPERTS, True),
+        ({}, SHAPE, None),  # given, the flag would be refused
+    ],
+)
+def test_experts_are_grouped_unless_they_are_local(
+    changes: dict[str, Any], shape: ModelConfig, expected: bool | None
+) -> None:
+    options = setup.with_grouped_experts(TrainOptions(load="m", **changes), shape)
+    assert options.moe_grouped_gemm is expected
+
+
 def test_the_number_of_shared_experts_is_that_of_the_model() -> None:
     with pytest.raises(ConfigError, match="--n-shared-experts 2: this llama model has 0, which"):
         setup.check_experts(TrainOptions(load="m", n_shared_experts=2), EXPERTS)
