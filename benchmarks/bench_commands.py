@@ -58,7 +58,6 @@ RATIOS = (
     ("lora-packed:2", "sft-packed:2"),
     ("lora-packed:4", "sft-packed:4"),
     ("lora-packed:8", "sft-packed:8"),
-    ("lora-packed:16", "sft-packed:8"),  # the largest of each that fits an H200
     ("lora-packed:2", "hf-lora:2"),
     ("lora-packed:4", "hf-lora:4"),
     ("lora-packed:2", "trl-lora:2"),

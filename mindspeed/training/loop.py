@@ -244,12 +244,16 @@ def _in_two_parts(values: Mapping[str, Any], options: RunOptions) -> str:
 def _log_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Name the options that a resumed run has other values for."""
     changes = [
-        f"{name} {before.get(name)} -> {value}"
+        f"{name} {_shown(before.get(name))} -> {_shown(value)}"
         for name, value in after.items()
         if name in before and before[name] != value
     ]
     if changes:
         logger.info("resumed with other options than before: %s", ", ".join(changes))
+
+
+def _shown(value: Any) -> str:
+    return "default" if value is None else str(value)
 
 
 def run_config(options: RunOptions, steps: int) -> dict[str, Any]:

@@ -131,8 +131,11 @@ def check_run(options: RunOptions) -> None:
     check_trackers(options)
     for name, (is_allowed, allowed) in RANGES.items():
         value = getattr(options, name, None)  # not every suite has all of them
-        if value is not None and not (-LARGEST < value < LARGEST and is_allowed(value)):
-            raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {allowed}")
+        if value is None or (-LARGEST < value < LARGEST and is_allowed(value)):
+            continue
+        if is_allowed(value):
+            allowed += f" that is smaller than {LARGEST:g}"
+        raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {allowed}")
 
 
 def _ranges() -> dict[str, tuple[Callable[[float], bool], str]]:

@@ -107,12 +107,14 @@ def _targets(options: TrainOptions, parts: Mapping[str, Any], family: str) -> Se
 def _check_experts(options: TrainOptions) -> None:
     """Refuse adapters of experts where these are no grouped linear layers."""
     without = "or leave experts out of --lora-target-modules (linear_qkv linear_proj)"
-    if not options.moe_grouped_gemm:
-        raise ConfigError(f"adapters of experts need --moe-grouped-gemm: add it, {without}")
     if options.transformer_impl == "local":
         raise ConfigError(
             "adapters of experts need --transformer-impl transformer_engine, not local: change "
             f"it, {without}"
+        )
+    if not options.moe_grouped_gemm:
+        raise ConfigError(
+            f"adapters of experts need grouped GEMMs: drop --no-moe-grouped-gemm, {without}"
         )
     if options.lora_dropout:
         raise ConfigError(

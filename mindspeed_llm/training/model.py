@@ -57,12 +57,24 @@ class RoleModel:
     optimizer: Any = None
 
 
+def with_grouped_experts(options: TrainOptions, shape: ModelConfig) -> TrainOptions:
+    """Decide whether a mixture multiplies by all experts at once, where that was left open.
+
+    Megatron's default, one expert after the other, leaves out every fusion of experts.
+    """
+    if shape.moe is None or options.moe_grouped_gemm is not None:
+        return options
+    is_grouped = options.transformer_impl == "transformer_engine"
+    return options.model_copy(update={"moe_grouped_gemm": is_grouped})
+
+
 def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> Any:
     """Return Megatron's configuration of the model under these parallel sizes.
 
     Options that Megatron has under the same name reach it by that name; what follows here is
     derived, or differs from the option.
     """
+    options = with_grouped_experts(options, shape)  # a reward model may have them, not the policy
     dtype, context = _dtype(options), chosen(options, dict(options))
     if options.transformer_impl == "local" and options.neat_pack:
         raise ConfigError("--neat-pack needs --transformer-impl transformer_engine")

@@ -186,7 +186,7 @@ class LoraOptions(Options):
     """Share of an adapter's input that is dropped."""
     lora_target_modules: tuple[str, ...] = LORA_TARGETS
     """What gets adapters: Megatron's modules, or HF's such as q_proj and v_proj; those of experts
-    need --moe-grouped-gemm. Default: those of these that the model has."""
+    not with --no-moe-grouped-gemm. Default: those of these that the model has."""
     lora_train_router: bool = False
     """Train the routers of a mixture of experts beside the adapters; without it they are frozen."""
     lora_load: str | None = None

@@ -86,7 +86,7 @@ def prepare(
         shape, folder = (
             find_shape(options) if resumed is None else _shape_of_checkpoint(options, resumed)
         )
-        options = with_grouped_experts(options, shape)
+        options = model.with_grouped_experts(options, shape)
         lora = plan_lora(options, shape)
         if resumed is not None and is_training:  # others read merged weights
             check_same(lora, read_state(resumed).lora)
@@ -109,17 +109,6 @@ def prepare(
         )
         config = model.make_config(options, shape, dims)
         return Setup(options, shape, folder, dims, vocab_size, config, lora, save_dir_lock)
-
-
-def with_grouped_experts(options: TrainOptions, shape: ModelConfig) -> TrainOptions:
-    """Decide whether a mixture multiplies by all experts at once, where that was left open.
-
-    Megatron's default, one expert after the other, leaves out every fusion of experts.
-    """
-    if shape.moe is None or options.moe_grouped_gemm is not None:
-        return options
-    is_grouped = options.transformer_impl == "transformer_engine"
-    return options.model_copy(update={"moe_grouped_gemm": is_grouped})
 
 
 def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
@@ -251,6 +240,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         _check_has_no_experts(options)
     else:
         _check_dispatch(options)
+        _check_local_experts(options)
         _check_biases(options, shape)
         _check_router(options)
         _check_shared_experts(options, shape.moe, shape.family)
@@ -263,9 +253,19 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
 
 def _check_has_no_experts(options: TrainOptions) -> None:
     for name, info in ExpertOptions.model_fields.items():
-        if getattr(options, name) != info.default:
+        value = getattr(options, name)
+        if value is not False and value != info.default:
             flag = Spelling.FLAG.name_of(name)
             raise ConfigError(f"{flag}: the model has no experts: drop it")
+
+
+def _check_local_experts(options: TrainOptions) -> None:
+    is_local = options.transformer_impl == "local"
+    if is_local and options.moe_grouped_gemm and not options.bf16:
+        raise ConfigError(
+            "--moe-grouped-gemm: with --transformer-impl local Megatron has it for --bf16 only: "
+            "add that, or drop one of the two"
+        )
 
 
 def _check_biases(options: TrainOptions, shape: ModelConfig) -> None:

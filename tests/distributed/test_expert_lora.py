@@ -240,7 +240,7 @@ def test_exports_are_the_trained_model(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"moe_grouped_gemm": False}, "adapters of experts need --moe-grouped-gemm"),
+        ({"moe_grouped_gemm": False}, "adapters of experts need grouped GEMMs"),
         ({"transformer_impl": "local"}, "need --transformer-impl transformer_engine, not local"),
         ({"lora_dropout": 0.1}, "--lora-dropout 0.1: adapters of experts have no dropout"),
         ({"lora_train_router": True, "freeze_router": True}, "exclude each other"),

@@ -194,7 +194,7 @@ def test_a_run_resumes_in_another_layout_and_only_with_its_adapters(
         (
             "qwen3_moe",
             {"moe_grouped_gemm": False},
-            "adapters of experts need --moe-grouped-gemm",
+            "adapters of experts need grouped GEMMs: drop --no-moe-grouped-gemm",
         ),
         ("llama", {"lora_load": "/nowhere"}, "/nowhere/adapter_model.safetensors: cannot be read"),
     ],

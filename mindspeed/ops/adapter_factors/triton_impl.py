@@ -100,7 +100,7 @@ def _is_supported(tensors: Sequence[Tensor], layout: FactorLayout) -> bool:
         and len(layout.rows) <= _MAX_ADAPTERS
         and first.dtype in _DTYPES
         and all(one.dtype == first.dtype and one.is_contiguous() for one in tensors)
-        and first.device == layout.sources.device  # a model may have been moved since
+        and first.device == layout.sources.device
     )
 
 

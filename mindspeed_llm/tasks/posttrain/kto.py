@@ -164,8 +164,8 @@ def warn_of_one_kind(data: Sequence[InstructionData]) -> None:
         return
     names = ("desirable", "undesirable") if True in kinds else ("undesirable", "desirable")
     logger.warning(
-        "all completions of the data are %s: KTO learns from how they differ from %s ones; add "
-        "such to the data, or train with another --stage",
+        "all completions of the data are %s: KTO compares them with %s ones; add such to "
+        "the data, or train with another --stage",
         *names,
     )
 

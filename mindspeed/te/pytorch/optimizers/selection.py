@@ -57,8 +57,7 @@ class TorchFusedAdam(FusedAdam):
         grads = [grad.to(weight.dtype) for grad, weight in zip(self._grads(params), weights)]
         is_skipped = None
         if self.grad_scale is not None:
-            # torch would divide by a scale, and write the quotient to the gradients.
-            grads = list(torch._foreach_mul(grads, self.grad_scale))
+            torch._foreach_mul_(grads, self.grad_scale)  # as Megatron clips them
             is_skipped = self.grad_scale.isnan().float()
         step(
             weights,

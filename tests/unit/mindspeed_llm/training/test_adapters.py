@@ -55,7 +55,7 @@ def test_adapters_add_nothing_at_first_and_none_is_like_another(one_rank):
 
 @pytest.mark.parametrize("modules", [("k_proj", "q_proj", "v_proj"), ("q_proj", "v_proj")])
 def test_gradients_are_added_once_to_those_of_earlier_micro_batches(one_rank, modules):
-    """In `main_grad`, of which Megatron learns by a mark, they are what autograd computes."""
+    """In `main_grad`, which Megatron recognises by a flag, they are what autograd computes."""
     (weight,) = (w for w in adaptable_weights(SHAPE) if "linear_qkv" in w.name)
     x, start = torch.randn(5, 32), torch.randn(5, 96)
     found = {}

@@ -238,8 +238,26 @@ def test_the_router_is_fused_where_asked_for_or_by_default(
 def test_experts_are_grouped_unless_they_are_local(
     changes: dict[str, Any], shape: ModelConfig, expected: bool | None
 ) -> None:
-    options = setup.with_grouped_experts(TrainOptions(load="m", **changes), shape)
+    options = model.with_grouped_experts(TrainOptions(load="m", **changes), shape)
     assert options.moe_grouped_gemm is expected
+
+
+def test_a_model_without_experts_takes_what_switches_them_off() -> None:
+    setup.check_experts(TrainOptions(load="m", moe_grouped_gemm=False), SHAPE)
+    with pytest.raises(ConfigError, match="--moe-grouped-gemm: the model has no experts: drop it"):
+        setup.check_experts(TrainOptions(load="m", moe_grouped_gemm=True), SHAPE)
+
+
+def test_local_experts_are_grouped_in_bf16_only() -> None:
+    given = {"load": "m", "moe_grouped_gemm": True, "transformer_impl": "local"}
+    setup.check_experts(TrainOptions(**given, bf16=True), EXPERTS)
+    with pytest.raises(ConfigError, match="with --transformer-impl local .* for --bf16 only"):
+        setup.check_experts(TrainOptions(**given), EXPERTS)
+
+
+def test_a_reward_model_with_experts_has_grouped_ones_beside_a_dense_policy() -> None:
+    options = TrainOptions(load="m")
+    assert make_config(options, EXPERTS, parallel_dims(options, SHAPE)).moe_grouped_gemm
 
 
 def test_the_number_of_shared_experts_is_that_of_the_model() -> None:

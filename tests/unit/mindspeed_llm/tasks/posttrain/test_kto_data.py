@@ -21,8 +21,8 @@ def data(tmp_path: Path) -> dict[str, InstructionData]:
 @pytest.mark.parametrize(
     ("names", "warning"),
     [
-        (["good"], "are desirable: KTO learns from how they differ from undesirable ones"),
-        (["bad"], "are undesirable: KTO learns from how they differ from desirable ones"),
+        (["good"], "are desirable: KTO compares them with undesirable ones"),
+        (["bad"], "are undesirable: KTO compares them with desirable ones"),
         (["both"], ""),
         (["good", "bad"], ""),  # a blend of two data sets
     ],
