@@ -23,6 +23,8 @@ class Device(abc.ABC):
     """The process-group backend native to this device."""
     deterministic_env: ClassVar[Mapping[str, str]] = {}
     """Environment variables that pin the order of reductions in this device's libraries."""
+    is_asynchronous: ClassVar[bool] = True
+    """Whether work is queued, and done while the host goes on."""
     group_buffers: ClassVar[str | None] = None
     """How `group_options` bounds the buffer of a communicator; None where there is none."""
 

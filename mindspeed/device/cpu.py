@@ -27,6 +27,7 @@ class Cpu(Device):
 
     name = "cpu"
     backend = "gloo"
+    is_asynchronous = False
 
     def __init__(self) -> None:
         self._index = environment.local_rank()

@@ -4,9 +4,10 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from mindspeed.config.yaml_file import read_yaml
 from mindspeed.training.checkpoint_dir import TrainState, latest_finite
 from mindspeed.training.entry import RunFailed, Stopped, StopRequest
 from mindspeed.training.log import ProgressBar, TrainingLog
-from mindspeed.training.metrics import StepResult
+from mindspeed.training.metrics import PendingStep, StepResult
 from mindspeed.training.options import RunOptions
 from mindspeed.training.schedule import make_schedule
 from mindspeed.training.trackers import WandbRun, board_folder
@@ -50,7 +51,7 @@ class Checkpoints(Protocol):
 class Trainer(Protocol):
     """What a train loop runs: the steps of one task on one kind of model."""
 
-    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
         """Train on the batch after `state`; `stop` is whether this rank was asked to stop."""
 
     def evaluate(self) -> dict[str, float] | None:
@@ -63,8 +64,31 @@ class Trainer(Protocol):
         """Return the options of the run, to be kept with its checkpoints."""
 
 
+class StepReport(Protocol):
+    """A report of the state of the model in the log."""
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether a report follows an iteration."""
+
+    def write(self, iteration: int, log: TrainingLog) -> None:
+        """Report after an iteration; every rank calls this."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that is queued: the state of the run after it, and its learning rate."""
+
+    state: TrainState
+    rate: float
+    pending: PendingStep
+
+
 class TrainLoop:
     """Runs a trainer to the last step, or until asked to stop.
+
+    On a device that works asynchronously the next step is queued before the result of a step is
+    read, so that the device never waits for the host; only a step that a save, an evaluation or a
+    report follows is waited for. A run that is asked to stop therefore takes one step more.
 
     A trainer may hold its loop; the loop does not hold the trainer, so that models and the workers
     of data loaders end with the last reference to it.
@@ -83,12 +107,12 @@ class TrainLoop:
         world_size: int,
         flops_per_token: float | None = None,
         meter: FlopMeter | None = None,
-        after_step: Callable[[int, TrainingLog], None] | None = None,
+        report: StepReport | None = None,
     ) -> None:
         self._options, self._checkpoints = options, checkpoints
         self._optimizers, self._initial_state = optimizers, state
         self._global_batch, self._meter = global_batch, meter
-        self._after_step = after_step
+        self._report = report
         self.steps, self.rank = steps, rank
         self._schedule = make_schedule(options, steps)
         file = options.log_file or (f"{options.save}/log.jsonl" if options.save else None)
@@ -142,39 +166,78 @@ class TrainLoop:
         )
 
     def _run_steps(self, trainer: Trainer, state: TrainState, request: StopRequest) -> TrainState:
-        streak = state.nan_streak
-        while state.iteration < self.steps:
-            state, result = self.step(trainer, state, request.is_set)
+        streak, queued = state.nan_streak, deque[_Step]()
+        is_last = state.iteration >= self.steps
+        while not is_last:
+            with self._reading_on_error(queued):
+                queued.append(self._queue(trainer, state, request.is_set))
+            state = queued[-1].state
+            is_last = state.iteration == self.steps
+            while queued and (len(queued) > 1 or is_last or self._waits_for(state.iteration)):
+                step = queued.popleft()
+                result = self._read(step)
+                streak = 0 if result.is_finite else streak + 1
+                if streak >= self._options.max_nan_iterations:
+                    self._checkpoints.finish()
+                    raise NotFinite(self._explain_nan(step.state.iteration, streak))
+                is_last |= result.should_stop
             started = time.perf_counter()
             self._checkpoints.poll()
-            streak = 0 if result.is_finite else streak + 1
-            if streak >= self._options.max_nan_iterations:
-                self._checkpoints.finish()
-                raise NotFinite(self._explain_nan(state.iteration, streak))
+            if queued:  # the device works meanwhile
+                continue
             state = replace(state, nan_streak=streak)
-            self._save_if_due(state, is_last=result.should_stop)
+            self._save_if_due(state, is_last)
             self._evaluate_if_due(trainer, state)
             for clock in (self.log, self._bar):
                 clock.exclude(time.perf_counter() - started)
-            if result.should_stop:
-                break
         return state
+
+    def _waits_for(self, iteration: int) -> bool:
+        """Return whether the result of a step is needed before the next one is queued."""
+        options = self._options
+        return (
+            not device.current().is_asynchronous
+            or self._meter is not None
+            or _is_at(options.save_interval, iteration)
+            or _is_at(options.eval_interval, iteration)
+            or (self._report is not None and self._report.is_due(iteration))
+        )
+
+    @contextmanager
+    def _reading_on_error(self, queued: Iterable[_Step]) -> Iterator[None]:
+        """Log the steps before one that fails."""
+        try:
+            yield
+        except Exception:
+            for step in queued:
+                with suppress(Exception):  # the device may have failed
+                    self._read(step)
+            raise
 
     def step(
         self, trainer: Trainer, state: TrainState, stop: bool = False
     ) -> tuple[TrainState, StepResult]:
         """Train one step and log it; return the state after it."""
-        iteration, rate = state.iteration + 1, 0.0
+        step = self._queue(trainer, state, stop)
+        return step.state, self._read(step)
+
+    def _queue(self, trainer: Trainer, state: TrainState, stop: bool) -> _Step:
+        rate = 0.0
         for optimizer in self._optimizers:
             rate = self._schedule.apply(optimizer, state.iteration)
         with self._meter.step() if self._meter else nullcontext():
-            result = trainer.train_step(state, stop)
+            pending = trainer.train_step(state, stop)
         consumed = state.consumed_samples + self._global_batch
-        self.log.add(iteration, consumed, rate, result)
-        if self._after_step is not None:
-            self._after_step(iteration, self.log)
+        return _Step(trainer.state(state.iteration + 1, consumed), rate, pending)
+
+    def _read(self, step: _Step) -> StepResult:
+        """Wait for a step and log it."""
+        result, iteration = step.pending.wait(), step.state.iteration
+        self.log.add(iteration, step.state.consumed_samples, step.rate, result)
+        if self._report is not None and self._report.is_due(iteration):
+            self._report.write(iteration, self.log)
         self._bar.add(iteration, result)
-        return trainer.state(iteration, consumed), result
+        return result
 
     def _save_if_due(self, state: TrainState, is_last: bool) -> None:
         """Save every --save-interval steps, and at the end.
@@ -182,10 +245,10 @@ class TrainLoop:
         Not in the middle of a NaN streak: such a checkpoint would replace a good one, of which
         --keep-last keeps only so many.
         """
-        iteration, interval = state.iteration, self._options.save_interval
-        if is_last or iteration == self.steps:
+        iteration = state.iteration
+        if is_last:
             self.save(state)
-        elif interval and iteration % interval == 0:
+        elif _is_at(self._options.save_interval, iteration):
             if not state.nan_streak:
                 self.save(state)
             elif self._options.save:
@@ -193,9 +256,7 @@ class TrainLoop:
 
     def _evaluate_if_due(self, trainer: Trainer, state: TrainState) -> None:
         options = self._options
-        if not options.eval_interval or not options.eval_iters:
-            return
-        if state.iteration % options.eval_interval:
+        if not options.eval_iters or not _is_at(options.eval_interval, state.iteration):
             return
         if (metrics := trainer.evaluate()) is not None:
             named = {f"validation {name}": value for name, value in metrics.items()}
@@ -230,6 +291,10 @@ class TrainLoop:
             f"the loss or its gradient was not finite in {count} steps up to iteration "
             f"{iteration}: lower --lr, or check the data of these steps; {kept}"
         )
+
+
+def _is_at(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
 
 
 def _in_two_parts(values: Mapping[str, Any], options: RunOptions) -> str:

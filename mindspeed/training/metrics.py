@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +27,20 @@ class StepResult:
     is_finite: bool
     should_stop: bool
     """Whether any rank was asked to stop."""
+
+
+class PendingStep:
+    """A train step that is queued on the device, which knows its result later."""
+
+    def __init__(self, read: Callable[[], StepResult]) -> None:
+        self._read = read
+        self._result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        """Wait for the device, the first time."""
+        if self._result is None:
+            self._result = self._read()
+        return self._result
 
 
 @dataclass(frozen=True)

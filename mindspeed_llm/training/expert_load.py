@@ -21,10 +21,12 @@ class ExpertLoadReport:
         self._config, self._interval, self._advice = model.config, interval, advice
         self._monitor = LoadMonitor(model.chunks, model.config.num_layers)
 
-    def __call__(self, iteration: int, log: TrainingLog) -> None:
-        """Report after an iteration, where a report is due."""
-        if iteration % self._interval:
-            return
+    def is_due(self, iteration: int) -> bool:
+        """Return whether a report follows an iteration."""
+        return iteration % self._interval == 0
+
+    def write(self, iteration: int, log: TrainingLog) -> None:
+        """Report the load since the last report."""
         loads = self._monitor.read(self._config.num_moe_experts, device.current().torch_device)
         if not loads:
             return

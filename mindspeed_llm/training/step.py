@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed.te.pytorch.optimizers.clipped_update import gradient_norm, retract, update
-from mindspeed.training.metrics import Metric, StepResult, StepTotals, reduce_metrics
+from mindspeed.training.metrics import Metric, PendingStep, StepResult, StepTotals, reduce_metrics
 from mindspeed_llm.training.model import RoleModel
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Any]]
@@ -35,11 +35,13 @@ def train_on_batch(
     *,
     metrics: Sequence[Metric],
     stop: bool = False,
-) -> StepResult:
+    after: PendingStep | None = None,
+) -> PendingStep:
     """Update a model by one global batch; `batches` are this rank's, once for every chunk.
 
     `stop` is whether this rank was asked to stop; the result is the same on every rank. A step in
-    which a metric or the gradient norm of any rank is not finite changes no weight.
+    which a metric or the gradient norm of any rank is not finite changes no weight. `after` is the
+    step before: this one may be queued before its result is read.
     """
     optimizer = model.optimizer
     for chunk in model.wrapped:
@@ -52,23 +54,28 @@ def train_on_batch(
     norm = torch.tensor(math.nan) if is_skipped else gradient_norm(optimizer)
     totals = _reduce(metrics, reports, None if is_fp16 else norm, stop)
     is_good = torch.ones_like(totals.tokens, dtype=torch.bool) if is_fp16 else totals.is_finite()
-    # The copy is queued before the update, which is queued before the copy is waited for: while the
-    # device updates, the host logs this step and begins the next.
+    # The copy is queued before the update, so that reading it does not wait for the update.
     read = totals.start_read(norm, optimizer.get_loss_scale())
-    is_updated = not is_skipped and update(optimizer, norm, is_good)
-    reduced, (grad_norm, loss_scale) = read.wait()
-    if is_updated and not reduced.is_finite and not is_fp16:
-        retract(optimizer)
-        is_updated = False
-    return StepResult(
-        metrics=reduced.metrics,
-        grad_norm=grad_norm if is_updated else math.nan,
-        tokens=reduced.tokens,
-        loss_scale=loss_scale,
-        is_updated=is_updated,
-        is_finite=reduced.is_finite,
-        should_stop=reduced.extras[1] > 0,
-    )
+    if after is not None:
+        after.wait()  # if it was skipped, the optimizer's count of steps is corrected by now
+    is_queued = not is_skipped and update(optimizer, norm, is_good)
+
+    def result() -> StepResult:
+        reduced, (grad_norm, loss_scale) = read.wait()
+        is_updated = is_queued and (reduced.is_finite or is_fp16)
+        if is_queued and not is_updated:
+            retract(optimizer)
+        return StepResult(
+            metrics=reduced.metrics,
+            grad_norm=grad_norm if is_updated else math.nan,
+            tokens=reduced.tokens,
+            loss_scale=loss_scale,
+            is_updated=is_updated,
+            is_finite=reduced.is_finite,
+            should_stop=reduced.extras[1] > 0,
+        )
+
+    return PendingStep(result)
 
 
 def evaluate_batch(

@@ -23,7 +23,7 @@ from mindspeed.distributed.seeds import seed_everything
 from mindspeed.ops.linear_cross_entropy.megatron import losses_of
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.loop import TrainLoop, num_steps, run_config
-from mindspeed.training.metrics import MeanMetrics, Metric, StepResult
+from mindspeed.training.metrics import MeanMetrics, Metric, PendingStep
 from mindspeed.training.out_of_memory import with_advice
 from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed.tune.flop_meter import FlopMeter
@@ -80,6 +80,8 @@ class Trainer(ABC):
     """Whether rows hold several samples, which --balance-packs shares out by their attention."""
     _rows: BatchRows | None = None
     """The rows of the micro-batch that a model got last."""
+    _last_step: PendingStep | None = None
+    """The step before, whose result may not have been read."""
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -367,17 +369,19 @@ class Trainer(ABC):
         """Start the thread that prepares the micro-batches after the consumed samples."""
         self._batches = self._prefetch(self.train_data, self.training.state.consumed_samples)
 
-    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
         """Train the primary model on the next global batch."""
         seed_everything(self.options.seed, state.iteration + 1)
-        return train_on_batch(
+        self._last_step = train_on_batch(
             self.primary,
             self.forward_step,
             self._next_step(self._batches),
             self._batch_shape,
             metrics=self.metrics,
             stop=stop,
+            after=self._last_step,
         )
+        return self._last_step
 
     def evaluate(self) -> dict[str, float] | None:
         """Return the mean metrics of the first global batches of the validation data."""
@@ -440,7 +444,7 @@ class Trainer(ABC):
             world_size=dims.world,
             flops_per_token=self._flops_per_token() if options.log_throughput else None,
             meter=FlopMeter() if options.op_cal_tflops else None,
-            after_step=expert_load_report(self.primary, options),
+            report=expert_load_report(self.primary, options),
         )
 
     @property

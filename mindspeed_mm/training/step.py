@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
-from mindspeed.training.metrics import ReducedMetrics, StepResult, StepTotals
+from mindspeed.training.metrics import (
+    PendingStep,
+    ReducedMetrics,
+    StepResult,
+    StepTotals,
+    TotalsRead,
+)
 from mindspeed_mm.training.callbacks import Callbacks, MicroLoss, on_device
 from mindspeed_mm.training.optimizer import local_shards
 
@@ -126,7 +132,7 @@ class FsdpStep:
         self._context_group = _context_group() if dims.cp > 1 else None
         self._reports = self._new_reports()
 
-    def train(self, batches: Iterator[Any], stop: bool = False) -> StepResult:
+    def train(self, batches: Iterator[Any], stop: bool = False) -> PendingStep:
         """Train on one global batch; `stop` is whether this rank was asked to stop."""
         count = self._dims.num_micro_batches
         for number in range(count):
@@ -136,8 +142,11 @@ class FsdpStep:
             self._scaled(loss).backward()
         gradients = local_shards(p.grad for p in self._trained if p.grad is not None)
         totals = self._reports.reduce(self._squares(gradients), float(stop))
-        reduced = self._update(gradients, totals)
+        read = self._update(gradients, totals)
         self._optimizer.zero_grad()
+        return PendingStep(lambda: self._result(read.wait()[0]))
+
+    def _result(self, reduced: ReducedMetrics) -> StepResult:
         scale = 1.0 / max(reduced.tokens, 1) if self._per_token else 1.0
         squares, stops = reduced.extras
         return StepResult(
@@ -150,24 +159,20 @@ class FsdpStep:
             should_stop=stops > 0,
         )
 
-    def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> ReducedMetrics:
-        """Clip and update, unless anything is not finite; return the metrics."""
-        scale = self._scale(totals)
+    def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> TotalsRead:
+        """Clip and update, unless anything is not finite; return the copy of the totals."""
+        scale, read = self._scale(totals), totals.start_read()
         if self._is_fused:
-            # The kernel clips and checks itself: the device need not wait for the host to read, nor
-            # the host, which then begins the next step, for the update.
+            # The kernel clips and checks itself: the device need not wait for the host to read.
             optimizer: Any = self._optimizer
             optimizer.grad_scale = scale.reciprocal()
             optimizer.found_inf = 1.0 - totals.is_finite().float()
-            read = totals.start_read()
             optimizer.step()
-            return read.wait()[0]
-        reduced, _ = totals.read()
-        if reduced.is_finite:
+        elif read.wait()[0].is_finite:
             if (factor := scale.item()) != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
-        return reduced
+        return read
 
     def _scale(self, totals: StepTotals) -> torch.Tensor:
         """Return what to multiply gradients with."""

@@ -114,6 +114,37 @@ def test_half_precision_finds_its_scale_and_trains(inputs: tuple[str, str], tmp_
     assert rates[0]["lm loss"] - rates[-1]["lm loss"] > 0.02
 
 
+def _train_with_bad_step(values: dict[str, Any], is_asynchronous: bool) -> dict[str, Any]:
+    """Train with a loss that is not finite in the third step; return the trained weights."""
+    from mindspeed import device
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    type(device.current()).is_asynchronous = is_asynchronous
+    trainer = AutoTrainer(TrainOptions(**values)).trainer
+    loss_func, calls = trainer.loss_func, iter(range(1000))
+
+    def bad_once(batch: Any, output: torch.Tensor) -> Any:
+        is_bad = next(calls) // trainer.setup.dims.num_micro_batches == 2
+        return loss_func(batch, output * float("nan") if is_bad else output)
+
+    trainer.loss_func = bad_once
+    trainer.train()
+    return {name: p.detach().clone() for name, p in trainer.primary.chunks[0].named_parameters()}
+
+
+def test_steps_that_are_queued_ahead_train_alike(inputs: tuple[str, str], tmp_path: Path) -> None:
+    """Also after a step that was skipped: it does not count in the next one's update."""
+    found, lines = [], []
+    for is_asynchronous in (False, True):
+        values = settings(*inputs, tmp_path / str(is_asynchronous), train_iters=6)
+        found.append(run_ranks(_train_with_bad_step, 2, values, is_asynchronous)[0])
+        lines.append([(n["iteration"], n.get("lm loss"), n["grad norm"]) for n in _lines(values)])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert repr(lines[0]) == repr(lines[1]) and len(lines[0]) == 6
+    assert [loss for _, loss, _ in lines[0]].index(None) == 2
+
+
 def _time_outs(values: dict[str, Any]) -> set[float]:
     from mindspeed_llm.training.options import TrainOptions
     from mindspeed_llm.training.setup import prepare

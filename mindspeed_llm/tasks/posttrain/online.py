@@ -13,7 +13,7 @@ import torch
 
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.training.checkpoint_dir import TrainState
-from mindspeed.training.metrics import Metric, StepResult
+from mindspeed.training.metrics import Metric, PendingStep, StepResult
 from mindspeed_llm.losses.grpo import divergence
 from mindspeed_llm.losses.log_probs import token_log_probs
 from mindspeed_llm.losses.ppo import policy_loss
@@ -38,8 +38,13 @@ class OnlineTrainer(SamplingTrainer):
     beta: float = 0.0
     """Weight of the divergence from the reference in the loss."""
 
-    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
         """Sample completions of the next prompts, and update the policy on them."""
+        result = self.sample_and_update(state, stop)
+        return PendingStep(lambda: result)
+
+    def sample_and_update(self, state: TrainState, stop: bool) -> StepResult:
+        """Train on the next prompts to the end: the next step samples from the trained policy."""
         seed_everything(self.options.seed, state.iteration + 1)
         rollouts = self.roll_out(self._batches, state.consumed_samples)
         batches = self.make_batches(rollouts)
@@ -78,7 +83,7 @@ class OnlineTrainer(SamplingTrainer):
             BatchShape(*self.sizes, len(batches)),
             metrics=metrics,
             stop=stop,
-        )
+        ).wait()
 
     # The loss of the policy.
 

@@ -72,9 +72,9 @@ class PPOTrainer(OnlineTrainer):
         state = super().state(iteration, consumed_samples)
         return replace(state, stage={KL_COEF: self.kl_coef})
 
-    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+    def sample_and_update(self, state: TrainState, stop: bool) -> StepResult:
         """Train on the next prompts, and adapt the weight of the divergence."""
-        result = super().train_step(state, stop)
+        result = super().sample_and_update(state, stop)
         used, target = self.kl_coef, self.options.kl_target
         if target is not None and self.needs_reference and result.is_finite:
             kl, horizon = result.metrics["kl"], self.options.kl_horizon

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mindspeed import device
 from mindspeed.training.checkpoint_dir import (
     TrainState,
     latest_checkpoint,
@@ -19,7 +20,7 @@ from mindspeed.training.checkpoint_dir import (
 )
 from mindspeed.training.entry import Stopped, run_rank
 from mindspeed.training.loop import NotFinite, TrainLoop
-from mindspeed.training.metrics import StepResult
+from mindspeed.training.metrics import PendingStep, StepResult
 from mindspeed.training.options import RunOptions
 
 STEPS = 8
@@ -45,7 +46,7 @@ class Recorded:
     """A trainer whose steps compute nothing and record what they were given."""
 
     def __init__(self, *, start=0, bad=(), **options):
-        self.saves, self.taken, self.evaluated = Saves(), [], []
+        self.saves, self.taken, self.read, self.evaluated = Saves(), [], [], []
         self._bad = bad
         group = {"lr": -1.0, "lr_mult": 1.0, "wd_mult": 1.0, "weight_decay": -1.0}
         self.optimizer = SimpleNamespace(param_groups=[group])
@@ -67,7 +68,7 @@ class Recorded:
         iteration = state.iteration + 1
         self.taken.append((iteration, state.consumed_samples, group["lr"]))
         is_finite = iteration not in self._bad
-        return StepResult(
+        result = StepResult(
             metrics={"loss": 1.0},
             grad_norm=1.0,
             tokens=1,
@@ -76,6 +77,7 @@ class Recorded:
             is_finite=is_finite,
             should_stop=False,
         )
+        return PendingStep(lambda: self.read.append(iteration) or result)
 
     def evaluate(self):
         self.evaluated.append(self.taken[-1][0])
@@ -86,6 +88,12 @@ class Recorded:
 
     def config(self):
         return self.options.model_dump(mode="json")
+
+
+@pytest.fixture
+def asynchronous(monkeypatch):
+    """Run as on a device that works while the host goes on."""
+    monkeypatch.setattr(type(device.current()), "is_asynchronous", True)
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -125,6 +133,57 @@ def test_only_consecutive_steps_that_are_not_finite_end_a_run():
     with pytest.raises(RuntimeError, match="in 3 steps"):
         ended.loop.run(ended)
     assert ended.taken[-1][0] == 4 and ended.saves.is_finished
+
+
+def test_a_step_is_queued_before_the_result_of_the_last_is_read(asynchronous):
+    """Unless that is saved or evaluated; every result is read once, and in order."""
+    trainer = Recorded(save_interval=3, eval_interval=5, eval_iters=1)
+    behind = []
+    take = trainer.train_step
+
+    def watched(state, stop):
+        behind.append(state.iteration - len(trainer.read))
+        return take(state, stop)
+
+    trainer.train_step = watched
+    assert trainer.loop.run(trainer).iteration == STEPS
+    #                1  2  3  4  5  6  7  8: only 4, 6 and 7 follow a step that was waited for
+    assert behind == [0, 1, 1, 0, 1, 0, 0, 1] and trainer.read == list(range(1, STEPS + 1))
+    assert trainer.saves.saved == [(3, 12), (6, 24), (8, 32)] and trainer.evaluated == [5]
+
+
+def test_the_cpu_waits_for_every_step():
+    trainer = Recorded()
+    take = trainer.train_step
+
+    def watched(state, stop):
+        assert len(trainer.read) == state.iteration
+        return take(state, stop)
+
+    trainer.train_step = watched
+    trainer.loop.run(trainer)
+
+
+def test_an_error_does_not_hide_the_step_before_it(asynchronous):
+    trainer = Recorded()
+    take = trainer.train_step
+
+    def failing(state, stop):
+        if state.iteration == 4:
+            raise ValueError("no fifth batch")
+        return take(state, stop)
+
+    trainer.train_step = failing
+    with pytest.raises(ValueError, match="no fifth batch"):
+        trainer.loop.run(trainer)
+    assert trainer.read == [1, 2, 3, 4]
+
+
+def test_a_queued_step_counts_in_no_streak_before_it_is_read(asynchronous):
+    ended = Recorded(bad={2, 3, 4, 5}, max_nan_iterations=3)
+    with pytest.raises(RuntimeError, match="in 3 steps up to iteration 4"):
+        ended.loop.run(ended)
+    assert ended.read[-1] == 4 and ended.taken[-1][0] == 5 and ended.saves.is_finished
 
 
 def test_a_run_that_is_done_takes_no_step():
@@ -176,12 +235,13 @@ class Scripted:
     def run(self) -> TrainState:
         return self._loop.run(self)
 
-    def train_step(self, state: TrainState, stop: bool) -> StepResult:
+    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
         number = state.iteration + 1
         is_finite = number not in self._bad
         if number == self._asked:
             os.kill(os.getpid(), signal.SIGTERM)
-        return StepResult({"loss": 1.0}, 1.0, 1, 1.0, is_finite, is_finite, stop)
+        result = StepResult({"loss": 1.0}, 1.0, 1, 1.0, is_finite, is_finite, stop)
+        return PendingStep(lambda: result)
 
     def evaluate(self) -> None:
         return None
@@ -235,6 +295,14 @@ def test_the_exit_code_shows_that_a_run_was_asked_to_stop(tmp_path: Path) -> Non
     assert caught.value.code == 143
     assert isinstance(caught.value, Stopped) and caught.value.iteration == 6
     assert _folders(tmp_path) == [6]
+
+
+def test_a_run_that_is_asked_to_stop_saves_after_the_step_that_is_queued(
+    tmp_path: Path, asynchronous: None
+) -> None:
+    with pytest.raises(Stopped) as caught:
+        Scripted(tmp_path, asked=5).run()
+    assert caught.value.iteration == 7 and _folders(tmp_path) == [7]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
