@@ -83,7 +83,7 @@ class TrainingLog:
         if iteration % self._log_interval == 0 or iteration == self._total:
             if self.is_writer:
                 self._write(self._numbers(iteration, consumed, rate, result))
-            self._interval = Interval(time.perf_counter())
+            self._interval = Interval(result.finished)
 
     def exclude(self, seconds: float) -> None:
         """Exclude time in which no step ran, such as that of a save."""
@@ -119,7 +119,7 @@ class TrainingLog:
         self, iteration: int, consumed: int, rate: float, result: StepResult
     ) -> dict[str, Any]:
         interval = self._interval
-        seconds = time.perf_counter() - interval.start
+        seconds = result.finished - interval.start
         numbers: dict[str, Any] = {
             "iteration": iteration,
             "consumed samples": consumed,
@@ -249,11 +249,10 @@ class ProgressBar:
         """Count a step."""
         if self._bar is None:
             return
-        now = time.perf_counter()
-        speed = result.tokens / max(now - self._last, 1e-9)
+        speed = result.tokens / max(result.finished - self._last, 1e-9)
         if self._speed is not None:
             speed = SMOOTHING * self._speed + (1 - SMOOTHING) * speed
-        self._speed, self._last = speed, now
+        self._speed, self._last = speed, result.finished
         name, value = next(iter(result.metrics.items()), ("loss", float("nan")))
         metric, rate = f"{name} {value:.4f}", f"{speed:,.0f}"
         self._bar.update(self._bar.task_ids[0], completed=iteration, metric=metric, speed=rate)

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,20 +75,11 @@ class StepReport(Protocol):
         """Report after an iteration; every rank calls this."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step that is queued: the state of the run after it, and its learning rate."""
-
-    state: TrainState
-    rate: float
-    pending: PendingStep
-
-
 class TrainLoop:
     """Runs a trainer to the last step, or until asked to stop.
 
-    On a device that works asynchronously the next step is queued before the result of a step is
-    read, so that the device never waits for the host; only a step that a save, an evaluation or a
+    On a device that works asynchronously the result of a step is read while the device is busy with
+    the next one, so that it never waits for the host; only a step that a save, an evaluation or a
     report follows is waited for. A run that is asked to stop therefore takes one step more.
 
     A trainer may hold its loop; the loop does not hold the trainer, so that models and the workers
@@ -166,20 +158,20 @@ class TrainLoop:
         )
 
     def _run_steps(self, trainer: Trainer, state: TrainState, request: StopRequest) -> TrainState:
-        streak, queued = state.nan_streak, deque[_Step]()
+        streak, queued = state.nan_streak, deque[tuple[int, PendingStep]]()
         is_last = state.iteration >= self.steps
         while not is_last:
-            with self._reading_on_error(queued):
-                queued.append(self._queue(trainer, state, request.is_set))
-            state = queued[-1].state
+            with _reading_on_error(queued):
+                state, pending = self._queue(trainer, state, request.is_set)
+            queued.append((state.iteration, pending))
             is_last = state.iteration == self.steps
             while queued and (len(queued) > 1 or is_last or self._waits_for(state.iteration)):
-                step = queued.popleft()
-                result = self._read(step)
+                iteration, pending = queued.popleft()
+                result = pending.wait()
                 streak = 0 if result.is_finite else streak + 1
                 if streak >= self._options.max_nan_iterations:
                     self._checkpoints.finish()
-                    raise NotFinite(self._explain_nan(step.state.iteration, streak))
+                    raise NotFinite(self._explain_nan(iteration, streak))
                 is_last |= result.should_stop
             started = time.perf_counter()
             self._checkpoints.poll()
@@ -203,41 +195,31 @@ class TrainLoop:
             or (self._report is not None and self._report.is_due(iteration))
         )
 
-    @contextmanager
-    def _reading_on_error(self, queued: Iterable[_Step]) -> Iterator[None]:
-        """Log the steps before one that fails."""
-        try:
-            yield
-        except Exception:
-            for step in queued:
-                with suppress(Exception):  # the device may have failed
-                    self._read(step)
-            raise
-
     def step(
         self, trainer: Trainer, state: TrainState, stop: bool = False
     ) -> tuple[TrainState, StepResult]:
         """Train one step and log it; return the state after it."""
-        step = self._queue(trainer, state, stop)
-        return step.state, self._read(step)
+        after, pending = self._queue(trainer, state, stop)
+        return after, pending.wait()
 
-    def _queue(self, trainer: Trainer, state: TrainState, stop: bool) -> _Step:
+    def _queue(
+        self, trainer: Trainer, state: TrainState, stop: bool
+    ) -> tuple[TrainState, PendingStep]:
+        """Queue one step, which is logged when its result is read; return the state after it."""
         rate = 0.0
         for optimizer in self._optimizers:
             rate = self._schedule.apply(optimizer, state.iteration)
         with self._meter.step() if self._meter else nullcontext():
             pending = trainer.train_step(state, stop)
         consumed = state.consumed_samples + self._global_batch
-        return _Step(trainer.state(state.iteration + 1, consumed), rate, pending)
+        pending.when_read(partial(self._log_step, state.iteration + 1, consumed, rate))
+        return trainer.state(state.iteration + 1, consumed), pending
 
-    def _read(self, step: _Step) -> StepResult:
-        """Wait for a step and log it."""
-        result, iteration = step.pending.wait(), step.state.iteration
-        self.log.add(iteration, step.state.consumed_samples, step.rate, result)
+    def _log_step(self, iteration: int, consumed: int, rate: float, result: StepResult) -> None:
+        self.log.add(iteration, consumed, rate, result)
         if self._report is not None and self._report.is_due(iteration):
             self._report.write(iteration, self.log)
         self._bar.add(iteration, result)
-        return result
 
     def _save_if_due(self, state: TrainState, is_last: bool) -> None:
         """Save every --save-interval steps, and at the end.
@@ -291,6 +273,18 @@ class TrainLoop:
             f"the loss or its gradient was not finite in {count} steps up to iteration "
             f"{iteration}: lower --lr, or check the data of these steps; {kept}"
         )
+
+
+@contextmanager
+def _reading_on_error(queued: Iterable[tuple[int, PendingStep]]) -> Iterator[None]:
+    """Log the steps before one that fails."""
+    try:
+        yield
+    except Exception:
+        for _, pending in queued:
+            with suppress(Exception):  # the device may have failed
+                pending.wait()
+        raise
 
 
 def _is_at(interval: int | None, iteration: int) -> bool:

@@ -1,6 +1,8 @@
 """Metrics of a train step: reduced over all ranks by one all-reduce, read from the device once."""
 
+import functools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ class StepResult:
     is_finite: bool
     should_stop: bool
     """Whether any rank was asked to stop."""
+    finished: float = field(default_factory=time.perf_counter)
+    """When this rank's device had the result, by the clock of the host."""
 
 
 class PendingStep:
@@ -35,11 +39,18 @@ class PendingStep:
     def __init__(self, read: Callable[[], StepResult]) -> None:
         self._read = read
         self._result: StepResult | None = None
+        self._listener: Callable[[StepResult], None] | None = None
+
+    def when_read(self, listener: Callable[[StepResult], None]) -> None:
+        """Call a listener with the result once it is read, before `wait` returns it."""
+        self._listener = listener
 
     def wait(self) -> StepResult:
-        """Wait for the device, the first time."""
+        """Return the result; the first call waits for the device."""
         if self._result is None:
             self._result = self._read()
+            if self._listener is not None:
+                self._listener(self._result)
         return self._result
 
 
@@ -70,6 +81,8 @@ class ReducedMetrics:
     extras: list[float]
     """Sums over all ranks of whatever else was reduced."""
     is_finite: bool
+    finished: float
+    """When the device had them, by the clock of the host."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,9 @@ class StepTotals:
         row, here = torch.cat([self.values.double(), *parts]), device.current()
         copy = here.host_buffer(row.nbytes).view(row.dtype)
         copy.copy_(row, non_blocking=True)
-        return TotalsRead(self, copy, here.current_stream().record_event())
+        done = here.event(timing=True)
+        done.record(here.current_stream())
+        return TotalsRead(self, copy, done)
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,7 @@ class TotalsRead:
     def wait(self) -> tuple[ReducedMetrics, list[float]]:
         """Wait for the copy; return the metrics, and the scalars that were read with them."""
         self.done.synchronize()
+        finished = _time_of(self.done)
         numbers, totals = self.copy.tolist(), self.totals
         names, bounds = totals.names, totals.bounds or {}
         count, end = totals.values.numel(), 2 * len(names)
@@ -139,7 +155,7 @@ class TotalsRead:
                 metrics[name] = metrics[one] - metrics[other]
         is_finite = all(map(math.isfinite, numbers[:count]))
         tokens, extras = int(numbers[end]), numbers[end + 1 : count]
-        reduced = ReducedMetrics(metrics, tokens, extras, is_finite)
+        reduced = ReducedMetrics(metrics, tokens, extras, is_finite, finished)
         return reduced, numbers[count + len(bounds) :]
 
 
@@ -193,6 +209,20 @@ class MeanMetrics:
     def values(self) -> dict[str, float]:
         """Return the means, by name."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+
+def _time_of(event: Any) -> float:
+    """Return when an event that is over occurred, by the clock of the host."""
+    now = device.current().event(timing=True)
+    now.record(_idle_stream())
+    now.synchronize()
+    return time.perf_counter() - float(event.elapsed_time(now)) / 1000
+
+
+@functools.cache
+def _idle_stream() -> Any:
+    """A stream of its own: what is recorded on it does not wait for work that is queued."""
+    return device.current().stream()
 
 
 def _sum_and_count(

@@ -41,13 +41,22 @@ def train_on_batch(
 
     `stop` is whether this rank was asked to stop; the result is the same on every rank. A step in
     which a metric or the gradient norm of any rank is not finite changes no weight. `after` is the
-    step before: this one may be queued before its result is read.
+    step before, whose result is read while the device is busy with this one.
     """
     optimizer = model.optimizer
     for chunk in model.wrapped:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    reports = forward_backward(model, forward_step, batches, shape)
+
+    def forward(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
+        output = forward_step(data_iterator, chunk)
+        if after is not None:
+            # The device has work for some time. If the step before was skipped, the optimizer's
+            # count of steps is corrected here, before it counts this one.
+            after.wait()
+        return output
+
+    reports = forward_backward(model, forward, batches, shape)
     # With --fp16 overflows are usual, and the loss scaler handles them.
     is_fp16 = model.config.fp16
     is_skipped = optimizer.prepare_grads()
@@ -56,8 +65,6 @@ def train_on_batch(
     is_good = torch.ones_like(totals.tokens, dtype=torch.bool) if is_fp16 else totals.is_finite()
     # The copy is queued before the update, so that reading it does not wait for the update.
     read = totals.start_read(norm, optimizer.get_loss_scale())
-    if after is not None:
-        after.wait()  # if it was skipped, the optimizer's count of steps is corrected by now
     is_queued = not is_skipped and update(optimizer, norm, is_good)
 
     def result() -> StepResult:
@@ -73,6 +80,7 @@ def train_on_batch(
             is_updated=is_updated,
             is_finite=reduced.is_finite,
             should_stop=reduced.extras[1] > 0,
+            finished=reduced.finished,
         )
 
     return PendingStep(result)

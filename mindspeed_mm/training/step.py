@@ -131,6 +131,7 @@ class FsdpStep:
         self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
         self._context_group = _context_group() if dims.cp > 1 else None
         self._reports = self._new_reports()
+        self._last: PendingStep | None = None
 
     def train(self, batches: Iterator[Any], stop: bool = False) -> PendingStep:
         """Train on one global batch; `stop` is whether this rank was asked to stop."""
@@ -138,13 +139,16 @@ class FsdpStep:
         for number in range(count):
             self._reduce_now(number == count - 1)
             loss = self._callbacks.loss(batches, self._model)
+            if self._last is not None:
+                self._last.wait()  # the device is busy with this step
             loss = self._reports.add(loss)
             self._scaled(loss).backward()
         gradients = local_shards(p.grad for p in self._trained if p.grad is not None)
         totals = self._reports.reduce(self._squares(gradients), float(stop))
         read = self._update(gradients, totals)
         self._optimizer.zero_grad()
-        return PendingStep(lambda: self._result(read.wait()[0]))
+        self._last = PendingStep(lambda: self._result(read.wait()[0]))
+        return self._last
 
     def _result(self, reduced: ReducedMetrics) -> StepResult:
         scale = 1.0 / max(reduced.tokens, 1) if self._per_token else 1.0
@@ -157,6 +161,7 @@ class FsdpStep:
             is_updated=reduced.is_finite,
             is_finite=reduced.is_finite,
             should_stop=stops > 0,
+            finished=reduced.finished,
         )
 
     def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> TotalsRead:

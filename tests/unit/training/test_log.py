@@ -5,6 +5,7 @@ import logging
 import os
 import pty
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,8 +31,9 @@ def written(tmp_path):
         file = tmp_path / "log.jsonl"
         training = TrainingLog(interval=2, total=100, global_batch=8, is_writer=True, file=file)
         training.start(0)
-        for number, each in enumerate(steps, 1):
-            training.add(number, 8 * number, 0.1, each)
+        began = time.perf_counter()
+        for number, each in enumerate(steps, 1):  # a step takes two seconds
+            training.add(number, 8 * number, 0.1, replace(each, finished=began + 2 * number))
         return [json.loads(line) for line in file.read_text().splitlines()]
 
     return log
@@ -40,7 +42,9 @@ def written(tmp_path):
 def test_a_line_is_the_mean_of_its_steps(written):
     first, second = written(step(1.0, 10), step(2.0, 30), step(4.0, 10), step(5.0, 10))
     assert (first["iteration"], first["loss"], second["loss"]) == (2, 1.5, 4.5)
-    assert first["tokens/s"] > 0 and first["consumed samples"] == 16
+    assert first["consumed samples"] == 16
+    assert second["elapsed time per iteration (ms)"] == pytest.approx(2000.0)
+    assert second["tokens/s"] == pytest.approx(5.0)
 
 
 def test_steps_that_are_no_numbers_are_counted_and_not_in_the_mean(written):
