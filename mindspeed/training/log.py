@@ -20,6 +20,28 @@ SMOOTHING = 0.8
 """Weight of the speed so far against that of the last step, in the progress bar."""
 
 
+class StepClock:
+    """Tells by the clock of the host when a device finished each step.
+
+    The host may read the result of a step much later, so the time between two steps is that of
+    their events on the device.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, float] | None = None
+
+    def time_of(self, done: Any) -> float:
+        """Return when an event that is over occurred, now for None; events come in order."""
+        now = time.perf_counter()
+        if done is None:
+            return now
+        if self._last is not None:
+            event, time_of_event = self._last
+            now = min(now, time_of_event + event.elapsed_time(done) / 1000)
+        self._last = done, now
+        return now
+
+
 @dataclass
 class Interval:
     """What happened since the last line."""
@@ -71,8 +93,10 @@ class TrainingLog:
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             os.replace(temporary, self._file)
 
-    def add(self, iteration: int, consumed: int, rate: float, result: StepResult) -> None:
-        """Count a step; write when a line is due."""
+    def add(
+        self, iteration: int, consumed: int, rate: float, result: StepResult, finished: float
+    ) -> None:
+        """Count a step that was finished at some time; write when a line is due."""
         interval = self._interval
         interval.steps += 1
         interval.tokens += result.tokens
@@ -82,8 +106,8 @@ class TrainingLog:
             interval.metrics.add(result.metrics)
         if iteration % self._log_interval == 0 or iteration == self._total:
             if self.is_writer:
-                self._write(self._numbers(iteration, consumed, rate, result))
-            self._interval = Interval(result.finished)
+                self._write(self._numbers(iteration, consumed, rate, result, finished))
+            self._interval = Interval(finished)
 
     def exclude(self, seconds: float) -> None:
         """Exclude time in which no step ran, such as that of a save."""
@@ -116,10 +140,10 @@ class TrainingLog:
         self._send({"iteration": iteration, **numbers, **curves})
 
     def _numbers(
-        self, iteration: int, consumed: int, rate: float, result: StepResult
+        self, iteration: int, consumed: int, rate: float, result: StepResult, finished: float
     ) -> dict[str, Any]:
         interval = self._interval
-        seconds = result.finished - interval.start
+        seconds = finished - interval.start
         numbers: dict[str, Any] = {
             "iteration": iteration,
             "consumed samples": consumed,
@@ -245,14 +269,14 @@ class ProgressBar:
         self._bar.add_task("", total=self._total, completed=iteration, metric="-", speed="-")
         self._last = time.perf_counter()
 
-    def add(self, iteration: int, result: StepResult) -> None:
+    def add(self, iteration: int, result: StepResult, finished: float) -> None:
         """Count a step."""
         if self._bar is None:
             return
-        speed = result.tokens / max(result.finished - self._last, 1e-9)
+        speed = result.tokens / max(finished - self._last, 1e-9)
         if self._speed is not None:
             speed = SMOOTHING * self._speed + (1 - SMOOTHING) * speed
-        self._speed, self._last = speed, result.finished
+        self._speed, self._last = speed, finished
         name, value = next(iter(result.metrics.items()), ("loss", float("nan")))
         metric, rate = f"{name} {value:.4f}", f"{speed:,.0f}"
         self._bar.update(self._bar.task_ids[0], completed=iteration, metric=metric, speed=rate)

@@ -20,7 +20,7 @@ from mindspeed.config import ConfigError
 from mindspeed.config.yaml_file import read_yaml
 from mindspeed.training.checkpoint_dir import TrainState, latest_finite
 from mindspeed.training.entry import RunFailed, Stopped, StopRequest
-from mindspeed.training.log import ProgressBar, TrainingLog
+from mindspeed.training.log import ProgressBar, StepClock, TrainingLog
 from mindspeed.training.metrics import PendingStep, StepResult
 from mindspeed.training.options import RunOptions
 from mindspeed.training.schedule import make_schedule
@@ -121,6 +121,7 @@ class TrainLoop:
             world_size=world_size,
         )
         self._bar = ProgressBar(steps, is_writer=rank == 0)
+        self._clock = StepClock()
 
     def run(self, trainer: Trainer) -> TrainState:
         """Train to the last step and return the state of the run.
@@ -216,10 +217,11 @@ class TrainLoop:
         return trainer.state(state.iteration + 1, consumed), pending
 
     def _log_step(self, iteration: int, consumed: int, rate: float, result: StepResult) -> None:
-        self.log.add(iteration, consumed, rate, result)
+        finished = self._clock.time_of(result.done)
+        self.log.add(iteration, consumed, rate, result, finished)
         if self._report is not None and self._report.is_due(iteration):
             self._report.write(iteration, self.log)
-        self._bar.add(iteration, result)
+        self._bar.add(iteration, result, finished)
 
     def _save_if_due(self, state: TrainState, is_last: bool) -> None:
         """Save every --save-interval steps, and at the end.

@@ -1,8 +1,6 @@
 """Metrics of a train step: reduced over all ranks by one all-reduce, read from the device once."""
 
-import functools
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +27,8 @@ class StepResult:
     is_finite: bool
     should_stop: bool
     """Whether any rank was asked to stop."""
-    finished: float = field(default_factory=time.perf_counter)
-    """When this rank's device had the result, by the clock of the host."""
+    done: Any = None
+    """The event at which the device had the result; None where the host had it first."""
 
 
 class PendingStep:
@@ -81,8 +79,6 @@ class ReducedMetrics:
     extras: list[float]
     """Sums over all ranks of whatever else was reduced."""
     is_finite: bool
-    finished: float
-    """When the device had them, by the clock of the host."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,6 @@ class TotalsRead:
     def wait(self) -> tuple[ReducedMetrics, list[float]]:
         """Wait for the copy; return the metrics, and the scalars that were read with them."""
         self.done.synchronize()
-        finished = _time_of(self.done)
         numbers, totals = self.copy.tolist(), self.totals
         names, bounds = totals.names, totals.bounds or {}
         count, end = totals.values.numel(), 2 * len(names)
@@ -155,7 +150,7 @@ class TotalsRead:
                 metrics[name] = metrics[one] - metrics[other]
         is_finite = all(map(math.isfinite, numbers[:count]))
         tokens, extras = int(numbers[end]), numbers[end + 1 : count]
-        reduced = ReducedMetrics(metrics, tokens, extras, is_finite, finished)
+        reduced = ReducedMetrics(metrics, tokens, extras, is_finite)
         return reduced, numbers[count + len(bounds) :]
 
 
@@ -209,20 +204,6 @@ class MeanMetrics:
     def values(self) -> dict[str, float]:
         """Return the means, by name."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
-
-
-def _time_of(event: Any) -> float:
-    """Return when an event that is over occurred, by the clock of the host."""
-    now = device.current().event(timing=True)
-    now.record(_idle_stream())
-    now.synchronize()
-    return time.perf_counter() - float(event.elapsed_time(now)) / 1000
-
-
-@functools.cache
-def _idle_stream() -> Any:
-    """A stream of its own: what is recorded on it does not wait for work that is queued."""
-    return device.current().stream()
 
 
 def _sum_and_count(

@@ -80,7 +80,7 @@ def train_on_batch(
             is_updated=is_updated,
             is_finite=reduced.is_finite,
             should_stop=reduced.extras[1] > 0,
-            finished=reduced.finished,
+            done=read.done,
         )
 
     return PendingStep(result)

@@ -17,7 +17,6 @@ from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed.training.metrics import (
     PendingStep,
-    ReducedMetrics,
     StepResult,
     StepTotals,
     TotalsRead,
@@ -147,10 +146,11 @@ class FsdpStep:
         totals = self._reports.reduce(self._squares(gradients), float(stop))
         read = self._update(gradients, totals)
         self._optimizer.zero_grad()
-        self._last = PendingStep(lambda: self._result(read.wait()[0]))
+        self._last = PendingStep(lambda: self._result(read))
         return self._last
 
-    def _result(self, reduced: ReducedMetrics) -> StepResult:
+    def _result(self, read: TotalsRead) -> StepResult:
+        reduced, _ = read.wait()
         scale = 1.0 / max(reduced.tokens, 1) if self._per_token else 1.0
         squares, stops = reduced.extras
         return StepResult(
@@ -161,7 +161,7 @@ class FsdpStep:
             is_updated=reduced.is_finite,
             is_finite=reduced.is_finite,
             should_stop=stops > 0,
-            finished=reduced.finished,
+            done=read.done,
         )
 
     def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> TotalsRead:

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import pytest
 
-from mindspeed.training.log import ProgressBar, TrainingLog
+from mindspeed.training.log import ProgressBar, StepClock, TrainingLog
 from mindspeed.training.metrics import StepResult
 
 
@@ -33,7 +33,7 @@ def written(tmp_path):
         training.start(0)
         began = time.perf_counter()
         for number, each in enumerate(steps, 1):  # a step takes two seconds
-            training.add(number, 8 * number, 0.1, replace(each, finished=began + 2 * number))
+            training.add(number, 8 * number, 0.1, each, began + 2 * number)
         return [json.loads(line) for line in file.read_text().splitlines()]
 
     return log
@@ -45,6 +45,27 @@ def test_a_line_is_the_mean_of_its_steps(written):
     assert first["consumed samples"] == 16
     assert second["elapsed time per iteration (ms)"] == pytest.approx(2000.0)
     assert second["tokens/s"] == pytest.approx(5.0)
+
+
+class Recorded:
+    """An event of a device, at a number of seconds by its own clock."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def elapsed_time(self, other):
+        return 1000 * (other.seconds - self.seconds)
+
+
+def test_a_step_that_is_read_late_has_the_time_of_the_device():
+    clock, began = StepClock(), time.perf_counter()
+    first = clock.time_of(Recorded(50.0))
+    assert began <= first <= time.perf_counter()
+    time.sleep(0.05)
+    assert clock.time_of(Recorded(50.01)) == pytest.approx(first + 0.01)
+    # The first one may have been read late; still no step is finished in the future.
+    assert clock.time_of(Recorded(99.0)) <= time.perf_counter()
+    assert clock.time_of(None) <= time.perf_counter()
 
 
 def test_steps_that_are_no_numbers_are_counted_and_not_in_the_mean(written):
@@ -92,7 +113,7 @@ def test_wandb_gets_the_same_numbers_and_goes_on_with_the_run_of_a_save(tmp_path
     for iteration in (1, 2):
         tracker = WandbRun(options)
         log = TrainingLog(interval=1, total=9, global_batch=8, is_writer=True, tracker=tracker)
-        log.add(iteration, 8 * iteration, 0.1, step(0.5, 10))
+        log.add(iteration, 8 * iteration, 0.1, step(0.5, 10), time.perf_counter())
         log.finish()
     lines = list(map(json.loads, (tmp_path / "wandb.jsonl").read_text().splitlines()))
     assert lines[0] == lines[3] and lines[0][1] == "allow"
@@ -128,7 +149,7 @@ def _run(bar: ProgressBar) -> None:
     bar.start(1)
     for iteration in (2, 3):
         logging.getLogger("bar").warning("line %d", iteration)
-        bar.add(iteration, RESULT)
+        bar.add(iteration, RESULT, time.perf_counter())
     bar.stop()
 
 
