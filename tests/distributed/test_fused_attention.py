@@ -89,6 +89,8 @@ def packed_ways(spec):
     """Count how often the packed tensor is turned in one piece, and the heads one by one."""
     from megatron.core.transformer import attention
 
+    from mindspeed.ops.rotary_position_embedding import megatron
+
     mindspeed.enable(use_fused_rotary_pos_emb=True)
     model = build(spec)
     counts = {"packed": 0, "apart": 0}
@@ -100,20 +102,17 @@ def packed_ways(spec):
 
         return call
 
-    whole, apart = "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"
-    if hasattr(attention, whole):
-        setattr(attention, whole, counted("packed", getattr(attention, whole)))
-    setattr(attention, apart, counted("apart", getattr(attention, apart)))
+    megatron.rotate_qkv = counted("packed", megatron.rotate_qkv)
+    attention.apply_rotary_pos_emb = counted("apart", attention.apply_rotary_pos_emb)
     step(model)
     model.config.rotary_interleaved = True
     step(model)
-    return counts, hasattr(model.config, "fused_single_qkv_rope")
+    return counts
 
 
 @pytest.mark.parametrize("spec", ["local", "te"])
-def test_the_packed_tensor_is_turned_where_megatron_can(spec):
-    ((counts, can),) = run_ranks(packed_ways, 1, spec)
-    assert counts == ({"packed": 2, "apart": 4} if can else {"packed": 0, "apart": 8})
+def test_the_packed_tensor_is_turned_in_one_piece(spec):
+    assert run_ranks(packed_ways, 1, spec) == [{"packed": 2, "apart": 4}]
 
 
 def documents_step(model, is_shared):
@@ -149,9 +148,8 @@ def compare_documents():
     step(fused)
     for layer in fused.decoder.layers:
         assert "get_query_key_value_tensors" not in vars(layer.self_attention)
-    return counts, hasattr(fused.config, "fused_single_qkv_rope")
+    return counts
 
 
-def test_the_packed_tensor_of_documents_is_turned_where_megatron_can_leave_it_whole():
-    ((counts, can),) = run_ranks(compare_documents, 1)
-    assert counts == ([0, 4] if can else [4, 8])
+def test_the_packed_tensor_of_documents_is_turned_in_one_piece():
+    assert run_ranks(compare_documents, 1) == [[0, 4]]

@@ -99,23 +99,21 @@ def on_one_rank():
         "layer norm": compare("te", shape="gpt2", num_query_groups=2),
         "interleaved": compare("te", rotary_interleaved=True),
     }
-    return found, len(waits), hasattr(build("te", "llama").config, "fused_single_qkv_rope")
+    return found, len(waits)
 
 
 def test_one_rank():
-    ((found, waits, can),) = run_ranks(on_one_rank, 1)
+    ((found, waits),) = run_ranks(on_one_rank, 1)
     fused = dict.fromkeys(found, 1) | {"recomputed": 2}
     fused |= {"hooked": 0, "layer norm": 0, "interleaved": 0}
-    assert found == (fused if can else dict.fromkeys(found, 0))
+    assert found == fused
     assert waits == 2 * LAYERS
 
 
 def on_tensor_parallel_ranks():
     cases = [(run, sp) for run in (step, documents_step) for sp in (False, True)]
-    counts = [compare("te", run, tp=2, sequence_parallel=sp) for run, sp in cases]
-    return counts, hasattr(build("te", "llama", tp=2).config, "fused_single_qkv_rope")
+    return [compare("te", run, tp=2, sequence_parallel=sp) for run, sp in cases]
 
 
 def test_tensor_parallel_with_and_without_sequence_parallel():
-    for counts, can in run_ranks(on_tensor_parallel_ranks, 2):
-        assert counts == [float(can)] * 4
+    assert run_ranks(on_tensor_parallel_ranks, 2) == [[1.0] * 4] * 2

@@ -114,15 +114,15 @@ def _fused_rotations() -> Iterator[list[int]]:
     """Collect the rows of qkv tensors that are rotated as they are split."""
     from mindspeed.ops.rotary_position_embedding import megatron as rotary
 
-    rotate, seen = rotary.rotate_packed_qkv, []
+    rotate, seen = rotary.rotate_qkv, []
 
     def counted(qkv: Any, *args: Any) -> Any:
         seen.append(len(qkv))
         return rotate(qkv, *args)
 
-    rotary.rotate_packed_qkv = counted
+    rotary.rotate_qkv = counted
     yield seen
-    rotary.rotate_packed_qkv = rotate
+    rotary.rotate_qkv = rotate
 
 
 def _steps(cases: list[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def fusable_norms(layer: Any, hidden: Tensor) -> HeadNorms | None:
     has_one_dtype = q.weight.dtype == k.weight.dtype == hidden.dtype
     is_cast = torch.is_autocast_enabled(hidden.device.type)
     is_seen = has_global_hooks() or getattr(layer, "offload_qkv_linear", False)
-    if not (is_alike and has_one_dtype and _splits_as_megatron(layer)) or is_cast or is_seen:
+    if not (is_alike and has_one_dtype) or is_cast or is_seen:
         return None
     return HeadNorms(q, k)
 
@@ -89,11 +89,3 @@ def _is_rms_norm_of(norm: Any, head_dim: int) -> bool:
 
 def _is_zero_centered(norm: Any) -> bool:
     return bool(getattr(norm, "zero_centered_gamma", False))
-
-
-def _splits_as_megatron(layer: Any) -> bool:
-    """Return whether the layer makes its qkv by Megatron's own method."""
-    from megatron.core.transformer.attention import SelfAttention
-
-    name = "get_query_key_value_tensors"
-    return name not in vars(layer) and getattr(type(layer), name) is getattr(SelfAttention, name)

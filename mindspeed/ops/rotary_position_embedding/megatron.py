@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from mindspeed.ops.norm_rotate_qkv.megatron import HeadNorms, fusable_norms, has_norms
 from mindspeed.ops.packed_batch import describe
-from mindspeed.ops.rotary_position_embedding import rotate_qk
-from mindspeed.ops.rotary_position_embedding.packed import rotate_packed, rotate_packed_qkv
+from mindspeed.ops.rotary_position_embedding import rotate_qk, rotate_qkv
+from mindspeed.ops.rotary_position_embedding.packed import document_positions, rotate_packed
 
 
 def wrap_apply_rotary_pos_emb(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -54,31 +55,21 @@ def _has_one_angle_per_token(t: Tensor, freqs: Tensor) -> bool:
 
 
 def wrap_attention_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Use a fused rotation of the packed qkv tensor in the calls that support it.
+    """Rotate queries and keys out of the packed qkv tensor, in the calls that support it.
 
-    Megatron decides by the config, once for all calls, and fails in those that need them apart.
-    Its own fused rotation takes neither packed sequences nor norms of queries and keys: these are
-    rotated here, before it sees them.
+    Their gradients are then written into one tensor, too, instead of being joined. Megatron 0.12
+    does not offer that; later versions take neither packed sequences nor norms of queries and keys,
+    and decide by the config, once for all calls. Here qkv is rotated before Megatron sees it.
     """
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.config
-        requested = getattr(config, "fused_single_qkv_rope", None)
-        if requested is None:  # a Megatron without that path
+        is_fusable = len(args) < 3 and _is_fusable(self, kwargs)
+        rotation = _rotation(self, *args, **kwargs) if is_fusable else None
+        if rotation is None:
             return original(self, *args, **kwargs)
-        is_fusable = not requested and len(args) < 3 and _is_fusable(self, kwargs)
-        if kwargs.get("packed_seq_params") is not None or has_norms(self):
-            rotation = _rotation(self, *args, **kwargs) if is_fusable else None
-            if rotation is None:
-                return original(self, *args, **kwargs)
-            with _rotated_qkv(self, rotation):
-                return original(self, *args, **kwargs | {"rotary_pos_emb": None})
-        config.fused_single_qkv_rope = requested or is_fusable
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            config.fused_single_qkv_rope = requested
+        with _rotated_qkv(self, rotation):
+            return original(self, *args, **kwargs | {"rotary_pos_emb": None})
 
     return forward
 
@@ -94,8 +85,9 @@ class _Rotation(NamedTuple):
     def apply(self, qkv: Tensor, sizes: list[int], interleaved: bool) -> tuple[Tensor, ...]:
         if self.norms is not None:
             return self.norms.norm_rotate(qkv, self.freqs, sizes, self.cu_seqlens)
-        assert self.cu_seqlens is not None
-        return rotate_packed_qkv(qkv, self.freqs, sizes, self.cu_seqlens, interleaved)
+        positions = document_positions(qkv, self.cu_seqlens)
+        rotated: tuple[Tensor, ...] = rotate_qkv(qkv, self.freqs, sizes, interleaved, positions)
+        return rotated
 
 
 def _rotation(
@@ -123,8 +115,7 @@ def _rotated_qkv(layer: Any, rotation: _Rotation) -> Iterator[None]:
     """Let a layer rotate queries and keys as it splits qkv."""
 
     def get_query_key_value_tensors(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        split = type(layer).get_query_key_value_tensors
-        qkv, sizes = split(layer, *args, **kwargs | {"split_qkv": False})
+        qkv, sizes = _packed_qkv(layer, *args, **kwargs)
         return rotation.apply(qkv, sizes, layer.config.rotary_interleaved)
 
     layer.get_query_key_value_tensors = get_query_key_value_tensors
@@ -132,6 +123,28 @@ def _rotated_qkv(layer: Any, rotation: _Rotation) -> Iterator[None]:
         yield
     finally:
         del layer.get_query_key_value_tensors
+
+
+def _packed_qkv(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, list[int]]:
+    """Return (S, B, groups, queries | key | value) and the sizes of the three."""
+    if _can_leave_packed():
+        split = type(layer).get_query_key_value_tensors
+        packed: tuple[Tensor, list[int]] = split(
+            layer, hidden, *args, **kwargs | {"split_qkv": False}
+        )
+        return packed
+    qkv, _ = layer.linear_qkv(hidden)
+    groups, size = layer.num_query_groups_per_partition, layer.hidden_size_per_attention_head
+    sizes = [layer.num_attention_heads_per_partition // groups * size, size, size]
+    return qkv.view(*qkv.shape[:-1], groups, sum(sizes)), sizes
+
+
+@functools.cache
+def _can_leave_packed() -> bool:
+    """Return whether Megatron's own method can leave the tensor as it is; that of 0.12 cannot."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    return "split_qkv" in inspect.signature(SelfAttention.get_query_key_value_tensors).parameters
 
 
 def _has_angles_of(hidden: Tensor, freqs: Any, config: Any) -> bool:
@@ -175,16 +188,26 @@ def _is_fusable(layer: Any, kwargs: dict[str, Any]) -> bool:
     is_plain_rope = not (
         config.rotary_interleaved
         or config.multi_latent_attention
-        or config.no_rope_freq
+        or getattr(config, "no_rope_freq", None)
         or getattr(config, "yarn_rotary_scaling_factor", None)
     )
     is_whole = config.num_query_groups >= config.tensor_model_parallel_size
-    is_switched = config.test_mode or config.flash_decode
+    # A user may have asked for Megatron's own way.
+    is_switched = getattr(config, "fused_single_qkv_rope", False) or config.flash_decode
     is_gated = getattr(config, "attention_output_gate", False)
     return (
         is_plain_call
         and is_plain_rope
         and is_whole
         and layer.attention_type == "self"
-        and not (is_switched or is_gated)
+        and _splits_as_megatron(layer)
+        and not (is_switched or is_gated or config.test_mode)
     )
+
+
+def _splits_as_megatron(layer: Any) -> bool:
+    """Return whether the layer makes its qkv by Megatron's own method."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    name = "get_query_key_value_tensors"
+    return name not in vars(layer) and getattr(type(layer), name) is getattr(SelfAttention, name)

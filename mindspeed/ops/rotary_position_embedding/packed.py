@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from mindspeed.ops.packed_batch import describe, register
-from mindspeed.ops.rotary_position_embedding import rotate_qk, rotate_qkv
+from mindspeed.ops.rotary_position_embedding import rotate_qk
 
 
 def rotate_packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, interleaved: bool) -> Tensor:
     """Rotate (T, N, H) by the angles freqs (positions, 1, 1, D)."""
     positions = _shared_positions(t, cu_seqlens)
     return rotate_qk(t.unsqueeze(1), None, freqs, positions, interleaved)[0].squeeze(1)
-
-
-def rotate_packed_qkv(
-    qkv: Tensor, freqs: Tensor, sizes: Sequence[int], cu_seqlens: Tensor, interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split (T, 1, groups, queries | key | value) and rotate as `rotate_packed`."""
-    positions = _shared_positions(qkv, cu_seqlens)
-    rotated: tuple[Tensor, Tensor, Tensor] = rotate_qkv(qkv, freqs, sizes, interleaved, positions)
-    return rotated
 
 
 def _shared_positions(t: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mindspeed.ops.rotary_position_embedding.packed import rotate_packed, rotate_packed_qkv
+from mindspeed.ops.rotary_position_embedding import rotate_qkv
+from mindspeed.ops.rotary_position_embedding.packed import document_positions, rotate_packed
 from mindspeed.te.pytorch import DotProductAttention
 from mindspeed.te.pytorch.attention import core
 from mindspeed.te.pytorch.attention.shared_prefixes import KeyRows, key_bounds, register_prefixes
@@ -121,7 +122,8 @@ def test_rows_are_rotated_where_they_are_in_their_document():
         torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=0)
     qkv = torch.cat([q.unflatten(1, (G, -1)).flatten(2), k, k], -1).unsqueeze(1)
     sizes = [N // G * H, H, H]
-    rotated, *_ = rotate_packed_qkv(qkv, freqs, sizes, lengths["cu_seqlens_q"], False)
+    positions = document_positions(qkv, lengths["cu_seqlens_q"])
+    rotated, *_ = rotate_qkv(qkv, freqs, sizes, False, positions)
     torch.testing.assert_close(rotated.squeeze(1), torch.cat(expected), rtol=0, atol=0)
 
 
