@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ PAUSE = 10.0
 READ_BYTES = 1 << 22
 ALWAYS_USED = {"cache_dir", "trust_remote_code"}
 """Options of preprocessing that matter for token files, too."""
+_Result = TypeVar("_Result")
 
 
 def token_prefixes(
@@ -60,7 +61,7 @@ def token_prefixes(
         }
 
     try:
-        found = _on_first_rank(prepare)
+        found = on_first_rank(prepare)
     except ConfigError as error:  # with the flag of the stage
         flag = "--max-prompt-length" if options.stage in ONLINE else "--seq-length"
         raise ConfigError(str(error).replace("--seq-length", flag)) from None
@@ -184,13 +185,13 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _on_first_rank(work: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Return what the first rank's work returns; every rank raises what it raises."""
+def on_first_rank(work: Callable[[], _Result]) -> _Result:
+    """Return what the first rank's work returns, never None; every rank raises what it raises."""
     is_first = torch.distributed.get_rank() == 0
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(work) if is_first else None
         while True:
-            result: list[dict[str, str] | ConfigError | None] = [None]
+            result: list[_Result | ConfigError | None] = [None]
             if future is not None:
                 try:
                     result = [future.result(PAUSE)]
@@ -253,7 +254,7 @@ def check_tokenizer(
         return {}
 
     if not options.allow_other_tokenizer:
-        _on_first_rank(compare)
+        on_first_rank(compare)
 
 
 def _has_same_ids(summary: Mapping[str, Any], tokenizer: TokenizerFacts) -> bool:

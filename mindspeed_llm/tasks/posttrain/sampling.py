@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -33,6 +33,7 @@ from mindspeed_llm.tasks.posttrain.rollouts import (
 )
 from mindspeed_llm.tasks.posttrain.rows import Rows
 from mindspeed_llm.tasks.posttrain.scoring import TextScores, assign_rewards
+from mindspeed_llm.training.data import on_first_rank
 from mindspeed_llm.training.model import ModelRole
 
 SAMPLED = "sampled_log_probs"
@@ -280,7 +281,8 @@ class SamplingTrainer(ReferenceTrainer):
     def _text_scores(self) -> TextScores:
         options = self.options
         assert options.reward_fn is not None  # check_rollouts: one of the two is given
-        facts = load_facts(self._tokenizer_folder(), cache_dir=options.cache_dir)
+        folder = self._tokenizer_folder()
+        facts = on_first_rank(partial(load_facts, folder, cache_dir=options.cache_dir))
         return TextScores(options.reward_fn, options.reward_timeout, facts, self.stop_ids)
 
     def _reward_shape(self) -> ModelConfig:
