@@ -7,25 +7,52 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+# Looked up now, before a fork: between fork and exec nothing may be imported or loaded.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_bind: ContextVar[Callable[[], None] | None] = ContextVar("bind", default=None)
+"""What a forked process calls first."""
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
     """Return what a child of the process `parent` calls to be killed when that process dies."""
-    # Looked up now, before a fork: between fork and exec nothing may be imported or loaded.
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def bind() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if _prctl is not None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before we asked
             os._exit(1)
 
     return bind
+
+
+@contextmanager
+def bound_forks() -> Iterator[None]:
+    """Have what is forked meanwhile, here and by what is forked, killed when its parent dies.
+
+    Libraries fork processes that wait for their parent for ever. They have to be forked by a thread
+    that lives as long as they do: the kernel takes its end for that of the parent.
+    """
+    token = _bind.set(die_with_parent(os.getpid()))
+    try:
+        yield
+    finally:
+        _bind.reset(token)
+
+
+def _bind_fork() -> None:
+    if (bind := _bind.get()) is not None:
+        _bind.set(die_with_parent(os.getpid()))
+        bind()
+
+
+os.register_at_fork(after_in_child=_bind_fork)
 
 
 def is_suspended(pid: int) -> bool:

@@ -18,6 +18,7 @@ from mindspeed.checkpoint.dcp_reader import verify_except_entries, weights_only
 from mindspeed.checkpoint.dcp_writer import digest_writes
 from mindspeed.checkpoint.digests import FileRecord
 from mindspeed.config import ConfigError
+from mindspeed.launch.process import bound_forks
 from mindspeed.training.checkpoint_dir import (
     CheckpointStore,
     Mismatch,
@@ -111,7 +112,8 @@ class MegatronCheckpoints:
         self.finish()
         for _, model in self._trained():
             gather_parameters(model)
-        with self._explain_errors(state.iteration):
+        # Megatron's writers would outlive a rank that is killed here, with its memory.
+        with self._explain_errors(state.iteration), bound_forks():
             staging = self._store.create(state.iteration)
             tensors = self._state_dict(state.has_optimizer, is_loading=False)
             written: dict[str, FileRecord] = {}
