@@ -70,7 +70,6 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    @property
     def is_set(self) -> bool:
         """Whether the run was asked to stop."""
         return self.signal is not None

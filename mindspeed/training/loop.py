@@ -21,7 +21,7 @@ from mindspeed.config.yaml_file import read_yaml
 from mindspeed.training.checkpoint_dir import TrainState, latest_finite
 from mindspeed.training.entry import RunFailed, Stopped, StopRequest
 from mindspeed.training.log import ProgressBar, StepClock, TrainingLog
-from mindspeed.training.metrics import PendingStep, StepResult
+from mindspeed.training.metrics import PendingStep, StepResult, StopCheck
 from mindspeed.training.options import RunOptions
 from mindspeed.training.schedule import make_schedule
 from mindspeed.training.trackers import WandbRun, board_folder
@@ -52,8 +52,8 @@ class Checkpoints(Protocol):
 class Trainer(Protocol):
     """What a train loop runs: the steps of one task on one kind of model."""
 
-    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
-        """Train on the batch after `state`; `stop` is whether this rank was asked to stop."""
+    def train_step(self, state: TrainState, stop: StopCheck) -> PendingStep:
+        """Train on the batch after `state`."""
 
     def evaluate(self) -> dict[str, float] | None:
         """Return the metrics on the validation data, if there is any."""
@@ -196,15 +196,13 @@ class TrainLoop:
             or (self._report is not None and self._report.is_due(iteration))
         )
 
-    def step(
-        self, trainer: Trainer, state: TrainState, stop: bool = False
-    ) -> tuple[TrainState, StepResult]:
+    def step(self, trainer: Trainer, state: TrainState) -> tuple[TrainState, StepResult]:
         """Train one step and log it; return the state after it."""
-        after, pending = self._queue(trainer, state, stop)
+        after, pending = self._queue(trainer, state, lambda: False)
         return after, pending.wait()
 
     def _queue(
-        self, trainer: Trainer, state: TrainState, stop: bool
+        self, trainer: Trainer, state: TrainState, stop: StopCheck
     ) -> tuple[TrainState, PendingStep]:
         """Queue one step, which is logged when its result is read; return the state after it."""
         rate = 0.0

@@ -11,6 +11,8 @@ import torch
 from mindspeed import device
 
 Reduction = Literal["mean", "micro_batch_mean", "sum", "max", "min"]
+StopCheck = Callable[[], bool]
+"""Returns whether this rank was asked to stop; a step asks when it adds up its results."""
 
 
 @dataclass(frozen=True)

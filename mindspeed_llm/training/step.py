@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from mindspeed.te.pytorch.optimizers.clipped_update import gradient_norm, retract, update
-from mindspeed.training.metrics import Metric, PendingStep, StepResult, StepTotals, reduce_metrics
+from mindspeed.training.metrics import (
+    Metric,
+    PendingStep,
+    StepResult,
+    StepTotals,
+    StopCheck,
+    reduce_metrics,
+)
 from mindspeed_llm.training.model import RoleModel
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Any]]
@@ -34,13 +41,13 @@ def train_on_batch(
     shape: BatchShape,
     *,
     metrics: Sequence[Metric],
-    stop: bool = False,
+    stop: StopCheck,
     after: PendingStep | None = None,
 ) -> PendingStep:
     """Update a model by one global batch; `batches` are this rank's, once for every chunk.
 
-    `stop` is whether this rank was asked to stop; the result is the same on every rank. A step in
-    which a metric or the gradient norm of any rank is not finite changes no weight. `after` is the
+    The result is the same on every rank, also whether any was asked to stop. A step in which a
+    metric or the gradient norm of any rank is not finite changes no weight. `after` is the
     step before, whose result is read while the device is busy with this one.
     """
     optimizer = model.optimizer
@@ -61,7 +68,7 @@ def train_on_batch(
     is_fp16 = model.config.fp16
     is_skipped = optimizer.prepare_grads()
     norm = torch.tensor(math.nan) if is_skipped else gradient_norm(optimizer)
-    totals = _reduce(metrics, reports, None if is_fp16 else norm, stop)
+    totals = _reduce(metrics, reports, None if is_fp16 else norm, stop())
     is_good = torch.ones_like(totals.tokens, dtype=torch.bool) if is_fp16 else totals.is_finite()
     # The copy is queued before the update, so that reading it does not wait for the update.
     read = totals.start_read(norm, optimizer.get_loss_scale())

@@ -23,7 +23,7 @@ from mindspeed.distributed.seeds import seed_everything
 from mindspeed.ops.linear_cross_entropy.megatron import losses_of
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.loop import TrainLoop, num_steps, run_config
-from mindspeed.training.metrics import MeanMetrics, Metric, PendingStep
+from mindspeed.training.metrics import MeanMetrics, Metric, PendingStep, StopCheck
 from mindspeed.training.out_of_memory import with_advice
 from mindspeed.training.save_dir_lock import release_on_error
 from mindspeed.tune.flop_meter import FlopMeter
@@ -369,7 +369,7 @@ class Trainer(ABC):
         """Start the thread that prepares the micro-batches after the consumed samples."""
         self._batches = self._prefetch(self.train_data, self.training.state.consumed_samples)
 
-    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
+    def train_step(self, state: TrainState, stop: StopCheck) -> PendingStep:
         """Train the primary model on the next global batch."""
         seed_everything(self.options.seed, state.iteration + 1)
         self._last_step = train_on_batch(

@@ -19,6 +19,7 @@ from mindspeed.training.metrics import (
     PendingStep,
     StepResult,
     StepTotals,
+    StopCheck,
     TotalsRead,
 )
 from mindspeed_mm.training.callbacks import Callbacks, MicroLoss, on_device
@@ -132,8 +133,8 @@ class FsdpStep:
         self._reports = self._new_reports()
         self._last: PendingStep | None = None
 
-    def train(self, batches: Iterator[Any], stop: bool = False) -> PendingStep:
-        """Train on one global batch; `stop` is whether this rank was asked to stop."""
+    def train(self, batches: Iterator[Any], stop: StopCheck) -> PendingStep:
+        """Train on one global batch."""
         count = self._dims.num_micro_batches
         for number in range(count):
             self._reduce_now(number == count - 1)
@@ -143,7 +144,7 @@ class FsdpStep:
             loss = self._reports.add(loss)
             self._scaled(loss).backward()
         gradients = local_shards(p.grad for p in self._trained if p.grad is not None)
-        totals = self._reports.reduce(self._squares(gradients), float(stop))
+        totals = self._reports.reduce(self._squares(gradients), float(stop()))
         read = self._update(gradients, totals)
         self._optimizer.zero_grad()
         self._last = PendingStep(lambda: self._result(read))

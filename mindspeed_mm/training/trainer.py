@@ -10,7 +10,7 @@ from mindspeed.distributed.seeds import seed_step
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.entry import Stopped
 from mindspeed.training.loop import TrainLoop, num_steps, run_config
-from mindspeed.training.metrics import PendingStep
+from mindspeed.training.metrics import PendingStep, StopCheck
 from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
@@ -74,7 +74,7 @@ class FsdpTrainer:
             self.loop.log.add_evaluation(state.iteration, named)
         return state
 
-    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
+    def train_step(self, state: TrainState, stop: StopCheck) -> PendingStep:
         """Train on the next global batch."""
         iteration, args = state.iteration + 1, self._setup.args
         args.iteration, args.consumed_train_samples = iteration, state.consumed_samples

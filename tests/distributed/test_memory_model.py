@@ -215,7 +215,7 @@ def _memory_of_steps(runs, limit):
         ) as saved:
             hook = trainer.primary.wrapped[0].register_forward_hook(seen)
             trainer.start_prefetch()
-            trainer.train_step(trainer.training.state, False)
+            trainer.train_step(trainer.training.state, lambda: False)
             hook.remove()
         trainer._batches.close()
         found.append(steps[0])

@@ -287,7 +287,7 @@ def spoil_an_update(values: dict[str, Any]) -> tuple[list[tuple[bool, bool]], di
     def weights(role: str) -> list[torch.Tensor]:
         return [p.detach().clone() for c in trainer.model(role).chunks for p in c.parameters()]
 
-    def watched(batches: Any, stop: bool) -> Any:
+    def watched(batches: Any, stop: Any) -> Any:
         if len(changed) == BAD_UPDATE and rank == 1:
             batches = [{**batch, ADVANTAGES: batch[ADVANTAGES] * torch.nan} for batch in batches]
         before = [weights(role) for role in ("policy", "critic")]

@@ -13,7 +13,7 @@ import torch
 
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.training.checkpoint_dir import TrainState
-from mindspeed.training.metrics import Metric, PendingStep, StepResult
+from mindspeed.training.metrics import Metric, PendingStep, StepResult, StopCheck
 from mindspeed_llm.losses.grpo import divergence
 from mindspeed_llm.losses.log_probs import token_log_probs
 from mindspeed_llm.losses.ppo import policy_loss
@@ -38,12 +38,12 @@ class OnlineTrainer(SamplingTrainer):
     beta: float = 0.0
     """Weight of the divergence from the reference in the loss."""
 
-    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
+    def train_step(self, state: TrainState, stop: StopCheck) -> PendingStep:
         """Sample completions of the next prompts, and update the policy on them."""
         result = self.sample_and_update(state, stop)
         return PendingStep(lambda: result)
 
-    def sample_and_update(self, state: TrainState, stop: bool) -> StepResult:
+    def sample_and_update(self, state: TrainState, stop: StopCheck) -> StepResult:
         """Train on the next prompts to the end: the next step samples from the trained policy."""
         seed_everything(self.options.seed, state.iteration + 1)
         rollouts = self.roll_out(self._batches, state.consumed_samples)
@@ -62,7 +62,7 @@ class OnlineTrainer(SamplingTrainer):
     def prepare(self, rollouts: Sequence[Rollout], batches: list[Batch]) -> list[Batch]:
         """Add advantages, weights and whatever else the loss needs to the micro-batches."""
 
-    def update(self, batches: Sequence[Batch], stop: bool) -> StepResult:
+    def update(self, batches: Sequence[Batch], stop: StopCheck) -> StepResult:
         """Update the policy once."""
         with self.tempered(self.primary):
             return self.train_model(self.primary, self.forward_step, batches, self.metrics, stop)
@@ -73,7 +73,7 @@ class OnlineTrainer(SamplingTrainer):
         forward_step: Any,
         batches: Sequence[Batch],
         metrics: Sequence[Metric],
-        stop: bool,
+        stop: StopCheck,
     ) -> StepResult:
         """Update a model once by micro-batches."""
         return train_on_batch(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed.training.checkpoint_dir import TrainState, find_resume
-from mindspeed.training.metrics import Metric, StepResult
+from mindspeed.training.metrics import Metric, StepResult, StopCheck
 from mindspeed_llm.losses.ppo import (
     adapted_kl_coef,
     generalized_advantages,
@@ -72,7 +72,7 @@ class PPOTrainer(OnlineTrainer):
         state = super().state(iteration, consumed_samples)
         return replace(state, stage={KL_COEF: self.kl_coef})
 
-    def sample_and_update(self, state: TrainState, stop: bool) -> StepResult:
+    def sample_and_update(self, state: TrainState, stop: StopCheck) -> StepResult:
         """Train on the next prompts, and adapt the weight of the divergence."""
         result = super().sample_and_update(state, stop)
         used, target = self.kl_coef, self.options.kl_target
@@ -110,7 +110,7 @@ class PPOTrainer(OnlineTrainer):
             prepared.append({**batch, WEIGHTS: weights})
         return prepared
 
-    def update(self, batches: Sequence[Batch], stop: bool) -> StepResult:
+    def update(self, batches: Sequence[Batch], stop: StopCheck) -> StepResult:
         """Update the actor and the critic once; neither by a batch that gives no finite loss."""
         actor = super().update(batches, stop)
         if not actor.is_finite:

@@ -33,9 +33,9 @@ def test_the_first_signal_is_recorded(number: signal.Signals, usual: list[str]) 
     before = signal.signal(number, lambda *arguments: came.append("usual"))
     try:
         with StopRequest() as request:
-            assert not request.is_set
+            assert not request.is_set()
             os.kill(os.getpid(), number)
-            assert request.is_set and request.signal == number and not came
+            assert request.is_set() and request.signal == number and not came
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
             assert came == usual and request.signal == number
@@ -130,9 +130,9 @@ from mindspeed.training.entry import StopRequest
 def train():
     with StopRequest() as request:
         Path("rank").write_text(str(os.getpid()))
-        while not request.is_set and not Path("go").exists():
+        while not request.is_set() and not Path("go").exists():
             time.sleep(0.05)
-        Path("ended.new").write_text("asked to stop" if request.is_set else "done")
+        Path("ended.new").write_text("asked to stop" if request.is_set() else "done")
         os.rename("ended.new", "ended")
 
 sys.exit(run_rank(train))

@@ -20,7 +20,7 @@ from mindspeed.training.checkpoint_dir import (
 )
 from mindspeed.training.entry import Stopped, run_rank
 from mindspeed.training.loop import NotFinite, TrainLoop
-from mindspeed.training.metrics import PendingStep, StepResult
+from mindspeed.training.metrics import PendingStep, StepResult, StopCheck
 from mindspeed.training.options import RunOptions
 
 STEPS = 8
@@ -235,12 +235,12 @@ class Scripted:
     def run(self) -> TrainState:
         return self._loop.run(self)
 
-    def train_step(self, state: TrainState, stop: bool) -> PendingStep:
+    def train_step(self, state: TrainState, stop: StopCheck) -> PendingStep:
         number = state.iteration + 1
         is_finite = number not in self._bad
         if number == self._asked:
             os.kill(os.getpid(), signal.SIGTERM)
-        result = StepResult({"loss": 1.0}, 1.0, 1, 1.0, is_finite, is_finite, stop)
+        result = StepResult({"loss": 1.0}, 1.0, 1, 1.0, is_finite, is_finite, stop())
         return PendingStep(lambda: result)
 
     def evaluate(self) -> None:
@@ -283,7 +283,7 @@ def test_a_checkpoint_saved_in_a_streak_is_not_called_good(tmp_path: Path) -> No
     flags = {"bad": range(6, 99), "save_interval": 4, "max_nan_iterations": 5}
     with pytest.raises(Stopped):
         Scripted(tmp_path, asked=6, **flags).run()
-    assert _folders(tmp_path) == [4, 7] and read_state(tmp_path / "iter_0000007").nan_streak == 2
+    assert _folders(tmp_path) == [4, 6] and read_state(tmp_path / "iter_0000006").nan_streak == 1
     assert latest_finite(tmp_path, 99) == tmp_path / "iter_0000004"
     with pytest.raises(NotFinite, match="in 5 steps up to iteration 10.*/iter_0000004$"):
         Scripted(tmp_path, **flags).run()
@@ -293,8 +293,8 @@ def test_the_exit_code_shows_that_a_run_was_asked_to_stop(tmp_path: Path) -> Non
     with pytest.raises(SystemExit) as caught:
         Scripted(tmp_path, asked=5).run()
     assert caught.value.code == 143
-    assert isinstance(caught.value, Stopped) and caught.value.iteration == 6
-    assert _folders(tmp_path) == [6]
+    assert isinstance(caught.value, Stopped) and caught.value.iteration == 5
+    assert _folders(tmp_path) == [5]
 
 
 def test_a_run_that_is_asked_to_stop_saves_after_the_step_that_is_queued(
@@ -302,7 +302,7 @@ def test_a_run_that_is_asked_to_stop_saves_after_the_step_that_is_queued(
 ) -> None:
     with pytest.raises(Stopped) as caught:
         Scripted(tmp_path, asked=5).run()
-    assert caught.value.iteration == 7 and _folders(tmp_path) == [7]
+    assert caught.value.iteration == 6 and _folders(tmp_path) == [6]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
