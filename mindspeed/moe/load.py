@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mindspeed import device
+
 logger = logging.getLogger(__name__)
 
 STARVING = 0.05
@@ -62,6 +64,21 @@ class LayerLoad:
         return [expert for expert, share in enumerate(self.shares) if share < STARVING]
 
 
+@dataclass(frozen=True)
+class LoadRead:
+    """Counts of all layers on their way to the host."""
+
+    copy: Tensor
+    done: Any
+    """The event that the copy is complete."""
+
+    def wait(self) -> list[LayerLoad]:
+        """Return the loads of the layers that had tokens, the same on every rank."""
+        self.done.synchronize()
+        rows = enumerate(self.copy.tolist(), 1)
+        return [LayerLoad(layer, tuple(row[:-1]), row[-1]) for layer, row in rows if row[-1]]
+
+
 class LoadMonitor:
     """Counts the tokens of every expert of a model.
 
@@ -93,15 +110,18 @@ class LoadMonitor:
         total = self._sums.get(router.layer_number)
         self._sums[router.layer_number] = counts if total is None else total.add_(counts)
 
-    def read(self, num_experts: int, device: torch.device) -> list[LayerLoad]:
-        """Return the loads since the last call, the same on every rank, and start from zero."""
-        table = torch.zeros(self._num_layers, num_experts + 1, dtype=torch.int64, device=device)
+    def start_read(self, num_experts: int) -> LoadRead:
+        """Queue the sum over all ranks of the loads since the last call, and start from zero."""
+        here = device.current()
+        size = self._num_layers, num_experts + 1
+        table = torch.zeros(size, dtype=torch.int64, device=here.torch_device)
         for layer, counts in self._sums.items():
             table[layer - 1] = counts
         self._sums.clear()
         dist.all_reduce(table)
-        rows = enumerate(table.tolist(), 1)
-        return [LayerLoad(layer, tuple(row[:-1]), row[-1]) for layer, row in rows if row[-1]]
+        copy = here.host_buffer(table.nbytes).view(table.dtype).view(size)
+        copy.copy_(table, non_blocking=True)
+        return LoadRead(copy, here.current_stream().record_event())
 
     def warn_once(self, loads: list[LayerLoad], iteration: int, advice: str = TRAINED) -> None:
         """Name the layers whose experts starve, once a run, and say what to do."""

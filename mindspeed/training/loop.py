@@ -53,7 +53,11 @@ class Trainer(Protocol):
     """What a train loop runs: the steps of one task on one kind of model."""
 
     def train_step(self, state: TrainState, stop: StopCheck) -> PendingStep:
-        """Train on the batch after `state`."""
+        """Train on the batch after `state`.
+
+        The result of the step before may not have been read: where the update depends on it, this
+        waits for it.
+        """
 
     def evaluate(self) -> dict[str, float] | None:
         """Return the metrics on the validation data, if there is any."""
@@ -68,19 +72,19 @@ class Trainer(Protocol):
 class StepReport(Protocol):
     """A report of the state of the model in the log."""
 
-    def is_due(self, iteration: int) -> bool:
-        """Return whether a report follows an iteration."""
+    def start(self, iteration: int) -> Callable[[TrainingLog], None] | None:
+        """Collect what there is to report of a step that is queued; every rank calls this.
 
-    def write(self, iteration: int, log: TrainingLog) -> None:
-        """Report after an iteration; every rank calls this."""
+        Returns what writes it, to be called when the step is done; None where nothing is due.
+        """
 
 
 class TrainLoop:
     """Runs a trainer to the last step, or until asked to stop.
 
     On a device that works asynchronously the result of a step is read while the device is busy with
-    the next one, so that it never waits for the host; only a step that a save, an evaluation or a
-    report follows is waited for. A run that is asked to stop therefore takes one step more.
+    the next one, so that it never waits for the host; only a step that a save or an evaluation
+    follows is waited for. A run that is asked to stop therefore takes one step more.
 
     A trainer may hold its loop; the loop does not hold the trainer, so that models and the workers
     of data loaders end with the last reference to it.
@@ -166,7 +170,8 @@ class TrainLoop:
                 state, pending = self._queue(trainer, state, request.is_set)
             queued.append((state.iteration, pending))
             is_last = state.iteration == self.steps
-            while queued and (len(queued) > 1 or is_last or self._waits_for(state.iteration)):
+            waits = pending.is_read or self._waits_for(state.iteration)
+            while queued and (len(queued) > 1 or is_last or waits):
                 iteration, pending = queued.popleft()
                 result = pending.wait()
                 streak = 0 if result.is_finite else streak + 1
@@ -191,9 +196,8 @@ class TrainLoop:
         return (
             not device.current().is_asynchronous
             or self._meter is not None
-            or _is_at(options.save_interval, iteration)
-            or _is_at(options.eval_interval, iteration)
-            or (self._report is not None and self._report.is_due(iteration))
+            or (options.save is not None and _is_at(options.save_interval, iteration))
+            or (options.eval_iters > 0 and _is_at(options.eval_interval, iteration))
         )
 
     def step(self, trainer: Trainer, state: TrainState) -> tuple[TrainState, StepResult]:
@@ -211,15 +215,23 @@ class TrainLoop:
         with self._meter.step() if self._meter else nullcontext():
             pending = trainer.train_step(state, stop)
         consumed = state.consumed_samples + self._global_batch
-        pending.when_read(partial(self._log_step, state.iteration + 1, consumed, rate))
-        return trainer.state(state.iteration + 1, consumed), pending
+        after = trainer.state(state.iteration + 1, consumed)
+        report = self._report.start(after.iteration) if self._report is not None else None
+        pending.when_read(partial(self._log_step, after, rate, report))
+        return after, pending
 
-    def _log_step(self, iteration: int, consumed: int, rate: float, result: StepResult) -> None:
+    def _log_step(
+        self,
+        after: TrainState,
+        rate: float,
+        report: Callable[[TrainingLog], None] | None,
+        result: StepResult,
+    ) -> None:
         finished = self._clock.time_of(result.done)
-        self.log.add(iteration, consumed, rate, result, finished)
-        if self._report is not None and self._report.is_due(iteration):
-            self._report.write(iteration, self.log)
-        self._bar.add(iteration, result, finished)
+        self.log.add(after.iteration, after.consumed_samples, rate, result, finished)
+        if report is not None:
+            report(self.log)
+        self._bar.add(after.iteration, result, finished)
 
     def _save_if_due(self, state: TrainState, is_last: bool) -> None:
         """Save every --save-interval steps, and at the end.

@@ -37,20 +37,37 @@ class PendingStep:
     """A train step that is queued on the device, which knows its result later."""
 
     def __init__(self, read: Callable[[], StepResult]) -> None:
-        self._read = read
+        self._read: Callable[[], StepResult] | None = read
         self._result: StepResult | None = None
         self._listener: Callable[[StepResult], None] | None = None
 
+    @classmethod
+    def finished(cls, result: StepResult) -> "PendingStep":
+        """Return a step whose result is known."""
+        step = cls(lambda: result)
+        step.wait()
+        return step
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the result is known to the host."""
+        return self._result is not None
+
     def when_read(self, listener: Callable[[StepResult], None]) -> None:
-        """Call a listener with the result once it is read, before `wait` returns it."""
-        self._listener = listener
+        """Call a listener with the result as soon as that is read; now, if it is."""
+        if self._result is not None:
+            listener(self._result)
+        else:
+            self._listener = listener
 
     def wait(self) -> StepResult:
         """Return the result; the first call waits for the device."""
         if self._result is None:
-            self._result = self._read()
-            if self._listener is not None:
-                self._listener(self._result)
+            assert self._read is not None
+            self._result, listener = self._read(), self._listener
+            self._read = self._listener = None  # and what they hold
+            if listener is not None:
+                listener(self._result)
         return self._result
 
 

@@ -199,6 +199,8 @@ def on_first_rank(work: Callable[[], _Result]) -> _Result:
                     pass
                 except ConfigError as error:
                     result = [error]
+                except OSError as error:  # the others would wait for ever
+                    result = [ConfigError(f"{error.filename}: cannot be read ({error.strerror})")]
             torch.distributed.broadcast_object_list(result)
             if isinstance(result[0], ConfigError):
                 raise result[0]

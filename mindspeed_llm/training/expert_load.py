@@ -1,7 +1,9 @@
 """Reports of the load of a model's experts in the log of its training."""
 
-from mindspeed import device
-from mindspeed.moe.load import TRAINED, LoadMonitor, by_layer, summary
+from collections.abc import Callable
+from functools import partial
+
+from mindspeed.moe.load import TRAINED, LoadMonitor, LoadRead, by_layer, summary
 from mindspeed.moe.load_table import LoadTable
 from mindspeed.training.log import TrainingLog
 from mindspeed_llm.training.model import RoleModel, has_frozen_routers
@@ -21,13 +23,15 @@ class ExpertLoadReport:
         self._config, self._interval, self._advice = model.config, interval, advice
         self._monitor = LoadMonitor(model.chunks, model.config.num_layers)
 
-    def is_due(self, iteration: int) -> bool:
-        """Return whether a report follows an iteration."""
-        return iteration % self._interval == 0
+    def start(self, iteration: int) -> Callable[[TrainingLog], None] | None:
+        """Collect the load since the last report, where one is due."""
+        if iteration % self._interval:
+            return None
+        read = self._monitor.start_read(self._config.num_moe_experts)
+        return partial(self._write, iteration, read)
 
-    def write(self, iteration: int, log: TrainingLog) -> None:
-        """Report the load since the last report."""
-        loads = self._monitor.read(self._config.num_moe_experts, device.current().torch_device)
+    def _write(self, iteration: int, read: LoadRead, log: TrainingLog) -> None:
+        loads = read.wait()
         if not loads:
             return
         table = LoadTable(

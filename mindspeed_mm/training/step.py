@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,23 +148,8 @@ class FsdpStep:
         totals = self._reports.reduce(self._squares(gradients), float(stop()))
         read = self._update(gradients, totals)
         self._optimizer.zero_grad()
-        self._last = PendingStep(lambda: self._result(read))
+        self._last = PendingStep(partial(_result, read, self._per_token))
         return self._last
-
-    def _result(self, read: TotalsRead) -> StepResult:
-        reduced, _ = read.wait()
-        scale = 1.0 / max(reduced.tokens, 1) if self._per_token else 1.0
-        squares, stops = reduced.extras
-        return StepResult(
-            metrics=reduced.metrics,
-            grad_norm=math.sqrt(squares) * scale if squares >= 0 else math.nan,
-            tokens=reduced.tokens,
-            loss_scale=1.0,
-            is_updated=reduced.is_finite,
-            is_finite=reduced.is_finite,
-            should_stop=stops > 0,
-            done=read.done,
-        )
 
     def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> TotalsRead:
         """Clip and update, unless anything is not finite; return the copy of the totals."""
@@ -266,3 +252,20 @@ def _context_group() -> dist.ProcessGroup:
 
     group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
     return group
+
+
+def _result(read: TotalsRead, per_token: bool) -> StepResult:
+    """Wait for the totals of a step; return its result."""
+    reduced, _ = read.wait()
+    scale = 1.0 / max(reduced.tokens, 1) if per_token else 1.0
+    squares, stops = reduced.extras
+    return StepResult(
+        metrics=reduced.metrics,
+        grad_norm=math.sqrt(squares) * scale if squares >= 0 else math.nan,
+        tokens=reduced.tokens,
+        loss_scale=1.0,
+        is_updated=reduced.is_finite,
+        is_finite=reduced.is_finite,
+        should_stop=stops > 0,
+        done=read.done,
+    )

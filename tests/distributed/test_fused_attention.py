@@ -115,6 +115,30 @@ def test_the_packed_tensor_is_turned_in_one_piece(spec):
     assert run_ranks(packed_ways, 1, spec) == [{"packed": 2, "apart": 4}]
 
 
+def patched_split():
+    """Compare a model whose way to get queries, keys and values was changed by somebody else."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    original = SelfAttention.get_query_key_value_tensors
+
+    def doubled(self, *args, **kwargs):
+        query, key, value = original(self, *args, **kwargs)
+        return 2 * query, key, value
+
+    SelfAttention.get_query_key_value_tensors = doubled
+    plain = build("te")
+    expected = step(plain)
+    mindspeed.enable(use_fused_rotary_pos_emb=True)
+    fused = build("te")
+    fused.load_state_dict(plain.state_dict())
+    for found, wanted in zip(step(fused), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
+
+
+def test_a_changed_split_is_kept():
+    run_ranks(patched_split, 1)
+
+
 def documents_step(model, is_shared):
     """Return the loss and the gradients of one row of two documents."""
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -209,14 +209,21 @@ def _updates(is_fused: bool) -> tuple[list[StepResult], dict[str, torch.Tensor]]
     optimizer = ShardedAdamW([p for p in model.parameters() if p.requires_grad], **options)
     world, rank = dist.get_world_size(), dist.get_rank()
     dims = ParallelDims(world=world, rank=rank, global_batch_size=2 * world)
-    callbacks = Diary(True, is_uneven=True).callbacks()
+    diary = Diary(True, is_uneven=True)
+    callbacks = diary.callbacks()
     stepper = FsdpStep(model, optimizer, callbacks, dims, clip=0.2, per_token=True)
     data = runs.UserData()
     batches = [{k: v[None].clone() for k, v in data[n + rank].items()} for n in range(0, 12, 2)]
     batches[3]["images"][:] = float("nan")  # in the second of three steps
     taken = iter(batches)
-    queued = [stepper.train(taken, lambda: False) for _ in range(3)]
+    queued = []
+    for number in range(3):
+        queued.append(stepper.train(taken, lambda: False))
+        queued[-1].when_read(lambda _, number=number: diary.events.append(f"read {number}"))
     results = [step.wait() for step in queued]
+    micro_batch = ["get_batch", "loss_func", "backward"]
+    later = [["get_batch", "loss_func", f"read {n}", "backward"] + micro_batch for n in (0, 1)]
+    assert diary.events == [*micro_batch * 2, *later[0], *later[1], "read 2"]
     return results, {name: whole(t) for name, t in model.state_dict().items()}
 
 

@@ -38,7 +38,7 @@ def loads_of(**options):
         tokens = torch.zeros(1, te_model.SEQUENCE, dtype=torch.int64)
         model(tokens, tokens, None)
     model.train()
-    loads, again = (monitor.read(4, torch.device("cpu")) for _ in range(2))
+    loads, again = (monitor.start_read(4).wait() for _ in range(2))
     assert again == []
     return loads, counts
 

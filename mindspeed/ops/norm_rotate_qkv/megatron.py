@@ -63,8 +63,7 @@ def fusable_norms(layer: Any, hidden: Tensor) -> HeadNorms | None:
     # The dtype of weights is that of the norm's result; autocast would change it.
     has_one_dtype = q.weight.dtype == k.weight.dtype == hidden.dtype
     is_cast = torch.is_autocast_enabled(hidden.device.type)
-    is_seen = has_global_hooks() or getattr(layer, "offload_qkv_linear", False)
-    if not (is_alike and has_one_dtype) or is_cast or is_seen:
+    if not (is_alike and has_one_dtype) or is_cast or has_global_hooks():
         return None
     return HeadNorms(q, k)
 

@@ -195,13 +195,14 @@ def _is_fusable(layer: Any, kwargs: dict[str, Any]) -> bool:
     # A user may have asked for Megatron's own way.
     is_switched = getattr(config, "fused_single_qkv_rope", False) or config.flash_decode
     is_gated = getattr(config, "attention_output_gate", False)
+    is_offloaded = getattr(layer, "offload_qkv_linear", False)
     return (
         is_plain_call
         and is_plain_rope
         and is_whole
         and layer.attention_type == "self"
         and _splits_as_megatron(layer)
-        and not (is_switched or is_gated or config.test_mode)
+        and not (is_switched or is_gated or is_offloaded or config.test_mode)
     )
 
 
@@ -210,4 +211,7 @@ def _splits_as_megatron(layer: Any) -> bool:
     from megatron.core.transformer.attention import SelfAttention
 
     name = "get_query_key_value_tensors"
-    return name not in vars(layer) and getattr(type(layer), name) is getattr(SelfAttention, name)
+    method = getattr(type(layer), name)
+    is_megatrons = method.__module__ == SelfAttention.__module__  # not one that replaces it
+    is_wrapped = name in vars(layer) or hasattr(method, "__wrapped__")
+    return method is getattr(SelfAttention, name) and is_megatrons and not is_wrapped

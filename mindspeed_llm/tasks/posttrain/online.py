@@ -40,8 +40,7 @@ class OnlineTrainer(SamplingTrainer):
 
     def train_step(self, state: TrainState, stop: StopCheck) -> PendingStep:
         """Sample completions of the next prompts, and update the policy on them."""
-        result = self.sample_and_update(state, stop)
-        return PendingStep(lambda: result)
+        return PendingStep.finished(self.sample_and_update(state, stop))
 
     def sample_and_update(self, state: TrainState, stop: StopCheck) -> StepResult:
         """Train on the next prompts to the end: the next step samples from the trained policy."""

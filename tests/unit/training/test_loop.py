@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from mindspeed.training.entry import Stopped, run_rank
 from mindspeed.training.loop import NotFinite, TrainLoop
 from mindspeed.training.metrics import PendingStep, StepResult, StopCheck
 from mindspeed.training.options import RunOptions
+from mindspeed.tune.flop_meter import FlopMeter
 
 STEPS = 8
 
@@ -45,7 +47,8 @@ class Saves:
 class Recorded:
     """A trainer whose steps compute nothing and record what they were given."""
 
-    def __init__(self, *, start=0, bad=(), **options):
+    def __init__(self, *, start=0, bad=(), meter=None, report=None, **options):
+        self.events = {}  # of the device, by iteration
         self.saves, self.taken, self.read, self.evaluated = Saves(), [], [], []
         self._bad = bad
         group = {"lr": -1.0, "lr_mult": 1.0, "wd_mult": 1.0, "weight_decay": -1.0}
@@ -61,6 +64,8 @@ class Recorded:
             global_batch=4,
             rank=0,
             world_size=1,
+            meter=meter,
+            report=report,
         )
 
     def train_step(self, state, stop):
@@ -76,6 +81,7 @@ class Recorded:
             is_updated=is_finite,
             is_finite=is_finite,
             should_stop=False,
+            done=self.events.get(iteration),
         )
         return PendingStep(lambda: self.read.append(iteration) or result)
 
@@ -135,11 +141,9 @@ def test_only_consecutive_steps_that_are_not_finite_end_a_run():
     assert ended.taken[-1][0] == 4 and ended.saves.is_finished
 
 
-def test_a_step_is_queued_before_the_result_of_the_last_is_read(asynchronous):
-    """Unless that is saved or evaluated; every result is read once, and in order."""
-    trainer = Recorded(save_interval=3, eval_interval=5, eval_iters=1)
-    behind = []
-    take = trainer.train_step
+def unread(trainer):
+    """Run a trainer; return how many results of earlier steps each step was queued without."""
+    behind, take = [], trainer.train_step
 
     def watched(state, stop):
         behind.append(state.iteration - len(trainer.read))
@@ -147,21 +151,82 @@ def test_a_step_is_queued_before_the_result_of_the_last_is_read(asynchronous):
 
     trainer.train_step = watched
     assert trainer.loop.run(trainer).iteration == STEPS
-    #                1  2  3  4  5  6  7  8: only 4, 6 and 7 follow a step that was waited for
-    assert behind == [0, 1, 1, 0, 1, 0, 0, 1] and trainer.read == list(range(1, STEPS + 1))
+    assert trainer.read == list(range(1, STEPS + 1))
+    return behind
+
+
+def test_a_step_is_queued_before_the_result_of_the_last_is_read(asynchronous, tmp_path):
+    """Unless that is saved or evaluated; every result is read once, and in order."""
+    trainer = Recorded(save=str(tmp_path), save_interval=3, eval_interval=5, eval_iters=1)
+    # Steps 4, 6 and 7 follow one that was waited for.
+    assert unread(trainer) == [0, 1, 1, 0, 1, 0, 0, 1]
     assert trainer.saves.saved == [(3, 12), (6, 24), (8, 32)] and trainer.evaluated == [5]
+    assert unread(Recorded(save_interval=3, eval_interval=5, eval_iters=0)) == [0, *[1] * 7]
 
 
 def test_the_cpu_waits_for_every_step():
+    assert unread(Recorded()) == [0] * STEPS
+
+
+def test_the_operators_of_a_step_are_counted_until_it_is_read(asynchronous):
+    assert unread(Recorded(meter=FlopMeter())) == [0] * STEPS
+
+
+def test_a_step_that_is_done_is_logged_at_once(asynchronous):
+    """As those of stages that sample completions are."""
     trainer = Recorded()
     take = trainer.train_step
+    trainer.train_step = lambda state, stop: PendingStep.finished(take(state, stop).wait())
+    assert unread(trainer) == [0] * STEPS
 
-    def watched(state, stop):
-        assert len(trainer.read) == state.iteration
-        return take(state, stop)
 
-    trainer.train_step = watched
+def test_lines_have_the_times_of_the_device(asynchronous, tmp_path):
+    """Whenever a result is read; also around a save, at which the host waits."""
+    file = tmp_path / "log.jsonl"
+    trainer = Recorded(save=str(tmp_path / "saved"), save_interval=4, log_file=str(file))
+    trainer.events = {n: Event(-1000.0 + 0.001 * n * n) for n in range(1, STEPS + 1)}
+    take = trainer.train_step
+    # The host takes longer to queue a step than the device to do it.
+    trainer.train_step = lambda state, stop: time.sleep(0.02) or take(state, stop)
     trainer.loop.run(trainer)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [line["elapsed time per iteration (ms)"] for line in lines[1:]]
+    # A save is no part of a step: its time is excluded.
+    assert [found[n] for n in (0, 1, 2)] == pytest.approx([3.0, 5.0, 7.0])
+    assert [found[n] for n in (4, 5, 6)] == pytest.approx([11.0, 13.0, 15.0])
+    assert found[3] <= 9.0
+
+
+class Event:
+    """An event of a device, at a number of seconds by its own clock."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def elapsed_time(self, other):
+        return 1000 * (other._seconds - self._seconds)
+
+
+class Reports:
+    """A report of every second step; records what happens to it."""
+
+    def __init__(self, trainer_of):
+        self._read, self.events = trainer_of, []
+
+    def start(self, iteration):
+        if iteration % 2:
+            return None
+        self.events.append(("start", iteration, len(self._read())))
+        return lambda log: self.events.append(("write", iteration, len(self._read())))
+
+
+def test_a_report_is_of_its_step_alone(asynchronous):
+    """It starts before the next step is queued, and is written when its own is read."""
+    report = Reports(lambda: trainer.read)
+    trainer = Recorded(report=report)
+    trainer.loop.run(trainer)
+    expected = [("start", 2, 0), ("write", 2, 2), ("start", 4, 2), ("write", 4, 4)]
+    assert report.events[:4] == expected and len(report.events) == STEPS
 
 
 def test_an_error_does_not_hide_the_step_before_it(asynchronous):

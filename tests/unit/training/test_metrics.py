@@ -1,12 +1,20 @@
 """Metrics of a step: every reduction over micro-batches and ranks, and what is not finite."""
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from mindspeed.training.metrics import MeanMetrics, Metric, reduce_metrics
+from mindspeed.training.metrics import (
+    MeanMetrics,
+    Metric,
+    PendingStep,
+    StepResult,
+    reduce_metrics,
+)
 from tests.ranks import run_ranks
 
 KINDS = [
@@ -61,6 +69,36 @@ def _read_behind_an_update() -> tuple[dict[str, float], list[float]]:
 
 def test_a_read_has_the_values_of_when_it_was_queued() -> None:
     assert run_ranks(_read_behind_an_update, 1) == [({"loss": 2.0}, [4.0])]
+
+
+RESULT = StepResult({"loss": 1.0}, 1.0, 1, 1.0, True, True, False)
+
+
+def test_a_result_is_read_once_and_its_reader_forgotten() -> None:
+    class Reader:
+        calls = 0
+
+        def __call__(self) -> StepResult:
+            self.calls += 1
+            return RESULT
+
+    reader, heard = Reader(), list[StepResult]()
+    kept, step = weakref.ref(reader), PendingStep(reader)
+    step.when_read(heard.append)
+    assert not step.is_read and not heard
+    assert step.wait() is step.wait() is RESULT and heard == [RESULT] and reader.calls == 1
+    gc.disable()
+    try:
+        del reader
+        assert kept() is None and step.is_read
+    finally:
+        gc.enable()
+
+
+def test_a_result_that_is_known_is_heard_at_once() -> None:
+    heard: list[StepResult] = []
+    PendingStep.finished(RESULT).when_read(heard.append)
+    assert heard == [RESULT]
 
 
 SIDES = [
