@@ -26,11 +26,14 @@ def staged_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
         is_new = not final.parent.exists()
         final.parent.mkdir(parents=True, exist_ok=True)
         _clean_up_stale(final)
-        staging = final.parent / f".{final.name}{STAGING}{os.getpid()}"
-        staging.mkdir()
     except OSError as error:
-        raise ConfigError(f"{final}: cannot be written ({error.strerror})") from None
+        raise _unwritable(final, error) from None
+    staging = final.parent / f".{final.name}{STAGING}{os.getpid()}"
     try:
+        try:
+            staging.mkdir()  # in here: Ctrl-C may come at once
+        except OSError as error:
+            raise _unwritable(final, error) from None
         yield staging
         fsync_tree(staging)
         _check_free(final, overwrite)  # another process may have committed first
@@ -41,6 +44,10 @@ def staged_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 final.parent.rmdir()
         raise
+
+
+def _unwritable(final: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{final}: cannot be written ({error.strerror})")
 
 
 def _check_free(final: Path, overwrite: bool) -> None:

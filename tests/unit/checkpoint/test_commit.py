@@ -1,8 +1,11 @@
 """Stale staging directories of dead and of running writers."""
 
 import os
+from pathlib import Path
 
-from mindspeed.checkpoint.commit import staged_directory
+import pytest
+
+from mindspeed.checkpoint.commit import STAGING, staged_directory
 
 
 def dead():
@@ -37,3 +40,17 @@ def test_a_replaced_directory_is_restored(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "config.json").read_text() == "old"
+
+
+def test_ctrl_c_right_after_the_folder_was_made_leaves_nothing(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+
+    def interrupted(self, *args, **kwargs):
+        mkdir(self, *args, **kwargs)
+        if STAGING in self.name:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), staged_directory(tmp_path / "new" / "model"):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -282,8 +282,16 @@ class Folders:
 class Scripted:
     """A trainer with steps that are not finite, and one that gets a signal."""
 
-    def __init__(self, root: Path, *, bad: range = range(0), asked: int = 0, **flags: Any) -> None:
-        self._bad, self._asked = bad, asked
+    def __init__(
+        self,
+        root: Path,
+        *,
+        bad: range = range(0),
+        asked: int = 0,
+        is_done: bool = False,
+        **flags: Any,
+    ) -> None:
+        self._bad, self._asked, self._is_done = bad, asked, is_done
         options = RunOptions(lr=1.0, save=str(root), **{"train_iters": 12} | flags)
         found = latest_checkpoint(root)
         self._loop = TrainLoop(
@@ -306,7 +314,7 @@ class Scripted:
         if number == self._asked:
             os.kill(os.getpid(), signal.SIGTERM)
         result = StepResult({"loss": 1.0}, 1.0, 1, 1.0, is_finite, is_finite, stop())
-        return PendingStep(lambda: result)
+        return PendingStep.finished(result) if self._is_done else PendingStep(lambda: result)
 
     def evaluate(self) -> None:
         return None
@@ -368,6 +376,12 @@ def test_a_run_that_is_asked_to_stop_saves_after_the_step_that_is_queued(
     with pytest.raises(Stopped) as caught:
         Scripted(tmp_path, asked=5).run()
     assert caught.value.iteration == 6 and _folders(tmp_path) == [6]
+
+
+def test_a_run_of_finished_steps_stops_at_once(tmp_path: Path, asynchronous: None) -> None:
+    with pytest.raises(Stopped) as caught:
+        Scripted(tmp_path, asked=5, is_done=True).run()
+    assert caught.value.iteration == 5 and _folders(tmp_path) == [5]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
