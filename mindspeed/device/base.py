@@ -25,6 +25,8 @@ class Device(abc.ABC):
     """Environment variables that pin the order of reductions in this device's libraries."""
     is_asynchronous: ClassVar[bool] = True
     """Whether work is queued, and done while the host goes on."""
+    overlaps_kernels: ClassVar[bool] = False
+    """Whether kernels of a second stream run on processors that those of the first leave idle."""
     group_buffers: ClassVar[str | None] = None
     """How `group_options` bounds the buffer of a communicator; None where there is none."""
 

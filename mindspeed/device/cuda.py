@@ -32,6 +32,7 @@ class Cuda(Accelerator):
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "Simple",
     }
+    overlaps_kernels = True
     group_buffers = "NCCL's max_ctas, one channel for each NCCL_BUFFSIZE (4 MiB)"
 
     def unusable_reason(self) -> str | None:

@@ -15,6 +15,9 @@ class ReferenceOptions(Options):
     precompute_ref_log_probs: bool = False
     """Compute the reference's log-probabilities of all samples once, keep them in --cache-dir, and
     train without the reference in memory (--stage dpo)."""
+    no_overlap_reference: bool = False
+    """Run the reference between two steps of the policy, instead of beside the step before on CUDA
+    (--stage dpo and kto)."""
 
 
 class PairOptions(Options):
@@ -88,6 +91,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PairOptions.model_fields, ("dpo", "simpo", "orm")),
     "pref_ftx": ("dpo", "simpo"),
     "precompute_ref_log_probs": ("dpo",),
+    "no_overlap_reference": ("dpo", "kto"),
 }
 """The stages that read an option."""
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from mindspeed import device
 from mindspeed.checkpoint.detection import CheckpointDir, detect
 from mindspeed.config import ConfigError
+from mindspeed.device.side_stream import SideStream
 from mindspeed.training.checkpoint_dir import find_resume
 from mindspeed_llm.checkpoint.loading import config_folder, open_source
 from mindspeed_llm.losses.log_probs import sequence_log_probs
@@ -100,7 +102,11 @@ class ReferenceTrainer(BaseTrainer):
 
     def reference_log_probs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the reference's log-probabilities of all sequences, on the last stage."""
-        return self.sequence_log_probs(self._reference, batches, self._without_adapters())
+
+        def compute() -> list[torch.Tensor]:
+            return self.sequence_log_probs(self._reference, batches, self._without_adapters())
+
+        return self._side_stream.run(compute) if self._side_stream is not None else compute()
 
     def sequence_log_probs(
         self,
@@ -119,6 +125,18 @@ class ReferenceTrainer(BaseTrainer):
         """Return the micro-batches with the reference's log-probabilities."""
         found = self.reference_log_probs(batches)
         return [{**batch, REFERENCE: each} for batch, each in zip(batches, found)] or batches
+
+    @cached_property
+    def _side_stream(self) -> SideStream | None:
+        """Where the reference runs beside the policy's step before.
+
+        None where it shares weights with the policy, or buffers and communicators with ranks that
+        the models are split over.
+        """
+        dims = self.setup.dims
+        is_apart = not self.is_own_reference and dims.dp == dims.world and dims.ep == 1
+        is_asked = not self.options.no_overlap_reference and device.current().overlaps_kernels
+        return SideStream() if is_apart and is_asked else None
 
     @property
     def _reference(self) -> RoleModel:

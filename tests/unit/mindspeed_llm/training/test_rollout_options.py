@@ -45,6 +45,7 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
             {"stage": "kto", "pref_ftx": 0.1},
             "--pref-ftx 0.1: is for --stage dpo and simpo, not",
         ),
+        ({"stage": "orm", "no_overlap_reference": True}, "is for --stage dpo and kto, not orm"),
         ({"stage": "sft", "no_scale_rewards": True}, "--no-scale-rewards: is for --stage grpo"),
     ],
 )

@@ -1,0 +1,33 @@
+"""Independent work beside what is queued, on a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from mindspeed.device.choice import current
+
+
+class SideStream:
+    """Runs work that waits for nothing that is queued after the stream was made.
+
+    The last wave of a GEMM leaves processors idle; kernels of the side fill in. The work may read
+    what existed when the stream was made, and what it makes itself. It must not share buffers with
+    the work beside it.
+    """
+
+    def __init__(self) -> None:
+        self._device = current()
+        self._stream = self._device.stream()
+        self._stream.wait_event(self._device.current_stream().record_event())
+
+    def run(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Queue the work; what is queued behind this call waits for its results."""
+        with self._device.use_stream(self._stream):
+            results = work()
+        here = self._device.current_stream()
+        here.wait_event(self._stream.record_event())
+        for result in results:
+            result.record_stream(here)  # its memory is not free before `here` is done with it
+        return results
