@@ -49,11 +49,15 @@ def _reply(values):
 class Worker:
     """One worker process: it starts at once and runs steps on request."""
 
-    def __init__(self, *command):
+    def __init__(self, *command, tree=None):
+        """Start a command; `tree` is a folder whose packages come before all others."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        if tree is not None:
+            paths = [str(tree), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen([sys.executable, *command], env=environment, **pipes)
 
