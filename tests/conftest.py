@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import signal
+import tempfile
 
 gc.disable()  # until all tests are collected: what is imported stays
 
@@ -13,6 +14,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import mindspeed.megatron_adaptor  # noqa: E402, F401
+from mindspeed import device  # noqa: E402
 from tests.budget import load_profile  # noqa: E402
 
 load_profile()
@@ -29,6 +31,18 @@ os.fsync = os.fdatasync = lambda descriptor: os.fstat(descriptor) and None
 # tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give what tests cache a folder of the session, not the user's own; workers inherit it.
+
+    Not on a GPU, where that folder holds compiled kernels.
+    """
+    if hasattr(config, "workerinput") or device.current().name != "cpu":
+        return
+    folder = tempfile.TemporaryDirectory(prefix="mindspeed-cache-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["XDG_CACHE_HOME"] = folder.name
 
 
 def pytest_collection_finish() -> None:
