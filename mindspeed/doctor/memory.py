@@ -6,7 +6,7 @@ import argparse
 import ast
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,17 @@ from mindspeed.config import (
 )
 from mindspeed.config.suggest import misspelt
 from mindspeed.config.yaml_file import read_yaml
+from mindspeed.distributed.parallel_dims import check_model
 from mindspeed.features.base import Context
 from mindspeed.features.registry import registry
 from mindspeed.features.selection import accepts, select
+from mindspeed.training.expert_options import (
+    ExpertOptions,
+    check_has_no_experts,
+    check_shared_sequence,
+)
+from mindspeed.training.options import check_precision
+from mindspeed.training.stages import Stage, stage_named
 from mindspeed.tune.memory_model import (
     Changes,
     MemoryModel,
@@ -48,13 +56,30 @@ HUGGING_FACE = {
     "moe_ffn_hidden_size": ("moe_intermediate_size",),
 }
 """Megatron's names, and those in the config.json of a Hugging Face model."""
+DEFAULT_LORA_RANK = 16
+"""Rank of adapters that are loaded, where it is not given."""
 
 
 class RunOptions(RunSizes):
-    """The sizes of a run, and where its model is."""
+    """The sizes of a run, where its model is, and what of it is trained beside which others."""
 
     hf_cfg_dir: str | None = None
     load: str | None = None
+    stage: str = "sft"
+    lora_r: int | None = None
+    lora_load: str | None = None
+    lora_train_router: bool = False
+    ref_model: str | None = None
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank of the adapters, 0 without any."""
+        return self.lora_r or (DEFAULT_LORA_RANK if self.lora_load else 0)
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the policy without its adapters is the reference, so that there is no other."""
+        return bool(self.lora_rank) and not self.lora_train_router and self.ref_model is None
 
 
 @dataclass(frozen=True)
@@ -69,11 +94,14 @@ class Fit:
     """The run with these changes: those that make it fit, or all that save something."""
     unread: Sequence[str]
     """Words of the run that say nothing about memory, or that are not known here."""
+    uncounted: str = ""
+    """What the run keeps in memory and no formula has."""
 
     @property
-    def fits(self) -> bool:
-        """Whether the run fits as it is."""
-        return self.model.total() <= self.available
+    def fits(self) -> bool | None:
+        """Whether the run fits as it is; None where what is not counted decides."""
+        is_within = self.model.total() <= self.available
+        return None if is_within and self.uncounted else is_within
 
     def lines(self) -> list[str]:
         """Return the section of the report."""
@@ -96,6 +124,7 @@ class Fit:
             "total": self.model.total(),
             "available": self.available,
             "fits": self.fits,
+            "uncounted": self.uncounted,
             "savings": [{"flags": as_flags(each), "bytes": size} for each, size in self.best],
             "changed": {"flags": as_flags(self.changes), "total": self.smaller.total()},
         }
@@ -103,18 +132,23 @@ class Fit:
     def _verdict(self) -> str:
         if self.fits:
             return "fits"
+        if self.fits is None:
+            left = in_gib(self.available - self.model.total())
+            return f"fits only if {left} are enough for what is not counted: {self.uncounted}"
         if not self.changes:
             return "does not fit, and no flag would save anything: use more ranks"
         needs = f"{in_gib(self.smaller.total())} with {as_flags(self.changes)}"
         if self.smaller.total() <= self.available:
-            return f"does not fit; would fit: {needs}"
+            besides = f", but for {self.uncounted}" if self.uncounted else ""
+            return f"does not fit; would fit{besides}: {needs}"
         return f"does not fit, not even with every flag that saves something: {needs}"
 
 
 def examine(words: Sequence[str], available: int, device_name: str | None = None) -> Fit:
     """Return what a run needs; `words` are its flags, after the name of a YAML file if it has one.
 
-    ConfigError is raised for sizes that are missing and for what the features of the run refuse.
+    ConfigError is raised for sizes that are missing and for what the run would refuse: by its
+    features, a stage that there is not, options of experts on a dense model, two precisions.
     """
     known, parser = registry(), _parser()
     has_file = bool(words) and not words[0].startswith("-")
@@ -124,6 +158,8 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
     _check_spelling(parser, others)
     options = from_namespace(known.options_class, namespace)
     run = from_namespace(RunOptions, namespace)
+    stage = stage_named(run.stage)
+    check_precision(run.bf16, run.fp16)
     arguments = {**others, **vars(namespace), **dict(run)}
     if arguments.get("multi_latent_attention"):
         raise ConfigError(
@@ -145,11 +181,53 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
         select(known, options, context)
     except TypeError as error:  # a number that is none, of a flag that is not declared here
         raise ConfigError(f"--memory: a value of the run is wrong: correct it ({error})") from None
-    model = memory_model(arguments, device_name=device_name)
+    _check_experts(arguments, others)
+    model = _run_memory(run, stage, arguments, device_name)
     would = functools.partial(accepts, known, options, context)
     changes, smaller = fitting(model, available, would)
     unread = list(map(flag_name, others))
-    return Fit(model, available, best_savings(model, would), changes, smaller, unread)
+    best = best_savings(model, would)
+    return Fit(model, available, best, changes, smaller, unread, stage.uncounted)
+
+
+def _check_experts(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that a model with, or without, experts refuses."""
+    sizes = RunSizes.of(arguments)
+    tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+    check_model(
+        world=max(sizes.world_size, tp * pp * sizes.context_parallel_size),
+        tp=tp,
+        pp=pp,
+        cp=sizes.context_parallel_size,
+        ep=sizes.expert_model_parallel_size,
+        etp=sizes.expert_tensor_parallel_size,
+        num_experts=sizes.num_experts or 0,
+    )
+    if sizes.num_experts:
+        check_shared_sequence(tp, sizes.sequence_parallel)
+    else:
+        given = {name: others[name] for name in ExpertOptions.model_fields if name in others}
+        check_has_no_experts(ExpertOptions.model_construct(**given))
+
+
+def _run_memory(
+    run: RunOptions, stage: Stage, arguments: dict[str, Any], device_name: str | None
+) -> MemoryModel:
+    """Return the memory of a run with its adapters, its reference and all rows of its samples."""
+    if stage.has_value_head:
+        arguments = arguments | {"untie_embeddings_and_output_weights": False}
+    model = memory_model(arguments, device_name=device_name)
+    has_frozen = stage.has_reference and not run.is_own_reference
+    adapters = RunSizes.of(arguments).adapter_parameters(run.lora_rank)
+    count = model.num_parameters + adapters
+    return replace(
+        model,
+        vocab_size=0 if stage.has_value_head else model.vocab_size,
+        num_parameters=count,
+        trained_fraction=adapters / count if adapters else 1.0,
+        frozen_parameters=model.num_parameters if has_frozen else 0,
+        micro_batch_size=model.micro_batch_size * stage.sequences,
+    )
 
 
 def _check_spelling(parser: argparse.ArgumentParser, others: Mapping[str, Any]) -> None:

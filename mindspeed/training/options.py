@@ -138,6 +138,12 @@ def check_run(options: RunOptions) -> None:
         raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {allowed}")
 
 
+def check_precision(bf16: bool, fp16: bool) -> None:
+    """Raise ConfigError if a run would compute in two precisions."""
+    if bf16 and fp16:
+        raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
+
+
 def _ranges() -> dict[str, tuple[Callable[[float], bool], str]]:
     """Return which values options may have, beyond their types."""
     counts: tuple[str, ...] = ("micro_batch_size", "global_batch_size", "seq_length")

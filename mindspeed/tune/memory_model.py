@@ -55,6 +55,8 @@ class MemoryModel:
     """Parameters on this rank."""
     trained_fraction: float = 1.0
     """Share of the parameters that is trained, less than one with adapters."""
+    frozen_parameters: int = 0
+    """Parameters of further models, of which this rank keeps the weights alone."""
     seq_length: int
     micro_batch_size: int = 1
     loss_rows: int | None = None
@@ -185,7 +187,8 @@ class MemoryModel:
         share = self.dp if self.distributed_optimizer else 1
         masters = 0 if self.width == FLOAT else 2 if self.reuse_fp32_param else FLOAT
         optimizer = 0 if self.swap_optimizer else (masters + 2 * FLOAT) * trained // share
-        return {
+        frozen = {"frozen models": self.width * self.frozen_parameters}
+        return (frozen if self.frozen_parameters else {}) | {
             "weights": self.width * self.num_parameters,
             "gradients": FLOAT * trained,
             "optimizer state": optimizer,

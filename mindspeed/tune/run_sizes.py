@@ -120,6 +120,11 @@ class RunSizes(Options):
         return self.padded_vocab_size or padded_vocabulary(self.vocab_size or 0, divisor, tp)
 
     @property
+    def local_experts(self) -> int:
+        """Experts of a layer on this rank, 0 of a dense model."""
+        return (self.num_experts or 0) // self.expert_model_parallel_size
+
+    @property
     def expert_tp(self) -> int:
         """Ranks that share the matrices of an expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
@@ -157,8 +162,7 @@ class RunSizes(Options):
         matrices = hidden * (3 if self.swiglu else 2)
         layer = hidden * (widths.query + 2 * widths.key + widths.output) // tp
         if self.num_experts:
-            local = self.num_experts // self.expert_model_parallel_size
-            layer += matrices * self.expert_width // self.expert_tp * local
+            layer += matrices * self.expert_width // self.expert_tp * self.local_experts
             layer += matrices * (self.moe_shared_expert_intermediate_size or 0) // tp
             layer += hidden * self.num_experts
         else:
@@ -166,3 +170,18 @@ class RunSizes(Options):
         is_only_stage = self.pipeline_model_parallel_size == 1
         tables = 2 if self.untie_embeddings_and_output_weights and is_only_stage else 1
         return self.stage_layers * layer + tables * hidden * self.vocabulary // tp
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Return the parameters that LoRA adds to this rank: an adapter beside every projection.
+
+        One of (rows, columns) has rank * (rows + columns), of which TP shares what it shares of the
+        projection. Mixtures have them in attention and in routed experts.
+        """
+        hidden, tp = self.hidden_size, self.tensor_model_parallel_size
+        widths, matrices = self.attention_widths, 3 if self.swiglu else 2
+        sides = 4 * hidden + (widths.query + 2 * widths.key + widths.output) // tp
+        if self.num_experts:
+            sides += self.local_experts * matrices * (hidden + self.expert_width // self.expert_tp)
+        else:
+            sides += matrices * (hidden + self.dense_width // tp)
+        return self.stage_layers * rank * sides

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mindspeed.config import ConfigError, Options, Spelling
 from mindspeed.features.registry import registry
+from mindspeed.training.options import check_precision
 from mindspeed_llm.training.options import AcceptedOptions, ModelOptions, TrainOptions
 
 Task = Literal["greedy", "do_sample", "beam_search", "beam_search_with_sampling", "chat"]
@@ -146,8 +147,7 @@ def check(options: GenerateOptions) -> None:
         raise ConfigError("--load is missing: give a model or a checkpoint")
     if options.hf_chat_template and options.prompt_type not in (None, "tokenizer"):
         raise ConfigError("--hf-chat-template and --prompt-type exclude each other: drop one")
-    if options.bf16 and options.fp16:
-        raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
+    check_precision(options.bf16, options.fp16)
     if options.output is not None and not _can_be_written(Path(options.output)):
         raise ConfigError(
             f"--output {options.output}: give a file name in a folder that can be written"

@@ -2,18 +2,20 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import create_model
 
 from mindspeed.config import ConfigError, Options, add_options, read_options, suggest_flags
 from mindspeed.features.registry import registry
+from mindspeed.training.expert_options import ExpertOptions
 from mindspeed.training.options import (
     CheckpointOptions,
     LogOptions,
     OptimizerOptions,
     RunOptions,
     ScheduleOptions,
+    check_precision,
     check_run,
 )
 from mindspeed_llm.data.instruction import split_parts, split_weights
@@ -238,33 +240,6 @@ class ParallelOptions(Options):
     """How long ranks wait for each other."""
 
 
-class ExpertOptions(Options):
-    """How tokens reach experts, and what is reported and trained of routers.
-
-    Megatron has most of these options by the same name.
-    """
-
-    moe_grouped_gemm: bool | None = None
-    """Multiply by the weights of all experts of a rank in one grouped GEMM. Default: on, but with
-    --transformer-impl local."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach the ranks of their experts."""
-    moe_expert_capacity_factor: Annotated[float, Field(gt=0)] | None = None
-    """Drop the tokens of an expert beyond this many times its even share. Default: drop none."""
-    moe_pad_expert_input_to_capacity: bool = False
-    """Pad the tokens of every expert to its capacity."""
-    moe_shared_expert_overlap: bool = False
-    """Run shared experts beside the collectives of the alltoall dispatcher."""
-    moe_router_fusion: bool | None = None
-    """Choose the experts of all tokens by one kernel and score them for the auxiliary loss by
-    another. Needs a Megatron that has this switch (0.16). Default: on CUDA."""
-    moe_load_interval: Annotated[int, Field(ge=0)] | None = None
-    """Steps between reports of the experts' load, drop rate and entropy; 0 for none. Default:
-    --log-interval."""
-    freeze_router: bool = False
-    """Keep the weights of routers as they were loaded."""
-
-
 class LossScaleOptions(Options):
     """How gradients keep their precision in Megatron's optimizer."""
 
@@ -427,8 +402,7 @@ def check(options: TrainOptions) -> None:
         raise ConfigError(
             "--load is missing: give a model or a checkpoint, or --from-scratch for random weights"
         )
-    if options.bf16 and options.fp16:
-        raise ConfigError("--bf16 and --fp16 exclude each other: drop one")
+    check_precision(options.bf16, options.fp16)
     split_weights(options.data_path)
     start, end = split_parts(options.split)[1]
     if options.eval_interval and options.eval_iters and start == end:

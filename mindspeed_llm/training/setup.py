@@ -27,6 +27,7 @@ from mindspeed.training.checkpoint_dir import (
     resume,
     verify_state,
 )
+from mindspeed.training.expert_options import check_has_no_experts, check_shared_sequence
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed_llm.models.config import ModelConfig, MoEConfig
 from mindspeed_llm.training import model
@@ -35,7 +36,7 @@ from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model import ModelRole, RoleModel
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
-from mindspeed_llm.training.options import ExpertOptions, TrainOptions
+from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.rollout_options import ONLINE
 from mindspeed_llm.training.shared_prompts import shares_prompts
 
@@ -235,28 +236,15 @@ def _sizes(shape: ModelConfig) -> dict[str, Any]:
 
 def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
     """Raise ConfigError for a mixture of experts under parallel sizes that Megatron refuses."""
-    tp, is_split = options.tensor_model_parallel_size, options.sequence_parallel
     if shape.moe is None:
-        _check_has_no_experts(options)
+        check_has_no_experts(options)
     else:
         _check_dispatch(options)
         _check_local_experts(options)
         _check_biases(options, shape)
         _check_router(options)
         _check_shared_experts(options, shape.moe, shape.family)
-    if shape.moe is not None and tp > 1 and not is_split:
-        raise ConfigError(
-            f"--tensor-model-parallel-size {tp}: a mixture of experts is trained with tensor "
-            "parallelism only if ranks also share the sequence: add --sequence-parallel, or use 1"
-        )
-
-
-def _check_has_no_experts(options: TrainOptions) -> None:
-    for name, info in ExpertOptions.model_fields.items():
-        value = getattr(options, name)
-        if value is not False and value != info.default:
-            flag = Spelling.FLAG.name_of(name)
-            raise ConfigError(f"{flag}: the model has no experts: drop it")
+        check_shared_sequence(options.tensor_model_parallel_size, options.sequence_parallel)
 
 
 def _check_local_experts(options: TrainOptions) -> None:

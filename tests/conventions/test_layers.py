@@ -23,7 +23,7 @@ BELOW = {
     "mindspeed/core": (),
     "mindspeed/doctor": (
         *("config", "device", "distributed", "launch", "compat", "ops"),
-        *("features", "tune"),
+        *("features", "training", "tune"),
     ),
 }
 LAYERS = {"mindspeed": 1, "mindspeed_llm": 2, "mindspeed_mm": 3}

@@ -2,9 +2,9 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-from mindspeed.config import ConfigError, did_you_mean
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.entry import exit_on_config_error, script_mode
+from mindspeed.training.stages import stage_named
 from mindspeed_llm.tasks.posttrain.base import BaseTrainer
 from mindspeed_llm.tasks.posttrain.dpo import DPOTrainer
 from mindspeed_llm.tasks.posttrain.grpo import GRPOTrainer
@@ -30,8 +30,7 @@ TRAINERS: dict[str, type[BaseTrainer]] = {
 
 def get_trainer(stage: str, options: TrainOptions) -> BaseTrainer:
     """Build the trainer of a stage."""
-    if stage not in TRAINERS:
-        raise ConfigError(f"--stage {stage} is not known; {did_you_mean(stage, TRAINERS)}")
+    stage_named(stage)  # refuses one that there is not
     return TRAINERS[stage](options)
 
 

@@ -16,6 +16,7 @@ LLAMA = (
     "--group-query-attention --num-query-groups 8 --vocab-size 128256 --bf16 --seq-length 8192 "
     "--untie-embeddings-and-output-weights"
 ).split()
+SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128".split()
 MATRICES = 8_030_261_248 - 65 * 4096
 """The parameters of Llama-3-8B but for its norms."""
 
@@ -117,6 +118,80 @@ def test_latent_attention_has_no_formula(tmp_path):
     for words in ([*LLAMA, "--multi-latent-attention"], [str(file), *LLAMA]):
         with pytest.raises(ConfigError, match="latent attention has no formula here"):
             examine(words, GIB)
+
+
+def test_adapters_are_trained_and_weights_are_not():
+    fit = examine([*LLAMA, "--lora-r", "16"], 80 * GIB, device_name="cuda")
+    adapters, parts = 41_943_040, fit.model.parts()  # as peft counts them for Llama-3-8B
+    assert parts["weights"] == 2 * (MATRICES + adapters)
+    assert parts["gradients"] == pytest.approx(4 * adapters)
+    assert parts["optimizer state"] == pytest.approx(12 * adapters)
+    assert fit.unread == [] and "frozen models" not in parts
+    loaded = examine([*LLAMA, "--lora-load", "adapters"], 80 * GIB, device_name="cuda")
+    assert loaded.model == fit.model
+
+
+def test_a_stage_has_its_reference_and_both_sequences_of_a_pair():
+    alone = examine(LLAMA, GIB).model
+    found = {s: examine([*LLAMA, "--stage", s], GIB).model for s in ("dpo", "simpo", "kto", "prm")}
+    weights = alone.parts()["weights"]
+    reference = {stage: model.parts().get("frozen models") for stage, model in found.items()}
+    assert reference == {"dpo": weights, "simpo": None, "kto": weights, "prm": None}
+    rows = {stage: model.tokens // alone.tokens for stage, model in found.items()}
+    assert rows == {"dpo": 2, "simpo": 2, "kto": 1, "prm": 1}
+    assert found["kto"].total() == alone.total() + weights and found["prm"] == alone
+
+
+def test_a_policy_with_adapters_is_its_own_reference():
+    dpo = [*LLAMA, *"--stage dpo --lora-r 8".split()]
+    assert "frozen models" not in examine(dpo, GIB).model.parts()
+    for more in (["--ref-model", "other"], ["--lora-train-router"]):
+        assert examine([*dpo, *more], GIB).model.parts()["frozen models"] == 2 * MATRICES
+
+
+def test_a_value_head_has_no_logits():
+    parts = examine([*LLAMA, "--stage", "orm"], GIB).model
+    assert parts.output_parts()["logits"] == 0
+    assert parts.num_parameters == MATRICES - 128256 * 4096
+
+
+@pytest.mark.parametrize("stage", ["grpo", "trl_ppo"])
+def test_what_samples_is_not_said_to_fit(stage, capsys):
+    words = [*SMALL, "--stage", stage]
+    assert main(["doctor", "--device-gib", "80", "--memory", *words]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("fits only if ") and "not counted: " in last
+    record = examine(words, GIB).as_record()
+    assert record["fits"] is None and "cache of sampling" in record["uncounted"]
+    large = examine([*LLAMA, "--stage", stage], 80 * GIB, device_name="cuda")
+    assert large.fits is False and "would fit, but for " in large.lines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--moe-grouped-gemm", "--moe-grouped-gemm: the model has no experts: drop it"),
+        ("--moe-load-interval 5", "--moe-load-interval: the model has no experts: drop it"),
+        ("--freeze-router", "--freeze-router: the model has no experts: drop it"),
+        (
+            "--expert-model-parallel-size 2",
+            "--expert-model-parallel-size 2: the model has no experts: use 1",
+        ),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2: a mixture of experts is trained with tensor "
+            "parallelism only if ranks also share the sequence: add --sequence-parallel, or use 1",
+        ),
+        ("--bf16 --fp16", "--bf16 and --fp16 exclude each other: drop one"),
+        ("--stage dop", "--stage dop is not known; did you mean dpo?"),
+        ("--lora-r 0", "--lora-r 0: give a whole number above 0"),
+    ],
+)
+def test_what_a_run_refuses_is_not_said_to_fit(words, reason, capsys):
+    assert main(["doctor", "--device-gib", "80", "--memory", *SMALL, *words.split()]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"mindspeed: error: {reason}") and said.err.count("\n") == 1
+    assert not said.out
 
 
 @pytest.mark.parametrize("words", [["--json"], ["--device-gib", "80"], ["--device-gib=80"]])
