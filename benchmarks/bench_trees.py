@@ -76,11 +76,17 @@ def main():
     options = parser.parse_args()
     if not (options.before / "mindspeed").is_dir():
         sys.exit(f"{options.before} has no folder mindspeed: give a checkout of another commit")
+    if options.rounds < 1:
+        sys.exit(f"--rounds {options.rounds}: give 1 or more")
     rows = options.row_before or options.row, options.row
-    for row in rows:
+    for flag, row in zip(("--row-before" if options.row_before else "--row", "--row"), rows):
         peer, _, batch = row.partition(":")
-        if peer not in bench_train_step.PEERS or not batch.isdecimal():
-            sys.exit(f"--row {row}: use PEER:BATCH, PEER of {', '.join(bench_train_step.PEERS)}")
+        if peer not in bench_train_step.PEERS or not batch.isdecimal() or not int(batch):
+            sys.exit(f"{flag} {row}: use PEER:BATCH, PEER of {', '.join(bench_train_step.PEERS)}")
+    try:
+        options.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--results {options.results}: cannot be made ({error.strerror})")
     trees = {
         _commit(options.before): (options.before.resolve(), rows[0]),
         "this tree": (ROOT, rows[1]),

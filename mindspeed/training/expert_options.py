@@ -22,6 +22,9 @@ class ExpertOptions(Options):
     """Drop the tokens of an expert beyond this many times its even share. Default: drop none."""
     moe_pad_expert_input_to_capacity: bool = False
     """Pad the tokens of every expert to its capacity."""
+    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] | None = None
+    """Factor of the loss that balances the load of experts. Default: that of the model's
+    config.json."""
     moe_shared_expert_overlap: bool = False
     """Run shared experts beside the collectives of the alltoall dispatcher."""
     moe_router_fusion: bool | None = None

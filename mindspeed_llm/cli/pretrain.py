@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Train, as one of the ranks."""
-    options = from_arguments(args)
+    options = from_arguments(args, is_pretraining=True)
 
     def train() -> None:
         with importing():

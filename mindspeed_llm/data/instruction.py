@@ -258,8 +258,12 @@ def open_stream(
     starts = accumulate([len(one) for one in data], initial=0)
     whole = [Numbered(one, start) if is_numbered else one for one, start in zip(data, starts)]
     views = [Part(one, *part) for one in whole]
-    if any(len(view) == 0 for view in views):
-        raise ConfigError(f"--data-path {' '.join(data_path)}: a part of --split has no samples")
+    for one, view in zip(data, views):
+        if len(view) == 0:
+            raise ConfigError(
+                f"--split: {100 * (part[1] - part[0]):.3g} % of the {len(one)} samples of "
+                f"{one.prefix} are none: give larger shares, or more data"
+            )
     fingerprint = "-".join(one.fingerprint for one in data)
     return SampleStream(
         views,

@@ -54,9 +54,12 @@ def transformer_config(
 
 
 def same_named(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that one of Megatron's config dataclasses has under the same name."""
+    """Return the options that one of Megatron's config dataclasses has under the same name.
+
+    Megatron decides those that are left open.
+    """
     names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in options.items() if name in names}
+    return {name: value for name, value in options.items() if name in names and value is not None}
 
 
 def gpt_model(

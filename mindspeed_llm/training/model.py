@@ -279,8 +279,8 @@ def gather_parameters(model: RoleModel) -> None:
 
 def _auxiliary_loss(
     options: TrainOptions, shape: ModelConfig, dims: ParallelDims
-) -> dict[str, float]:
-    """Return the coefficient of the experts' auxiliary loss where Megatron would weaken it.
+) -> dict[str, Any]:
+    """Return the coefficient of the experts' auxiliary loss, larger where Megatron weakens it.
 
     Each of the ranks that share a sequence adds its part. With a mean over all tokens, Megatron
     before 0.19 weights it by the tokens of one of them; without, gradients are averaged over
@@ -291,9 +291,14 @@ def _auxiliary_loss(
         shares = dims.cp * (dims.tp if options.sequence_parallel else 1)
     elif version < Version("0.13"):
         shares = dims.cp
-    if shape.moe is None or shares == 1:
+    if shape.moe is None:
         return {}
-    return {"moe_aux_loss_coeff": shape.moe.aux_loss_coeff * shares}
+    given = options.moe_aux_loss_coeff
+    coefficient = shape.moe.aux_loss_coeff if given is None else given
+    return {
+        "moe_aux_loss_coeff": coefficient * shares,
+        "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
+    }
 
 
 def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:

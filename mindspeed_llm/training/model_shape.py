@@ -45,7 +45,9 @@ def _detect(load: str) -> CheckpointDir:
     try:
         return detect(load)
     except ConfigError as error:
-        raise ConfigError(f"--load {error}") from None
+        has_config = (Path(load) / "config.json").is_file()
+        advice = "; --from-scratch trains random weights" if has_config else ""
+        raise ConfigError(f"--load {error}{advice}") from None
 
 
 def _of_weights(found: CheckpointDir, folder: Path, options: TrainOptions) -> ModelConfig:
@@ -74,6 +76,11 @@ def _from_flags(options: TrainOptions) -> ModelConfig:
     missing = [Spelling.FLAG.name_of(name) for name in NEEDED if getattr(options, name) is None]
     if missing:
         raise ConfigError(f"there is no config.json: give --hf-cfg-dir, or {', '.join(missing)}")
+    if options.num_experts:
+        raise ConfigError(
+            f"--num-experts {options.num_experts}: there is no config.json, which says what a "
+            "mixture of experts is like: give --hf-cfg-dir"
+        )
     sizes: Any = options  # what is needed is given
     heads = sizes.num_attention_heads
     return ModelConfig(
@@ -107,6 +114,10 @@ def check_flags(options: TrainOptions, shape: ModelConfig) -> None:
         compare(name, getattr(options, name), getattr(shape, name))
     compare("num_layers", options.num_layers, shape.num_layers + len(options.noop_layers))
     compare("rotary_base", options.rotary_base, shape.rotary.base)
+    moe = shape.moe
+    compare("num_experts", options.num_experts, moe.num_experts if moe else 0)
+    compare("moe_router_topk", options.moe_router_topk, moe.topk if moe else 0)
+    compare("moe_ffn_hidden_size", options.moe_ffn_hidden_size, moe.ffn_hidden_size if moe else 0)
     refuse_contradictions(wrong + contradictions(options, shape))
 
 

@@ -55,6 +55,12 @@ class ModelOptions(Options):
     """Key and value heads."""
     kv_channels: int | None = None
     """Size of a head."""
+    num_experts: int | None = None
+    """Routed experts of a layer."""
+    moe_router_topk: int | None = None
+    """Experts that a token visits."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of one routed expert."""
     max_position_embeddings: int | None = None
     """Longest sequence the model is meant for; may differ from its config.json."""
     vocab_size: int | None = None
@@ -376,10 +382,14 @@ def add_arguments(
         )
 
 
-def from_arguments(namespace: argparse.Namespace) -> TrainOptions:
-    """Build the options of training and check them."""
+def from_arguments(namespace: argparse.Namespace, *, is_pretraining: bool = False) -> TrainOptions:
+    """Build the options of training and check them; pretraining has no stages."""
     options = read_options(namespace, TrainOptions)
-    check(options)
+    if is_pretraining and "stage" in options.model_fields_set:
+        raise ConfigError(
+            f"--stage {options.stage}: is for posttrain_gpt.py: use that, or drop it to pretrain"
+        )
+    check(options, "pretraining" if is_pretraining else options.stage)
     return options
 
 
@@ -391,13 +401,14 @@ def parse(argv: Sequence[str] | None = None) -> TrainOptions:
     return from_arguments(parser.parse_args(argv))
 
 
-def check(options: TrainOptions) -> None:
+def check(options: TrainOptions, stage: str | None = None) -> None:
     """Raise ConfigError for what can never work, before anything is loaded."""
+    stage = stage or options.stage
     if not options.data_path:
         raise ConfigError("--data-path is missing: give the --output-prefix of preprocess")
     check_run(options)
-    check_preferences(options, options.stage)
-    check_rollouts(options, options.stage, options.distributed_timeout_minutes)
+    check_preferences(options, stage)
+    check_rollouts(options, stage, options.distributed_timeout_minutes)
     if options.load is None and not options.from_scratch:
         raise ConfigError(
             "--load is missing: give a model or a checkpoint, or --from-scratch for random weights"

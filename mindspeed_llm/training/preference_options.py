@@ -90,6 +90,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(KtoOptions.model_fields, ("kto",)),
     **dict.fromkeys(PairOptions.model_fields, ("dpo", "simpo", "orm")),
     "pref_ftx": ("dpo", "simpo"),
+    "ref_model": ("dpo", "kto", "trl_ppo", "grpo"),
     "precompute_ref_log_probs": ("dpo",),
     "no_overlap_reference": ("dpo", "kto"),
 }
@@ -133,6 +134,4 @@ def check_preferences(options: PreferenceOptions, stage: str) -> None:
                 f"--{prefix}-label-smoothing {smoothing:g}: is for --{prefix}-loss-type sigmoid, "
                 f"not {kind}: drop one"
             )
-    if options.ref_model is not None and stage not in ("dpo", "kto", "trl_ppo", "grpo"):
-        raise ConfigError(f"--ref-model: --stage {stage} has no reference: drop it")
     check_stage(options, STAGES, stage)

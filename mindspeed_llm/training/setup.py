@@ -299,10 +299,19 @@ def _check_shared_experts(options: TrainOptions, moe: MoEConfig, family: str) ->
             f"--n-shared-experts {given}: this {family} model has {has:g}, which its config.json "
             "decides: drop it"
         )
+    if options.moe_shared_expert_overlap and not has:
+        raise ConfigError(
+            f"--moe-shared-expert-overlap: this {family} model has no shared experts: drop it"
+        )
 
 
 def _check_dispatch(options: TrainOptions) -> None:
     """Refuse collectives of equal sizes where ranks have different numbers of tokens."""
+    if options.moe_pad_expert_input_to_capacity and options.moe_expert_capacity_factor is None:
+        raise ConfigError(
+            "--moe-pad-expert-input-to-capacity: there is no capacity: add "
+            "--moe-expert-capacity-factor, or drop it"
+        )
     samples = options.stage in ONLINE
     tp = options.tensor_model_parallel_size
     is_wider = (options.expert_tensor_parallel_size or tp) > tp

@@ -13,6 +13,6 @@ def check_experts(flag: str, context: Context) -> None:
     """Raise ConfigError for a model that is known to have no experts."""
     if context.megatron is not None and not number_of_experts(context):
         raise ConfigError(
-            f"{flag} is for layers of experts, and this model has none: add --num-experts or drop "
-            f"{flag}"
+            f"{flag} is for layers of experts, and this model has none: drop it, or train a "
+            "mixture of experts"
         )

@@ -7,6 +7,7 @@ from typing import Any
 from mindspeed import config
 from mindspeed.config import ConfigError
 from mindspeed.features.base import Context, Feature, Level
+from mindspeed.features.moe.experts import check_experts
 from mindspeed.patching import Patch
 
 SERVED = ("alltoall", "alltoall_seq", "flex")
@@ -37,6 +38,7 @@ class FusedMoePermute(Feature):
         if not options.use_fused_moe_token_permute_and_unpermute:
             return
         flag = context.spelling.name_of("use_fused_moe_token_permute_and_unpermute")
+        check_experts(flag, context)
         dispatcher = context.argument("moe_token_dispatcher_type", "alltoall")
         if dispatcher not in SERVED:
             raise ConfigError(

@@ -110,10 +110,15 @@ def test_what_megatron_switches_on():
         ),
         (
             FusedMoePermute(),
-            {"moe_token_dispatcher_type": "allgather"},
+            {"num_experts": 4, "moe_token_dispatcher_type": "allgather"},
             "needs --moe-token-dispatcher-type alltoall or alltoall_seq or flex, not allgather",
         ),
-        (FusedMoePermute(), {"moe_expert_capacity_factor": 1.0}, "--moe-pad-expert-input"),
+        (
+            FusedMoePermute(),
+            {"num_experts": 4, "moe_expert_capacity_factor": 1.0},
+            "--moe-pad-expert-input",
+        ),
+        (FusedMoePermute(), {}, "is for layers of experts, and this model has none: drop it"),
     ],
 )
 def test_what_is_refused(feature, arguments, message):
@@ -125,6 +130,7 @@ def test_what_is_refused(feature, arguments, message):
 def test_what_is_accepted():
     permute = FusedMoePermute()
     padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    padded["num_experts"] = 4
     asked = options(permute, use_fused_moe_token_permute_and_unpermute=True)
     permute.check(asked, Context(megatron=padded))
     permute.check(options(permute), Context(megatron={"moe_token_dispatcher_type": "allgather"}))

@@ -110,3 +110,23 @@ def test_help_begins_with_the_task_and_what_every_run_needs() -> None:
     assert len(set(titles)) == len(titles) and "loss scale" in titles
     example = text[text.index("python posttrain_gpt.py") :].split("\n\n")[0].replace("\\\n", " ")
     assert from_arguments(parser.parse_args(example.split()[2:])).stage == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--stage dpo", "--stage dpo: is for posttrain_gpt.py: use that, or drop it to pretrain"),
+        ("--stage sft", "--stage sft: is for posttrain_gpt.py"),
+        ("--dpo-beta 0.5", "--dpo-beta 0.5: is for --stage dpo, not pretraining: drop it"),
+        ("--ref-model m", "--ref-model m: is for --stage dpo and kto and trl_ppo and grpo, not"),
+    ],
+)
+def test_pretraining_has_no_stages(flags: str, words: str) -> None:
+    from mindspeed_llm.cli import pretrain
+
+    parser = pretrain.add_parser(argparse.ArgumentParser().add_subparsers())
+    namespace = parser.parse_args(
+        f"--load m --data-path d --lr 1e-5 --train-iters 1 {flags}".split()
+    )
+    with pytest.raises(ConfigError, match=words):
+        from_arguments(namespace, is_pretraining=True)

@@ -36,6 +36,7 @@ ROUTED = MoEConfig(
     expert_bias=True,
 )
 EXPERTS = SHAPE.model_copy(update={"moe": ROUTED})
+PADDED = {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,9 @@ def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
         find_shape(TrainOptions(load=str(tmp_path)))
     with pytest.raises(ConfigError, match="there is no config.json"):
         find_shape(TrainOptions(load=str(tmp_path), from_scratch=True))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no weights: .*; --from-scratch trains random"):
+        find_shape(TrainOptions(load=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,7 @@ def test_an_empty_load_is_an_error_unless_asked_for(tmp_path: Path) -> None:
     [
         ({"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": True}, "use alltoall"),
         ({"moe_token_dispatcher_type": "allgather", "stage": "grpo"}, "--stage grpo ranks have"),
-        ({"moe_pad_expert_input_to_capacity": True, "stage": "trl_ppo"}, "different numbers of"),
+        (PADDED | {"stage": "trl_ppo"}, "different numbers of"),
         ({"moe_expert_capacity_factor": 1.5, "stage": "grpo"}, "depend on those sampled beside"),
     ],
 )
@@ -188,6 +192,45 @@ def test_ranks_with_different_numbers_of_tokens(changes: dict[str, Any], words: 
     for layout in ({"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}):
         with pytest.raises(ConfigError, match=words):
             setup.check_experts(TrainOptions(load="m", **layout, **changes), EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("moe_pad_expert_input_to_capacity", "there is no capacity: add --moe-expert-capacity-f"),
+        ("moe_shared_expert_overlap", "this llama model has no shared experts: drop it"),
+    ],
+)
+def test_options_that_experts_have_no_use_for(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        setup.check_experts(TrainOptions(load="m", **{name: True}), EXPERTS)
+    setup.check_experts(TrainOptions(load="m", **PADDED), EXPERTS)
+
+
+def test_sizes_of_experts_must_be_those_of_the_model() -> None:
+    sizes = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+    check_flags(TrainOptions(**sizes), EXPERTS)
+    for name, value in sizes.items():
+        with pytest.raises(ConfigError, match=rf"{value + 1} \(the model has {value}\)"):
+            check_flags(TrainOptions(**sizes | {name: value + 1}), EXPERTS)
+        with pytest.raises(ConfigError, match=rf"{value} \(the model has 0\)"):
+            check_flags(TrainOptions(**{name: value}), SHAPE)
+    needed = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 99}
+    options = TrainOptions(from_scratch=True, num_attention_heads=4, num_experts=4, **needed)
+    with pytest.raises(ConfigError, match="--num-experts 4: there is no config.json"):
+        find_shape(options)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 0.25), (0.5, 0.5), (0.0, 0.0)])
+def test_the_auxiliary_loss_is_as_given_or_that_of_the_model(
+    given: float | None, expected: float
+) -> None:
+    routed = ROUTED.model_copy(update={"aux_loss_coeff": 0.25})
+    shape = SHAPE.model_copy(update={"moe": routed})
+    options = TrainOptions(load="m", moe_aux_loss_coeff=given)
+    config = make_config(options, shape, parallel_dims(options, shape))
+    assert config.moe_aux_loss_coeff == expected
+    assert config.moe_router_load_balancing_type == ("aux_loss" if expected else "none")
 
 
 def test_a_dense_model_has_no_options_of_experts() -> None:
