@@ -126,6 +126,10 @@ def test_weights_and_prefixes(prefixes):
     assert Counter(by_size.locate(p)[0] for p in range(10)) == {0: 6, 1: 4}
     assert stream.fingerprint == by_size.fingerprint != open_stream([a]).fingerprint
     train, valid, _ = split_parts("50,50,0")
+    with pytest.raises(
+        ConfigError, match=r"--split: 0.001 % of the \d+ samples of .* are none: give"
+    ):
+        open_stream([a], part=(0.0, 1e-5))
     halves = [open_stream([a], part=part, shuffle=False) for part in (train, valid)]
     ids = [[half[p]["input_ids"].tolist() for p in range(3)] for half in halves]
     assert ids[0] + ids[1] == [sample["input_ids"].tolist() for sample in InstructionData(a)]
