@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed.moe.interface import CombinedByExperts, TwoMethods, number_of_rows
+from mindspeed.ops.expert_mlp import quack_impl
 from mindspeed.ops.expert_mlp.reference import ExpertRows, number_rows
 
 
@@ -77,6 +78,11 @@ def wrap_layer_init(
         if is_fused and _is_local(self) and not find_need(partial(_field, self.config)):
             overlapped = self.shared_experts if self.shared_expert_overlap else None
             self.token_dispatcher = LocalDispatcher(self.config, overlapped)
+            linear = self.experts.linear_fc2
+            quack_impl.prepare(
+                *(self.config.params_dtype, linear.out_features, linear.in_features),
+                is_gathered=True,
+            )
 
     return __init__
 

@@ -112,7 +112,7 @@ def _forward(experts: Any, x: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor
 
 def _apart(run: Callable[..., Any], x: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
     """Copy the tokens to their rows, run Megatron's experts, add the rows of each token up."""
-    gathered = spread_rows(x, rows.row_ids, len(rows.tokens), rows.starts)
+    gathered = spread_rows(x, rows.row_ids, len(rows.row_ids), rows.starts)
     out, _ = run(gathered, rows.cu_seqlens.diff(), probs)
     total: Tensor = gather_rows(out, rows.row_ids, None, rows.starts)
     return total

@@ -18,14 +18,14 @@ from mindspeed.ops.gmm import gmm
 from mindspeed.ops.groupmatmul_add_fp32 import groupmatmul_add_fp32
 from mindspeed.ops.routing_rows import routing_rows
 from mindspeed.ops.swiglu import swiglu, weighted_swiglu_gradient
-from mindspeed.ops.token_rows import gather_rows
+from mindspeed.ops.token_rows import gather_rows, spread_rows
 
 
 class ExpertRows(NamedTuple):
     """Which rows belong to which token and expert, all int32 and on the device."""
 
-    tokens: Tensor
-    """(R,) the token of each row"""
+    tokens: Tensor | None
+    """(R,) the token of each row; None: what is multiplied are rows already, (R, H)"""
     row_ids: Tensor
     """(R,) the rows in the order of their tokens"""
     starts: Tensor
@@ -37,6 +37,13 @@ class ExpertRows(NamedTuple):
     def ends(self) -> Tensor:
         """The end of each expert's rows."""
         return self.cu_seqlens[1:]
+
+    def spread(self, x: Tensor) -> tuple[Tensor, ExpertRows]:
+        """Copy tokens x (T, H) to their rows: return these (R, H), and self for them."""
+        if self.tokens is None:
+            return x, self
+        rows: Tensor = spread_rows(x, self.row_ids, len(self.row_ids), self.starts)
+        return rows, self._replace(tokens=None)
 
     def add_up(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
         """Add the rows (R, H) of each token up, each times its weight (R,): (T, H)."""
@@ -65,11 +72,20 @@ def sorted_rows(counts: Tensor, num_rows: int) -> ExpertRows:
     """
     starts = torch.arange(num_rows + 1, dtype=torch.int32, device=counts.device)
     cu_seqlens = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    return ExpertRows(starts[:num_rows], starts[:num_rows], starts, cu_seqlens)
+    return ExpertRows(None, starts[:num_rows], starts, cu_seqlens)
 
 
 class Kernels(Protocol):
-    """What the experts and their gradients consist of."""
+    """What the experts and their gradients consist of.
+
+    Tokens (T, H), or gradients of theirs, are multiplied as the rows (R, H) that `rows` names.
+    """
+
+    def laid_out(self, x: Tensor, rows: ExpertRows, columns: int) -> tuple[Tensor, ExpertRows]:
+        """Return tokens x as GEMMs of so many columns in all read them the fastest, and rows.
+
+        They are copied to their rows for that, or stay as they are.
+        """
 
     def gated(self, x: Tensor, first: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
         """Return the pre-activation of the gathered tokens x (T, H), and SwiGLU of it (R, F)."""
@@ -105,10 +121,13 @@ class Kernels(Protocol):
 class Reference:
     """Gathered rows, grouped GEMMs and SwiGLU, one after the other; a pre-activation is (R, 2F)."""
 
+    def laid_out(self, x: Tensor, rows: ExpertRows, columns: int) -> tuple[Tensor, ExpertRows]:
+        """Copy: these GEMMs cannot gather."""
+        return rows.spread(x)
+
     def gated(self, x: Tensor, first: Tensor, rows: ExpertRows) -> tuple[Tensor, Tensor]:
         """Gather, multiply, activate."""
-        gathered = x.index_select(0, rows.tokens)
-        preact = gmm(gathered, first.transpose(1, 2), group_list=rows.ends)
+        preact = gmm(rows.spread(x)[0], first.transpose(1, 2), group_list=rows.ends)
         return preact, swiglu(preact)
 
     def project(self, y: Tensor, second: Tensor, rows: ExpertRows) -> Tensor:
@@ -120,7 +139,7 @@ class Reference:
         self, grad: Tensor, second: Tensor, preact: Tensor, weights: Tensor, rows: ExpertRows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gather, multiply, and recompute SwiGLU with its gradient."""
-        grad_y = gmm(grad.index_select(0, rows.tokens), second, group_list=rows.ends)
+        grad_y = gmm(rows.spread(grad)[0], second, group_list=rows.ends)
         weights = weights.unsqueeze(1)
         grad_preact, weighted, grad_weights = weighted_swiglu_gradient(grad_y, preact, weights)
         return grad_preact, weighted, grad_weights.squeeze(1)
@@ -134,13 +153,13 @@ class Reference:
         self, grad_preact: Tensor, x: Tensor, rows: ExpertRows, totals: Sequence[Tensor] | None
     ) -> Tensor | None:
         """Gather once more: the rows were not kept."""
-        return _outer(grad_preact, x.index_select(0, rows.tokens), rows, totals)
+        return _outer(grad_preact, rows.spread(x)[0], rows, totals)
 
     def second_gradient(
         self, grad: Tensor, weighted: Tensor, rows: ExpertRows, totals: Sequence[Tensor] | None
     ) -> Tensor | None:
-        """Gather once more."""
-        return _outer(grad.index_select(0, rows.tokens), weighted, rows, totals)
+        """Multiply."""
+        return _outer(rows.spread(grad)[0], weighted, rows, totals)
 
 
 def _outer(

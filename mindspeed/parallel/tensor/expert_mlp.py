@@ -69,7 +69,7 @@ class _ExpertMLP(Function):
         *weights: Tensor,
     ) -> Tensor:
         first, second = _matrices(weights, x.dtype)
-        ctx.kernels = kernels = choose(x, first, len(rows.tokens))
+        ctx.kernels = kernels = choose(x, first, rows)
         preact, y = kernels.gated(x, first, rows)
         out = rows.add_up(kernels.project(y, second, rows), routing_weights)
         ctx.save_for_backward(x, preact, routing_weights, *rows, *weights)
@@ -84,24 +84,35 @@ class _ExpertMLP(Function):
         kernels: Kernels = ctx.kernels
         needs_x, _, _, _, *needs_weight = ctx.needs_input_grad
         first, second = _matrices(weights, x.dtype)
+        needs_first, needs_second = needs_weight[: len(first)], needs_weight[len(first) :]
+        # Two GEMMs read the gradient of the output.
+        laid_out = kernels.laid_out(grad, rows, (1 + any(needs_second)) * second.shape[2])
         grad_preact, weighted, grad_weights = kernels.gated_gradient(
-            grad, second, preact, routing_weights, rows
+            laid_out[0], second, preact, routing_weights, laid_out[1]
         )
+        first_plan, second_plan = ctx.plans
+        # What is computed later keeps tokens, not their rows.
+        grad, grad_rows = (grad, rows) if second_plan.is_put_off else laid_out
+        del laid_out
+        gemm = functools.partial(kernels.second_gradient, grad, weighted, grad_rows)
+        grads_second = _take(second_plan, WeightGemm(gemm, x.dtype), needs_second)
+        del gemm, grad, weighted
         grad_x = None
         if needs_x:
             grad_x = rows.add_up(kernels.input_gradient(grad_preact, first, rows))
-        gemms = (
-            functools.partial(kernels.first_gradient, grad_preact, x, rows),
-            functools.partial(kernels.second_gradient, grad, weighted, rows),
-        )
-        taken: list[Tensor | None] = []
-        for plan, gemm in zip(ctx.plans, gemms, strict=True):
-            needed = needs_weight[len(taken) : len(taken) + len(plan.weights)]
-            gradients: Sequence[Tensor | None] = [None] * len(needed)
-            if any(needed):
-                gradients = plan.take(WeightGemm(gemm, x.dtype))
-            taken += [one if is_needed else None for one, is_needed in zip(gradients, needed)]
-        return grad_x, grad_weights, None, None, *taken
+        gemm = functools.partial(kernels.first_gradient, grad_preact, x, rows)
+        grads_first = _take(first_plan, WeightGemm(gemm, x.dtype), needs_first)
+        return grad_x, grad_weights, None, None, *grads_first, *grads_second
+
+
+def _take(
+    plan: GroupedWeightGradients, gemm: WeightGemm, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return what autograd gets for each weight."""
+    if not any(needed):
+        return [None] * len(needed)
+    gradients = plan.take(gemm)
+    return [one if is_needed else None for one, is_needed in zip(gradients, needed, strict=True)]
 
 
 def _matrices(weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

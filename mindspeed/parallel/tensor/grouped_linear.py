@@ -50,6 +50,11 @@ class GroupedWeightGradients:
     fused: bool
     deferred: DeferredGradients | None
 
+    @property
+    def is_put_off(self) -> bool:
+        """Whether gradients are computed after backward of the layer."""
+        return self.deferred is not None or scheduled_gradients(self.weights[0]) is not None
+
     def take(self, gemm: WeightGemm) -> Sequence[Tensor | None]:
         """Return what autograd gets for each weight: dW, a placeholder, or nothing yet."""
         scheduled = scheduled_gradients(self.weights[0])

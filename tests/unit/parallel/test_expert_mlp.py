@@ -12,31 +12,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
 
+from mindspeed.device import hopper
 from mindspeed.ops.expert_mlp import quack_impl
-from mindspeed.ops.expert_mlp.reference import Reference, number_rows
+from mindspeed.ops.expert_mlp.reference import Reference, number_rows, sorted_rows
 from mindspeed.parallel.tensor import DeferredGradients
 from mindspeed.parallel.tensor import expert_mlp as expert_mlp_module
 from mindspeed.parallel.tensor.expert_mlp import ExpertMatrices, expert_mlp
 from tests.budget import examples
-from tests.unit.ops import quack_stand_in
+from tests.unit.ops import kernel_files, quack_stand_in
 
 HIDDEN, COLUMNS = 16, 8
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
-@pytest.fixture(params=["reference", "quack"])
+@pytest.fixture(params=["reference", "quack", "quack of copied rows"])
 def kernels(request, monkeypatch):
     """Run both sets of kernels; those of the package take float64 and small sizes here."""
     quack_impl._passes_trial.cache_clear()
-    quack_impl._configs.cache_clear()
-    if request.param == "quack":
+    quack_impl._tiles.cache_clear()
+    name = request.param.split()[0]
+    monkeypatch.setattr(quack_impl, "MIN_COPIED_COLUMNS", 0 if "copied" in request.param else 99)
+    if name == "quack":
         quack_stand_in.install(monkeypatch)
         monkeypatch.setattr(quack_impl, "DTYPES", (torch.float64,))
         monkeypatch.setattr(quack_impl, "MIN_ROWS", 1)
         monkeypatch.setattr(quack_impl, "ALIGN_ELEMENTS", 8)
-        monkeypatch.setattr(quack_impl, "_passes_trial", lambda dtype: True)
-    yield request.param
-    quack_impl._configs.cache_clear()
+        monkeypatch.setattr(quack_impl, "_passes_trial", lambda *_: True)
+    yield name
+    quack_impl._tiles.cache_clear()
 
 
 def draw(routing_map, dtype=torch.float64):
@@ -72,7 +75,8 @@ def outputs_and_gradients(function, given_tensors, routing_map):
 
 
 def check(routing_map, name):
-    kernels = expert_mlp_module.choose(*draw(routing_map)[::2], 1)
+    rows, _ = number_rows(routing_map, int(routing_map.sum()))
+    kernels = expert_mlp_module.choose(*draw(routing_map)[::2], rows)
     assert type(kernels).__name__.lower() == name
     found = outputs_and_gradients(ours, draw(routing_map), routing_map)
     expected = outputs_and_gradients(loop, draw(routing_map), routing_map)
@@ -114,9 +118,9 @@ def test_any_routing(masks):
         check(mask, "reference")
         quack_stand_in.install(monkeypatch)
         monkeypatch.setattr(expert_mlp_module, "choose", lambda *_: quack_impl.Quack())
-        quack_impl._configs.cache_clear()
+        quack_impl._tiles.cache_clear()
         check(mask, "quack")
-    quack_impl._configs.cache_clear()
+    quack_impl._tiles.cache_clear()
 
 
 def test_gradcheck(kernels):
@@ -192,28 +196,75 @@ def test_only_tokens_and_preactivation_are_kept(kernels, top_k):
     assert math.isclose(max(kept.values()), max(x.nbytes, large - x.nbytes))
 
 
+def sorted_by_expert(num_rows):
+    return sorted_rows(torch.tensor([num_rows, 0, 0, 0]), num_rows)
+
+
+def test_rows_that_are_sorted_already_equal_a_loop_over_experts(kernels):
+    counts = torch.tensor([5, 0, 7])
+    mask = torch.repeat_interleave(torch.eye(3, dtype=torch.bool), counts, dim=0)
+
+    def of_rows(x, probs, first, second, routing_map):
+        linears = ExpertMatrices(list(first)), ExpertMatrices(list(second))
+        return expert_mlp(x, probs[routing_map], sorted_rows(counts, 12), *linears)
+
+    found = outputs_and_gradients(of_rows, draw(mask), mask)
+    expected = outputs_and_gradients(loop, draw(mask), mask)
+    expected[2] = expected[2] * mask
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
 def test_the_package_is_chosen_where_it_works(monkeypatch):
     x, first = torch.empty(512, 64).bfloat16(), torch.empty(4, 128, 64).bfloat16()
+    many, few = sorted_by_expert(1024), sorted_by_expert(1023)
     quack_impl._passes_trial.cache_clear()
-    assert isinstance(quack_impl.choose(x, first, 1024), Reference)
+    quack_impl.prepare.cache_clear()
+    assert isinstance(quack_impl.choose(x, first, many), Reference)
+    quack_impl._passes_trial.cache_clear()
     quack_stand_in.install(monkeypatch)
-    quack_impl._configs.cache_clear()
-    plain, tiles = quack_impl._config, []
-    monkeypatch.setattr(
-        quack_impl, "_config", lambda columns: tiles.append(plain(columns).tile_n) or plain(columns)
-    )
-    assert isinstance(quack_impl.choose(x, first, 1024), quack_impl.Quack)
-    # Seven GEMMs with each tile; the one of SwiGLU's gradient always takes the narrow one.
-    assert sorted(tiles) == [128] * 9 + [192] * 7
+    quack_impl._tiles.cache_clear()
+    assert isinstance(quack_impl.choose(x, first, many), quack_impl.Quack)
     for others in (
-        (x.float(), first.float(), 1024),
-        (x, first, 1023),
-        (x[:, :56], first[..., :56], 1024),
-        (x, first[:, :64], 1024),
-        (x.half(), first, 1024),
+        (x.float(), first.float(), many),
+        (x, first, few),
+        (x[:, :56], first[..., :56], many),
+        (x, first[:, :64], many),
+        (x.half(), first, many),
     ):
         assert isinstance(quack_impl.choose(*others), Reference)
     quack_impl._passes_trial.cache_clear()
+
+
+@pytest.mark.parametrize("is_gathered", [True, False])
+@pytest.mark.parametrize("sizes", [(128, 64), (192, 192), (128, 128), (64, 512)], ids=str)
+def test_every_tile_of_a_size_is_tried(monkeypatch, sizes, is_gathered):
+    """Each kernel that a layer calls has been called by the trial, and by a process before it."""
+    quack_stand_in.install(monkeypatch)
+    quack_impl._tiles.cache_clear()
+    interface, calls = sys.modules["quack.gemm_interface"], kernel_files.Calls()
+    for owner, name in ((interface, "gemm_gated"), (interface, "gemm_dgated")):
+        monkeypatch.setattr(owner, name, calls.noting(name, getattr(owner, name)))
+    plain = interface.gemm_tuned.fn
+    monkeypatch.setattr(interface.gemm_tuned, "fn", calls.noting("gemm_tuned", plain))
+    tried = calls.of(lambda: quack_impl._trial(torch.bfloat16, *sizes, is_gathered))
+
+    def run_each():
+        for gemm in quack_impl.GEMMS:
+            quack_impl.run_kernel(gemm, "bfloat16", *sizes, is_gathered)
+
+    assert calls.of(run_each) == tried and len(tried) == len(quack_impl.GEMMS)
+    quack_impl._tiles.cache_clear()
+
+
+def test_kernels_are_compiled_beside_each_other_where_there_are_cores(monkeypatch, tmp_path):
+    quack_stand_in.install(monkeypatch)
+    kernel_files.keep(monkeypatch, tmp_path)
+    quack_impl.prepare.cache_clear()
+    quack_impl.prepare(torch.bfloat16, 128, 64, True)
+    kernels = quack_impl._trial_kernels(torch.bfloat16, 128, 64, True)
+    assert len(kernels) == len(quack_impl.GEMMS) == len(list(tmp_path.iterdir()))
+    assert len(kernel_files.started(hopper.QUACK, kernels)) == len(kernels)
+    quack_impl.prepare.cache_clear()
 
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
@@ -227,14 +278,14 @@ def test_kernels_that_fail_are_not_used_and_reported_once(monkeypatch, caplog, f
     quack_stand_in.install(monkeypatch)
     monkeypatch.setattr(sys.modules["quack.gemm_interface"], "gemm_dgated", bad)
     quack_impl._passes_trial.cache_clear()
-    quack_impl._configs.cache_clear()
+    quack_impl._tiles.cache_clear()
     x, first = torch.empty(512, 64).bfloat16(), torch.empty(4, 128, 64).bfloat16()
     for _ in range(2):
-        assert isinstance(quack_impl.choose(x, first, 1024), Reference)
+        assert isinstance(quack_impl.choose(x, first, sorted_by_expert(1024)), Reference)
     (line,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     reason = "no such instruction" if fault == "raises" else "its results are wrong"
     assert line == (
         f"quack-kernels is not used for grouped GEMMs of experts (torch.bfloat16): {reason}"
     )
     quack_impl._passes_trial.cache_clear()
-    quack_impl._configs.cache_clear()
+    quack_impl._tiles.cache_clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 from mindspeed.config import ConfigError, Spelling
@@ -108,7 +109,7 @@ def config(**fields):
         fields["activation_func"] = F.gelu
     served = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
     sizes = {"num_moe_experts": 8, "expert_tensor_parallel_size": 1, "cuda_graph_impl": "none"}
-    return SimpleNamespace(**served | sizes | fields)
+    return SimpleNamespace(params_dtype=torch.bfloat16, **served | sizes | fields)
 
 
 def init_experts(self, config):
@@ -134,7 +135,9 @@ def test_linears_of_other_classes_are_reported(caplog):
 
 
 def init_layer(self, config):
-    self.config, self.experts = config, SimpleNamespace(fused_linears=(object, object))
+    linear = SimpleNamespace(in_features=64, out_features=128)
+    self.config = config
+    self.experts = SimpleNamespace(fused_linears=(object, object), linear_fc2=linear)
     self.num_local_experts, self.shared_expert_overlap = 8, False
     self.token_dispatcher = "Megatron's"
 
