@@ -102,6 +102,7 @@ def norm_rotate(
     positions_ptr,
     stride_ts,
     stride_tb,
+    tokens,
     batch,
     num_heads,
     eps,
@@ -112,10 +113,10 @@ def norm_rotate(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """Norm and rotate BLOCK_H heads of a token, queries and keys, and copy its values."""
-    token = tl.program_id(0).to(tl.int64)
-    s, b = token // batch, token % batch
+    """Norm and rotate the same BLOCK_H heads of every `num_programs`-th token; copy its values."""
+    pid, num_programs = tl.program_id(0), tl.num_programs(0)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     part = (offs_h % (Q_HEADS + 2))[:, None]
     is_q, is_v = part < Q_HEADS, part > Q_HEADS
@@ -124,38 +125,41 @@ def norm_rotate(
     upper = lower + ROTARY_DIM // 2
     mask_pair = lower < ROTARY_DIM // 2
     mask = mask_h & mask_pair[None, :]
-    x_ptrs = qkv_ptr + (token * num_heads + offs_h)[:, None] * HEAD_DIM
-    # fmt: off
-    q_ptrs, k_ptrs, v_ptrs = _head_ptrs(
-        q_ptr, stride_qs, stride_qb, stride_qh, k_ptr, stride_ks, stride_kb, stride_kh,
-        v_ptr, stride_vs, stride_vb, stride_vh, s, b, offs_h, Q_HEADS
-    )
-    # fmt: on
-    x1 = _load(x_ptrs + lower[None, :], mask)
-    x2 = _load(x_ptrs + upper[None, :], mask)
-    sum_squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
+    gamma1 = _load_gamma(q_weight_ptr, k_weight_ptr, lower, mask_pair, is_q, ZERO_CENTERED)
+    gamma2 = _load_gamma(q_weight_ptr, k_weight_ptr, upper, mask_pair, is_q, ZERO_CENTERED)
     if BLOCK_REST > 0:
         rest = ROTARY_DIM + tl.arange(0, BLOCK_REST)
         mask_rest = rest < HEAD_DIM
         mask3 = mask_h & mask_rest[None, :]
-        x3 = _load(x_ptrs + rest[None, :], mask3)
-        sum_squares += tl.sum(x3 * x3, axis=1)
-    rstd = _inverse_rms(sum_squares, eps, HEAD_DIM)
-    row = s if positions_ptr is None else tl.load(positions_ptr + token).to(tl.int64)
-    offs_t = row * stride_ts + b * stride_tb
-    cos1, cos2, sin1, sin2 = _load_table(cos_ptr, sin_ptr, offs_t, lower, upper, mask_pair)
-    # fmt: off
-    y1 = x1 * rstd * _load_gamma(q_weight_ptr, k_weight_ptr, lower, mask_pair, is_q, ZERO_CENTERED)
-    y2 = x2 * rstd * _load_gamma(q_weight_ptr, k_weight_ptr, upper, mask_pair, is_q, ZERO_CENTERED)
-    # fmt: on
-    out1 = tl.where(is_v, x1, y1 * cos1 - y2 * sin1)
-    out2 = tl.where(is_v, x2, y2 * cos2 + y1 * sin2)
-    _store(_select(q_ptrs, k_ptrs, v_ptrs, lower, part, Q_HEADS), out1, mask)
-    _store(_select(q_ptrs, k_ptrs, v_ptrs, upper, part, Q_HEADS), out2, mask)
-    if BLOCK_REST > 0:
-        gamma = _load_gamma(q_weight_ptr, k_weight_ptr, rest, mask_rest, is_q, ZERO_CENTERED)
-        out3 = tl.where(is_v, x3, x3 * rstd * gamma)
-        _store(_select(q_ptrs, k_ptrs, v_ptrs, rest, part, Q_HEADS), out3, mask3)
+        gamma3 = _load_gamma(q_weight_ptr, k_weight_ptr, rest, mask_rest, is_q, ZERO_CENTERED)
+    for index in tl.range(pid, tokens, num_programs, num_stages=NUM_STAGES):
+        token = tl.cast(index, tl.int64)
+        s, b = token // batch, token % batch
+        x_ptrs = qkv_ptr + (token * num_heads + offs_h)[:, None] * HEAD_DIM
+        # fmt: off
+        q_ptrs, k_ptrs, v_ptrs = _head_ptrs(
+            q_ptr, stride_qs, stride_qb, stride_qh, k_ptr, stride_ks, stride_kb, stride_kh,
+            v_ptr, stride_vs, stride_vb, stride_vh, s, b, offs_h, Q_HEADS
+        )
+        # fmt: on
+        x1 = _load(x_ptrs + lower[None, :], mask)
+        x2 = _load(x_ptrs + upper[None, :], mask)
+        row = s if positions_ptr is None else tl.load(positions_ptr + token).to(tl.int64)
+        offs_t = row * stride_ts + b * stride_tb
+        cos1, cos2, sin1, sin2 = _load_table(cos_ptr, sin_ptr, offs_t, lower, upper, mask_pair)
+        sum_squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
+        if BLOCK_REST > 0:
+            x3 = _load(x_ptrs + rest[None, :], mask3)
+            sum_squares += tl.sum(x3 * x3, axis=1)
+        rstd = _inverse_rms(sum_squares, eps, HEAD_DIM)
+        y1, y2 = x1 * rstd * gamma1, x2 * rstd * gamma2
+        out1 = tl.where(is_v, x1, y1 * cos1 - y2 * sin1)
+        out2 = tl.where(is_v, x2, y2 * cos2 + y1 * sin2)
+        _store(_select(q_ptrs, k_ptrs, v_ptrs, lower, part, Q_HEADS), out1, mask)
+        _store(_select(q_ptrs, k_ptrs, v_ptrs, upper, part, Q_HEADS), out2, mask)
+        if BLOCK_REST > 0:
+            out3 = tl.where(is_v, x3, x3 * rstd * gamma3)
+            _store(_select(q_ptrs, k_ptrs, v_ptrs, rest, part, Q_HEADS), out3, mask3)
 
 
 @triton.jit

@@ -259,10 +259,10 @@ def _constants(
     return triton.cdiv(num_heads, block_h), constants
 
 
-def block_of_heads(num_heads: int, head_dim: int) -> int:
-    """Return how many heads of a token a program takes."""
+def block_of_heads(num_heads: int, head_dim: int, tile: int = TILE) -> int:
+    """Return how many heads of a token a program takes, of at most `tile` elements."""
     block_d = triton.next_power_of_2(head_dim)
-    block_h = min(triton.next_power_of_2(num_heads), max(1, TILE // block_d))
+    block_h = min(triton.next_power_of_2(num_heads), max(1, tile // block_d))
     while block_h > 1 and 4 * block_h * triton.cdiv(num_heads, block_h) > 5 * num_heads:
         block_h //= 2  # no more than a fifth of the threads is masked out
     return block_h
