@@ -28,6 +28,8 @@ ALIGN_ELEMENTS, ALIGN_BYTES = 8, 16  # row size and address that TMA copies need
 MIN_TOKENS = 1024  # fewer do not fill the chip
 CLUSTER_N = 2  # neighbouring tiles that share rows: the columns of a GEMM are padded to whole pairs
 TILES_N = (192, 160, 208)  # the fastest first, where it fills its pairs
+TALL, SHORT = 256, 128
+"""Rows of a tile of the input gradient: tall ones are faster, unless their last wave is emptier."""
 
 
 def is_supported(x: Tensor, weight: Tensor, extra_columns: int = 0) -> bool:
@@ -83,12 +85,15 @@ def _trial_kernels(dtype: torch.dtype, tile_n: int) -> list[Kernel]:
     others = ("forward", "gradient", "weight_gradient")
     return [
         *(Kernel(run_kernel, (kernel, name, 0)) for kernel in others),
-        Kernel(run_kernel, ("input_gradient", name, tile_n)),
+        *(
+            Kernel(run_kernel, ("input_gradient", name, tile_n, tile_m))
+            for tile_m in _heights(tile_n)
+        ),
     ]
 
 
 @torch.no_grad()
-def run_kernel(kernel: str, dtype: str, tile_n: int) -> None:
+def run_kernel(kernel: str, dtype: str, tile_n: int, tile_m: int = TALL) -> None:
     """Run one of the kernels on a problem of the trial's size, in a process that compiles it."""
     options: dict[str, Any] = {
         "dtype": getattr(torch, dtype),
@@ -103,7 +108,7 @@ def run_kernel(kernel: str, dtype: str, tile_n: int) -> None:
     elif kernel == "gradient":
         gemm_swiglu_gradient(x, weight2, preact)
     elif kernel == "input_gradient":
-        input_gradient(preact, weight1, tile_n)
+        input_gradient(preact, weight1, tile_n, tile_m)
     else:
         add_weight_gradient(weight1.float(), preact, x)
 
@@ -124,7 +129,10 @@ def _trial(dtype: torch.dtype, tile_n: int) -> bool:
         (y, silu),
         (recomputed, silu),
         (grad_preact[..., 0], 64 * slope),
-        (input_gradient(grad_preact, weight1, tile_n), 128 * 64 * (slope + silu)),
+        *(
+            (input_gradient(grad_preact, weight1, tile_n, tile_m), 128 * 64 * (slope + silu))
+            for tile_m in _heights(tile_n)
+        ),
         (main_grad[:128, 0], 128 * 64 * slope),
         (main_grad[128:, 0], 128 * 64 * silu),
     )
@@ -188,14 +196,38 @@ def gemm_swiglu_gradient(grad: Tensor, weight: Tensor, preact: Tensor) -> tuple[
     return grad_preact.view(preact.shape), y.view(preact.shape[:-1])
 
 
-def input_gradient(grad: Tensor, weight: Tensor, tile_n: int = TILES_N[0]) -> Tensor:
-    """Multiply the gradient of preact (..., F, 2) by weight (2F, H), with tiles of `tile_n`."""
+def input_gradient(
+    grad: Tensor, weight: Tensor, tile_n: int = TILES_N[0], tile_m: int | None = None
+) -> Tensor:
+    """Multiply the gradient of preact (..., F, 2) by weight (2F, H).
+
+    Tiles have `tile_n` columns and `tile_m` rows: by default as many as leave the fewest
+    processors without work.
+    """
     if is_tracing():
         return _deinterleaved(grad) @ weight
     out = grad.new_empty(*grad.shape[:-2], weight.shape[1])
-    kernel = _kernels().input_gradient[tile_n]
-    _gemm(_flat(grad), _rows(weight), out.flatten(0, -2), ("B",), kernel)
+    rows = out.flatten(0, -2)
+    tile_m = tile_m or _tile_rows(*rows.shape, tile_n)
+    _gemm(_flat(grad), _rows(weight), rows, ("B",), _kernels().input_gradient[tile_m, tile_n])
     return out
+
+
+@functools.lru_cache(maxsize=1024)  # batches without padding have any number of rows
+def _tile_rows(rows: int, columns: int, tile_n: int) -> int:
+    """Return how tall the tiles are that take the least time, counted in rows of a wave."""
+    processors = device.current().multiprocessors()
+
+    def duration(tile_m: int) -> int:
+        tiles = -(-rows // tile_m) * -(-columns // (CLUSTER_N * tile_n)) * CLUSTER_N
+        return -(-tiles // processors) * tile_m
+
+    return min(_heights(tile_n), key=duration)
+
+
+def _heights(tile_n: int) -> tuple[int, ...]:
+    """Return how many rows tiles of so many columns may have; the widest need all registers."""
+    return (TALL, SHORT) if tile_n <= TILES_N[0] else (TALL,)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -229,8 +261,8 @@ def _gemm(
 
 class _Kernels(NamedTuple):
     gradient: Any
-    input_gradient: dict[int, Any]
-    """By the width of a tile."""
+    input_gradient: dict[tuple[int, int], Any]
+    """By the rows and columns of a tile."""
     weight_gradient: Any
 
 
@@ -242,15 +274,16 @@ def _kernels() -> _Kernels:
     return _Kernels(
         gradient=GemmConfig(tile_n=160),  # the epilogue needs registers
         input_gradient={
-            tile_n: GemmConfig(
-                tile_m=256,
+            (tile_m, tile_n): GemmConfig(
+                tile_m=tile_m,
                 tile_n=tile_n,
-                pingpong=False,
+                pingpong=tile_m == SHORT,  # two tiles in turns: registers for one that is short
                 is_dynamic_persistent=False,
                 cluster_m=1,
                 cluster_n=CLUSTER_N,
             )
             for tile_n in TILES_N
+            for tile_m in _heights(tile_n)
         },
         weight_gradient=GemmConfig(),
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.utils.flop_counter
 
+from mindspeed import device
 from mindspeed.device.hopper import QUACK
 from mindspeed.ops.swiglu import gemm_swiglu
 from tests.unit.ops import kernel_files, quack_stand_in
@@ -65,6 +66,32 @@ def test_the_tile_that_leaves_least_of_its_pairs_empty(columns, extra, tile):
     assert gemm_swiglu.tile_for(columns, extra) == tile
 
 
+@pytest.mark.parametrize(
+    ("rows", "tile_n", "height"),
+    [(8192, 192, 256), (14336, 192, 128), (16384, 192, 256), (14336, 208, 256)],
+)
+def test_tiles_are_short_where_tall_ones_leave_more_of_the_last_wave_empty(
+    quack, monkeypatch, rows, tile_n, height
+):
+    """448 tall tiles on 132 processors take four waves, 896 short ones seven of half the time."""
+    monkeypatch.setattr(type(device.current()), "multiprocessors", lambda _: 132)
+    gemm_swiglu._tile_rows.cache_clear()
+    package, heights = sys.modules["quack.gemm_interface"], []
+    gemm = package.gemm_tuned.fn
+
+    def noting(*args, config, **options):
+        heights.append(config.tile_m)
+        return gemm(*args, config=config, **options)
+
+    monkeypatch.setattr(package.gemm_tuned, "fn", staticmethod(noting))
+    grad, weight = torch.randn(rows, 8, 2).bfloat16(), torch.randn(16, 1536).bfloat16()
+    found = gemm_swiglu.input_gradient(grad, weight, tile_n)
+    assert heights == [height]
+    expected = grad.transpose(1, 2).flatten(1).float() @ weight.float()
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    gemm_swiglu._tile_rows.cache_clear()
+
+
 @pytest.mark.parametrize("tile_n", [160, 192])
 def test_processes_compile_the_kernels_of_the_trial(quack, monkeypatch, tile_n):
     calls, package = kernel_files.Calls(), sys.modules["quack.gemm_interface"]
@@ -76,7 +103,7 @@ def test_processes_compile_the_kernels_of_the_trial(quack, monkeypatch, tile_n):
     kernels = gemm_swiglu._trial_kernels(torch.bfloat16, tile_n)
     compiled = [calls.of(lambda kernel=kernel: kernel.run(*kernel.arguments)) for kernel in kernels]
     assert all(len(each) == 1 for each in compiled)
-    assert len(needed) == 4 and set.union(*compiled) == needed
+    assert len(needed) == 5 and set.union(*compiled) == needed
 
 
 def test_a_pass_without_gradients_has_a_kernel_of_its_own(quack, monkeypatch, tmp_path):
@@ -123,7 +150,7 @@ def test_a_layer_that_is_built_has_its_kernels_compiled(quack, monkeypatch, tmp_
     assert all(file.read_bytes() for file in tmp_path.iterdir())  # the trial has compiled them
     gemm_swiglu.prepare.cache_clear()
     gemm_swiglu.prepare(torch.bfloat16, 1536, extra_columns=32)  # another tile in one of them
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 7
 
 
 def test_a_weight_in_a_wider_buffer_is_not_copied(quack, monkeypatch):
