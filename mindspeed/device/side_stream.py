@@ -9,6 +9,20 @@ from torch import Tensor
 from mindspeed.device.choice import current
 
 
+def begin_beside(work: Callable[[], None]) -> Callable[[], None]:
+    """Queue work behind what is queued now, beside what will be; return how to wait for it.
+
+    What is queued behind a call of the result waits for the work, which allocates nothing.
+    """
+    device = current()
+    stream = device.stream()
+    stream.wait_event(device.current_stream().record_event())
+    with device.use_stream(stream):
+        work()
+    done = stream.record_event()
+    return lambda: device.current_stream().wait_event(done)
+
+
 class SideStream:
     """Runs work that waits for nothing that is queued after the stream was made.
 

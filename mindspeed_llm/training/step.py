@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.device.side_stream import begin_beside
 from mindspeed.te.pytorch.optimizers.clipped_update import gradient_norm, retract, update
 from mindspeed.training.metrics import (
     Metric,
@@ -51,12 +52,12 @@ def train_on_batch(
     step before, whose result is read while the device is busy with this one.
     """
     optimizer = model.optimizer
-    for chunk in model.wrapped:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
+    # No forward pass reads gradients: GEMMs leave the memory to those that are zeroed beside it.
+    wait_for_zeros = begin_beside(lambda: _zero_gradients(model))
 
     def forward(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
         output = forward_step(data_iterator, chunk)
+        wait_for_zeros()
         if after is not None:
             # The device has work for some time. If the step before was skipped, the optimizer's
             # count of steps is corrected here, before it counts this one.
@@ -91,6 +92,12 @@ def train_on_batch(
         )
 
     return PendingStep(result)
+
+
+def _zero_gradients(model: RoleModel) -> None:
+    for chunk in model.wrapped:
+        chunk.zero_grad_buffer()
+    model.optimizer.zero_grad()
 
 
 def evaluate_batch(

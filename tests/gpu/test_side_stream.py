@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed.device.side_stream import SideStream
+from mindspeed.device.side_stream import SideStream, begin_beside
 from tests.llm.preferences import Judged, Pair, write_pairs, write_unpaired
 from tests.unit.mindspeed_llm.training.tiny_run import VOCABULARY, make_model
 
@@ -58,6 +58,22 @@ def test_results_are_there_and_not_written_over():
         del result  # and its memory, which the next round may get only after the sum
     expected = [(given * number).sum() for number in range(4)]
     assert torch.equal(torch.stack(sums), torch.stack(expected))
+
+
+def test_what_is_begun_beside_follows_what_was_queued_and_is_waited_for():
+    given = torch.ones(SIZE, device="cuda")
+    torch.cuda._sleep(CYCLES)
+    given.mul_(2)
+
+    def work():
+        torch.cuda._sleep(CYCLES)
+        given.sub_(2)
+
+    wait = begin_beside(work)
+    beside = given.sum()  # while the work sleeps
+    wait()
+    after = given.sum()
+    assert (beside.item(), after.item()) == (2 * SIZE, 0)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
