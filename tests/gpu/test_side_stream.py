@@ -60,20 +60,33 @@ def test_results_are_there_and_not_written_over():
     assert torch.equal(torch.stack(sums), torch.stack(expected))
 
 
-def test_what_is_begun_beside_follows_what_was_queued_and_is_waited_for():
-    given = torch.ones(SIZE, device="cuda")
+def test_what_is_begun_beside_follows_what_was_queued_and_nothing_later():
+    given, done = torch.ones(SIZE, device="cuda"), torch.cuda.Event()
     torch.cuda._sleep(CYCLES)
     given.mul_(2)
 
     def work():
-        torch.cuda._sleep(CYCLES)
         given.sub_(2)
+        done.record()
+
+    begin_beside(work)
+    torch.cuda._sleep(4 * CYCLES)
+    slow = torch.cuda.current_stream().record_event()
+    done.synchronize()
+    assert not slow.query()
+    assert not given.any()
+
+
+def test_what_is_begun_beside_is_waited_for():
+    given = torch.ones(SIZE, device="cuda")
+
+    def work():
+        torch.cuda._sleep(CYCLES)
+        given.zero_()
 
     wait = begin_beside(work)
-    beside = given.sum()  # while the work sleeps
     wait()
-    after = given.sum()
-    assert (beside.item(), after.item()) == (2 * SIZE, 0)
+    assert not given.any()
 
 
 @pytest.mark.parametrize("stage", ["dpo", "kto"])

@@ -134,7 +134,8 @@ def test_repeats_bits(kernels):
 def test_the_kernels_of_the_package_are_used(kernels):
     mask = chosen("even")
     x, _, first, *_ = draw(mask)
-    found = expert_mlp_module.choose(x, first, TOKENS * TOP_K)
+    rows, _ = number_rows(mask, TOKENS * TOP_K)
+    found = expert_mlp_module.choose(x, first, rows)
     assert isinstance(found, quack_impl.Quack if kernels == "quack" else Reference)
 
 
