@@ -194,12 +194,12 @@ def run(options):
         for row in rows:
             print("  ".join(f"{value:>16}" for value in row.values()), flush=True)
         table += rows
+        if clock.is_cuda and not options.no_record:
+            record("moe_layer", rows)
         del layer, built
         if clock.is_cuda:
             torch.cuda.empty_cache()
     print("columns: " + ", ".join(table[0]))
-    if clock.is_cuda and not options.no_record:
-        record("moe_layer", table)
 
 
 def main():

@@ -199,9 +199,12 @@ def train_step(rows: list[Row]) -> Iterator[str]:
         yield from ["", _measured_on(group), ""]
 
 
-def mm_step(rows: list[Row]) -> Iterator[str]:
-    """Show the last measurement against each peer."""
-    rows = _last(rows, "peer", "against")
+def last_of(*keys: str) -> Callable[[list[Row]], Iterator[str]]:
+    """Show the last of the rows that have the same in some columns, each with its commit."""
+    return lambda rows: _with_commits(_last(rows, *keys))
+
+
+def _with_commits(rows: list[Row]) -> Iterator[str]:
     columns = [column for column in rows[0] if column not in CONTEXT or column == "commit"]
     yield from markdown(columns, [[row[column] for column in columns] for row in rows])
     yield from ["", _measured_on(rows)]
@@ -240,7 +243,8 @@ TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "op_targets": op_targets,
     "op_choices": op_choices,
     "train_step": train_step,
-    "mm_step": mm_step,
+    "mm_step": last_of("peer", "against"),
+    "moe_layer": last_of("shape", "peer"),
 }
 
 if __name__ == "__main__":
