@@ -24,7 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: setup quickstart test check clients drill fuzz mutate clean
 
 CLIENT := .clients/mcore-bridge/.installed
-setup: $(STAMP) $(OLDEST)/.installed $(CLIENT)
+LM_EVAL := $(VENV)/lm-eval
+setup: $(STAMP) $(OLDEST)/.installed $(CLIENT) $(LM_EVAL)/.installed
 
 $(STAMP): requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11, 3.12 or 3.10; none was found (or give PYTHON=/path/to/python)"; exit 2; }
@@ -42,6 +43,11 @@ $(OLDEST)/.installed: | $(STAMP)
 # A project that drives Megatron, beside the environment; without it tests/e2e/test_clients.py is skipped.
 $(CLIENT): tests/clients/table.py | $(STAMP)
 	-$(BIN)/python -m tests.clients.install mcore-bridge && touch $@
+
+# What `mindspeed-llm evaluate` calls, beside the environment: transformers imports some of it wherever it is installed,
+# 0.7 s of every process. Without it tests/e2e/test_evaluate.py is skipped.
+$(LM_EVAL)/.installed: tests/lm_eval_requirements.txt | $(STAMP)
+	-$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(LM_EVAL) -r $< && touch $@
 
 quickstart: setup
 	$(BIN)/python examples/quickstart/run.py

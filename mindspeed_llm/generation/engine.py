@@ -15,6 +15,7 @@ from mindspeed_llm.generation.sampling import (
     Sampler,
     SamplingParams,
 )
+from mindspeed_llm.generation.scoring import Score, ScoreRequest, score_rows
 from mindspeed_llm.generation.static_decode import (
     StaticDecoders,
     read_blocks,
@@ -112,7 +113,7 @@ class RankCoordinator:
 
 
 class Engine:
-    """Generates on all ranks: rank 0 calls `generate` and finally `close`, the others `serve`."""
+    """Works on all ranks: rank 0 calls `generate`, `score` and finally `close`, others `serve`."""
 
     def __init__(
         self, model: LoadedModel, *, cached: bool = True, static: bool | None = None
@@ -143,15 +144,29 @@ class Engine:
             for _ in steps:
                 pass
 
+    def score(self, request: ScoreRequest) -> list[Score]:
+        """Return what the model says about given tokens."""
+        self._ranks.broadcast(request)
+        return self._score(request)
+
     def serve(self) -> None:
         """Process the requests of rank 0 until it closes."""
         while (request := self._ranks.broadcast(None)) is not None:
-            for _ in self._steps(request, never):
-                pass
+            if isinstance(request, ScoreRequest):
+                self._score(request)
+            else:
+                for _ in self._steps(request, never):
+                    pass
 
     def close(self) -> None:
         """End `serve` on the other ranks."""
         self._ranks.broadcast(None)
+
+    def _score(self, request: ScoreRequest) -> list[Score]:
+        found = score_rows(self._model, request)
+        choice = found if self._ranks.is_sampling_rank else None
+        scores, _ = self._ranks.sync_choice(choice, (len(request.sequences), 2), never)
+        return [Score(log_prob, bool(is_greedy)) for log_prob, is_greedy in scores.tolist()]
 
     def _steps(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:
         if request.beams is None:

@@ -318,11 +318,19 @@ class DecodeState:
         # One a chunk: Megatron 0.12 numbers the layers of every chunk from the same one on.
         self._caches = [KVCache(len(padding), capacity) for _ in model.chunks] if cached else []
 
-    @torch.no_grad()
     def step(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Run tokens (rows, length); return the logits of the next one (rows, vocabulary).
 
         Only ranks of the last pipeline stage have them, others return None.
+        """
+        logits = self.run(tokens)
+        return None if logits is None else logits[:, -1].float()
+
+    @torch.no_grad()
+    def run(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Run tokens (rows, length); return the logits after each (rows, length, vocabulary).
+
+        With a cache those after the last of a prompt are the only ones.
         """
         begin = self._tokens.shape[1] if self._caches else 0
         self._tokens = torch.cat([self._tokens, tokens], dim=1)
@@ -330,7 +338,7 @@ class DecodeState:
         output = self._forward(self._tokens[:, begin:], self._mask(begin, end))
         for cache in self._caches:
             cache.advance(end - begin)
-        return None if output is None else output[:, -1, : self._model.config.vocab_size].float()
+        return None if output is None else output[..., : self._model.config.vocab_size]
 
     def restart(self, padding: Sequence[int]) -> None:
         """Begin with other prompts, in the same memory."""

@@ -134,7 +134,7 @@ class GenerateOptions(
 NOT_SHARED = {"seq_length", "micro_batch_size", "prompt_type", "prompt_type_path"}
 
 
-def as_training(options: GenerateOptions) -> TrainOptions:
+def as_training(options: Options) -> TrainOptions:
     """Return the options of a training run whose model and layout are the same."""
     shared = options.model_fields_set & TrainOptions.model_fields.keys() - NOT_SHARED
     values = {name: getattr(options, name) for name in shared}
@@ -148,7 +148,7 @@ def check(options: GenerateOptions) -> None:
     if options.hf_chat_template and options.prompt_type not in (None, "tokenizer"):
         raise ConfigError("--hf-chat-template and --prompt-type exclude each other: drop one")
     check_precision(options.bf16, options.fp16)
-    if options.output is not None and not _can_be_written(Path(options.output)):
+    if options.output is not None and not can_be_written(Path(options.output)):
         raise ConfigError(
             f"--output {options.output}: give a file name in a folder that can be written"
         )
@@ -163,5 +163,6 @@ def check(options: GenerateOptions) -> None:
         raise ConfigError(f"--top-p {options.top_p:g}: give a probability above 0, up to 1")
 
 
-def _can_be_written(path: Path) -> bool:
+def can_be_written(path: Path) -> bool:
+    """Return whether a file can be written here, or replaced."""
     return path.parent.is_dir() and not path.is_dir() and os.access(path.parent, os.W_OK)

@@ -120,19 +120,20 @@ def run_session(
     if codec is None:
         return engine.serve()
     try:
-        limit = _limit(options, model.max_length)
+        limit = length_limit(options.max_length, model.max_length)
         run(Session(options, engine, codec, limit, model.config.vocab_size))
     finally:
         engine.close()
 
 
-def _limit(options: GenerateOptions, max_length: int) -> int:
-    if options.max_length is not None and options.max_length > max_length:
+def length_limit(asked: int | None, supported: int) -> int:
+    """Return the most tokens of a prompt with its completion."""
+    if asked is not None and asked > supported:
         raise ConfigError(
-            f"--max-length {options.max_length}: the model supports at most {max_length} tokens "
+            f"--max-length {asked}: the model supports at most {supported} tokens "
             "(--max-position-embeddings changes that)"
         )
-    return options.max_length or max_length
+    return asked or supported
 
 
 class Conversation:

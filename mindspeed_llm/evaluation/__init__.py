@@ -1,0 +1,1 @@
+"""Scores of trained models on the tasks of lm-evaluation-harness."""

@@ -1,0 +1,219 @@
+"""A loaded model as lm-evaluation-harness asks for it: scored continuations, and completions.
+
+Import this on the rank that leads; the others serve its requests.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from mindspeed.config import ConfigError
+from mindspeed_llm.generation.engine import Engine, Request
+from mindspeed_llm.generation.sampling import SamplingParams
+from mindspeed_llm.generation.scoring import Score, ScoreRequest
+
+MAX_NEW_TOKENS = 256
+"""Of a completion whose task names no limit, as with the harness's own models."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of a model and of its batches, and where its completions end."""
+
+    length: int
+    """The most tokens of a question with its answer."""
+    batch: int
+    vocab_size: int
+    stop_ids: frozenset[int]
+    """Tokens that end a completion."""
+
+
+class MegatronLM(TemplateLM):
+    """Answers the requests of the harness by an engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, limits: Limits, seed: int) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self._engine, self._limits, self._seed = engine, limits, seed
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token in front of a text that has no context."""
+        begin = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else int(begin)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The folder of the tokenizer."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as text."""
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Encode a text; one that begins with the prefix token gets no second one."""
+        if add_special_tokens is None and string.startswith(
+            self.tokenizer.decode(self.prefix_token_id)
+        ):
+            add_special_tokens = False
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        ids: list[int] = self.tokenizer.encode(string, **options)
+        if ids and max(ids) >= self._limits.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has token {max(ids)}, the model has {self._limits.vocab_size}: "
+                "--tokenizer-name-or-path is that of another model"
+            )
+        return ids
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        def score(batch: Sequence[int]) -> list[Score]:
+            chosen = [requests[index] for index in batch]
+            # What is too long is cut on the left; the last token is no input.
+            longest = self._limits.length + 1
+            whole = [(*context, *answer)[-longest:] for _, context, answer in chosen]
+            counts = [min(len(one[2]), len(tokens) - 1) for one, tokens in zip(chosen, whole)]
+            return self._engine.score(ScoreRequest(tuple(whole), tuple(counts)))
+
+        lengths = [len(context) + len(answer) for _, context, answer in requests]
+        found = self._in_batches(lengths, score, "Scoring answers", disable_tqdm)
+        for (texts, _, _), one in zip(requests, found, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, tuple(one))
+        return [(one.log_prob, one.is_greedy) for one in found]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-probability of whole texts, in windows where they are too long."""
+        windows, owners = [], []
+        for number, (text,) in enumerate(request.args for request in requests):
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._limits.length,
+                context_len=1,
+            ):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        scores = self._loglikelihood_tokens(windows, disable_tqdm)
+        for number, (log_prob, _) in zip(owners, scores, strict=True):
+            totals[number] += log_prob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Complete texts up to one of their stop sequences."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        texts = [""] * len(requests)
+        for numbers in groups.values():
+            group = [requests[number] for number in numbers]
+            found = self._complete([one.args[0] for one in group], group[0].args[1], disable_tqdm)
+            for number, text in zip(numbers, found, strict=True):
+                texts[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return texts
+
+    def _complete(
+        self, contexts: list[str], options: dict[str, Any], disable_tqdm: bool
+    ) -> list[str]:
+        chosen = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
+        until = handle_stop_sequences(
+            chosen["until"] if "until" in chosen else None,
+            eos=self.tokenizer.decode(self.eot_token_id),
+        )
+        count = min(int(chosen["max_gen_toks"]), self._limits.length - 1)
+        params = SamplingParams()
+        if chosen.get("do_sample"):
+            params = SamplingParams(
+                sample=True,
+                temperature=float(chosen.get("temperature", 1.0)),
+                top_k=int(chosen.get("top_k", 0)),
+                top_p=float(chosen.get("top_p", 1.0)),
+                seed=self._seed,
+            )
+        prompts = [self.tok_encode(each)[count - self._limits.length :] for each in contexts]
+
+        def complete(batch: Sequence[int]) -> list[str]:
+            request = Request(
+                prompts=tuple(tuple(prompts[index]) for index in batch),
+                max_new_tokens=(count,) * len(batch),
+                stop_ids=self._limits.stop_ids,
+                params=params,
+                first=tuple(batch),
+            )
+            return self._texts(request, until)
+
+        return self._in_batches(list(map(len, prompts)), complete, "Completing", disable_tqdm)
+
+    def _texts(self, request: Request, until: Sequence[str]) -> list[str]:
+        """Generate until every row has ended or has one of the stop sequences."""
+        tokens: list[list[int]] = [[] for _ in request.prompts]
+        running = set(range(len(tokens)))
+        for step in self._engine.generate(request, lambda: not running):
+            for row, token in step:
+                tokens[row].append(token)
+                if any(stop in self.tokenizer.decode(tokens[row]) for stop in until):
+                    running.discard(row)
+        texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
+        return [_cut(text, until) for text in texts]
+
+    def _in_batches(
+        self,
+        lengths: list[int],
+        work: Callable[[Sequence[int]], list[T]],
+        summary: str,
+        disable_tqdm: bool,
+    ) -> list[T]:
+        """Do work on rows of similar lengths at a time, the longest first; keep their order."""
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        found: dict[int, T] = {}
+        with tqdm(total=len(lengths), desc=summary, disable=disable_tqdm) as bar:
+            for batch in _chunks(order, self._limits.batch):
+                found |= zip(batch, work(batch), strict=True)
+                bar.update(len(batch))
+        return [found[index] for index in range(len(lengths))]
+
+
+def _chunks(items: list[int], size: int) -> Iterator[list[int]]:
+    return (items[first : first + size] for first in range(0, len(items), size))
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    """Return what stands in front of the first stop sequence."""
+    for stop in until:
+        if stop:
+            text = text.split(stop)[0]
+    return text

@@ -1,0 +1,103 @@
+"""Evaluate a model: rank 0 leads lm-evaluation-harness, the other ranks serve its requests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mindspeed.checkpoint.commit import atomic_write
+from mindspeed.checkpoint.detection import detect
+from mindspeed.config import ConfigError
+from mindspeed.distributed import environment
+from mindspeed_llm.evaluation.options import EvaluateOptions
+from mindspeed_llm.evaluation.tasks import load_tasks
+from mindspeed_llm.generation.engine import Engine
+from mindspeed_llm.generation.model import load_model
+from mindspeed_llm.generation.options import as_training
+from mindspeed_llm.generation.session import length_limit
+from mindspeed_llm.generation.text import eos_ids
+
+
+def evaluate(options: EvaluateOptions) -> str | None:
+    """Return the table of scores; None on ranks that only serve. Files are written here."""
+    assert options.load is not None  # checked with the options
+    is_rank_zero = environment.is_rank_zero()
+    tasks, tokenizer = [], None
+    folder = detect(options.load).config_folder
+    if is_rank_zero:  # before the weights, so that errors come at once
+        tokenizer = _tokenizer(options, folder)
+        tasks = load_tasks(options.tasks, options.include_path, trust_code=options.trust_task_code)
+    model = load_model(as_training(options))
+    engine = Engine(model)
+    if tokenizer is None:
+        engine.serve()
+        return None
+    from mindspeed_llm.evaluation.harness import Limits, MegatronLM
+
+    try:
+        length = length_limit(options.max_length, model.max_length)
+        stop_ids = frozenset(eos_ids(folder, tokenizer.eos_token_id))
+        limits = Limits(length, options.batch_size, model.config.vocab_size, stop_ids)
+        results = _run(MegatronLM(engine, tokenizer, limits, options.seed), tasks, options)
+    finally:
+        engine.close()
+    return _report(results, options)
+
+
+def _tokenizer(options: EvaluateOptions, folder: Path | None) -> Any:
+    from transformers import AutoTokenizer
+
+    path = options.tokenizer_name_or_path or folder
+    if path is None or not Path(path).is_dir():
+        raise ConfigError(
+            f"no tokenizer in {path or options.load}: give --tokenizer-name-or-path with its folder"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # its files may hold anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {reason}") from None
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {path} names no end of a text (eos_token)")
+    if options.hf_chat_template and not tokenizer.chat_template:
+        raise ConfigError(
+            f"--hf-chat-template: the tokenizer in {path} has no chat template; drop the flag"
+        )
+    return tokenizer
+
+
+def _run(model: Any, tasks: list[Any], options: EvaluateOptions) -> dict[str, Any]:
+    from lm_eval import simple_evaluate
+
+    results: dict[str, Any] = simple_evaluate(
+        model=model,
+        tasks=tasks,
+        num_fewshot=options.num_fewshot,
+        batch_size=options.batch_size,
+        limit=options.limit,
+        log_samples=options.samples is not None,
+        system_instruction=options.system or None,
+        apply_chat_template=options.hf_chat_template,
+        fewshot_as_multiturn=options.hf_chat_template,
+        fewshot_random_seed=options.seed,
+    )
+    return results
+
+
+def _report(results: dict[str, Any], options: EvaluateOptions) -> str:
+    from lm_eval.utils import make_table
+
+    samples = results.pop("samples", {})
+    if options.output is not None:
+        text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
+        atomic_write(Path(options.output), f"{text}\n".encode())
+    if options.samples is not None:
+        lines = [
+            json.dumps({"task": task} | sample, default=str, ensure_ascii=False)
+            for task, found in samples.items()
+            for sample in found
+        ]
+        atomic_write(Path(options.samples), "".join(f"{line}\n" for line in lines).encode())
+    table: str = make_table(results)
+    if results.get("groups"):
+        table += "\n" + make_table(results, "groups")
+    return table

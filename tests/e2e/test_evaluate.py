@@ -1,0 +1,171 @@
+"""`mindspeed-llm evaluate` against the harness's own model, its commands as the page shows them."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_llm.cli.main import main
+from tests.commands import ROOT
+from tests.llm.smollm2 import smollm2_file
+
+LIBRARIES = Path(sys.prefix) / "lm-eval"
+PAGE = ROOT / "docs/llm/evaluate.md"
+FOLDER = "SmolLM2-135M-Instruct"
+HARNESS = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+tasks = TaskManager(include_path="examples/evaluate", include_defaults=False)
+found = {}
+for key, names, length, limit in (
+    ("whole", ["capitals", "capitals_text"], 2048, None),
+    ("cut", ["capitals", "capitals_text"], 16, 3),
+    ("chat", ["capitals_written"], 2048, None),
+):
+    results = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": sys.argv[1], "dtype": "float32", "max_length": length},
+        tasks=names, task_manager=tasks, batch_size=4, device="cpu", limit=limit,
+        apply_chat_template=key == "chat", fewshot_as_multiturn=key == "chat",
+    )
+    found[key] = [
+        [name, sample["doc_id"], sample["resps"]]
+        for name in names for sample in results["samples"][name]
+    ]
+json.dump(found, open("harness.json", "w"))
+"""
+LOAD_TASKS = """
+import sys
+from mindspeed.config import ConfigError
+from mindspeed_llm.evaluation.tasks import load_tasks
+
+for name in sys.argv[1:]:
+    try:
+        (task,) = load_tasks([name], ["examples/evaluate"])
+        print(name, task.task_name)
+    except ConfigError as error:
+        print(name, error)
+"""
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not (LIBRARIES / ".installed").is_file(), reason="make setup could not install lm_eval"
+    ),
+]
+
+
+def run(*words, folder):
+    """Run a command with the harness beside the environment; return code, output and errors."""
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, LIBRARIES))), "HF_HUB_OFFLINE": "1"}
+    variables |= {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HOME": str(folder / "hf")}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def blocks(language):
+    """Return the blocks of the page in a language."""
+    pattern = rf"^```{language}\n(.*?)^```"
+    return re.findall(pattern, PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def words(command):
+    """Return a shown command as words for Python."""
+    program, *others = shlex.split(command)
+    return ["-m", {"mindspeed": "mindspeed", "mindspeed-llm": "mindspeed_llm"}[program], *others]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with the real model and the examples."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    assert main(["import-gguf", str(smollm2_file()), str(folder / FOLDER)]) == 0
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "evaluation.py").symlink_to(ROOT / "evaluation.py")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def harness(folder):
+    """Return what the harness's own model answers: whole questions, cut ones, in a chat."""
+    code, _, errors = run("-c", HARNESS, FOLDER, folder=folder)
+    assert code == 0, errors
+    return json.loads((folder / "harness.json").read_text())
+
+
+def answers(path):
+    """Return task, question and what our model said."""
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    return [[sample["task"], sample["doc_id"], sample["resps"]] for sample in samples]
+
+
+def assert_close(found, expected, count):
+    assert len(found) == len(expected) == count
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine[:2] == theirs[:2]
+        for (one,), (other,) in zip(mine[2], theirs[2], strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_the_first_command_of_the_page(folder, harness):
+    command, table = blocks("bash")[0], blocks("text")[0]
+    code, output, errors = run(*words(command), folder=folder)
+    assert code == 0, errors
+    assert output.strip() == table.strip()
+    assert_close(answers(folder / "samples.jsonl"), harness["whole"], 32)
+    results = json.loads((folder / "scores.json").read_text())["results"]
+    assert results["capitals"]["acc,none"] == 0.75
+
+
+def test_the_second_command_of_the_page(folder, harness):
+    """Two ranks, and completions through the chat template."""
+    command, table = blocks("bash")[1], blocks("text")[1]
+    code, output, errors = run(*words(command), "--samples", "written.jsonl", folder=folder)
+    assert code == 0, errors
+    assert output.strip() == table.strip()
+    assert answers(folder / "written.jsonl") == harness["chat"]
+
+
+def test_what_is_too_long_is_cut_as_the_harness_does(folder, harness):
+    flags = ["--tasks", "capitals", "capitals_text", "--include-path", "examples/evaluate"]
+    flags += ["--max-length", "16", "--limit", "3", "--samples", "cut.jsonl"]
+    code, _, errors = run("evaluation.py", "--load", FOLDER, *flags, folder=folder)
+    assert code == 0, errors
+    assert_close(answers(folder / "cut.jsonl"), harness["cut"], 6)
+    whole = [each for each in harness["whole"] if each[1] < 3]
+    assert all(one != other for one, other in zip(harness["cut"], whole, strict=True))
+
+
+def test_what_is_wrong_is_one_line(folder):
+    (folder / "code.yaml").write_text("task: code\ndoc_to_text: !function code.run\n")
+    (folder / "outer.yaml").write_text("include: code.yaml\ntask: outer\n")
+    (folder / "nothing.yaml").write_text(
+        "task: nothing\ndataset_path: json\ndataset_kwargs: {data_files: missing.jsonl}\n"
+    )
+    # One process: its imports take longer than all cases.
+    cases = {
+        "capitals": (),
+        "capitols": ("no task has this name; did you mean capitals",),
+        "outer.yaml": ("code.yaml would run the code that it names, !function code.run",),
+        "missing.yaml": ("there is no such file",),
+        "nothing.yaml": ("cannot be loaded: ", "missing.jsonl"),
+    }
+    code, output, errors = run("-c", LOAD_TASKS, *cases, folder=folder)
+    assert code == 0, errors
+    first, *others = output.splitlines()
+    assert first == "capitals capitals"
+    for line, (name, parts) in zip(others, list(cases.items())[1:], strict=True):
+        assert line.startswith(name) and all(part in line for part in parts), line
