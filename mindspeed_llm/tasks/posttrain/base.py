@@ -41,11 +41,7 @@ class BaseTrainer(Trainer):
         data = [InstructionData(prefix) for prefix in split_weights(self.data_path)[1]]
         for one in data:
             if one.kind != self.data_kind:
-                raise ConfigError(
-                    f"{one.missing(self.data_kind)[0]} is missing: --stage {self.options.stage} "
-                    f"needs it; {one.prefix} holds {HELD[one.kind]}, not {HELD[self.data_kind]}: "
-                    "preprocess with another --handler-name, or give another --stage"
-                )
+                raise _other_kind(one, self.data_kind, self.options.stage)
         self.check_vocabulary({one.prefix: one.facts for one in data})
         self.configure_batches(data)
         self.check_tokens([file for one in data for file in one.token_files])
@@ -78,3 +74,14 @@ class BaseTrainer(Trainer):
             balanced_step=self.balanced_step,
             is_numbered=is_numbered,
         )
+
+
+def _other_kind(data: InstructionData, kind: str, stage: str) -> ConfigError:
+    """Return the error for data of another kind than a stage trains on."""
+    # Nothing is missing of prompts in conversations, which have the same files and more.
+    missing = data.missing(kind)
+    needed = f"{missing[0]} is missing: --stage {stage} needs it; " if missing else ""
+    return ConfigError(
+        f"{needed or f'--stage {stage}: '}{data.prefix} holds {HELD[data.kind]}, not {HELD[kind]}: "
+        "preprocess with another --handler-name, or give another --stage"
+    )

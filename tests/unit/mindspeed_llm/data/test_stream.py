@@ -178,6 +178,23 @@ def test_a_missing_file_is_named(prefixes):
         InstructionData(b)
 
 
+@pytest.mark.parametrize("stage", ["trl_ppo", "grpo"])
+def test_conversations_are_no_prompts(prefixes, stage):
+    """They have all files that prompts have, and more."""
+    from mindspeed_llm.tasks.posttrain.launcher import TRAINERS
+
+    a, _ = prefixes
+    trainer = SimpleNamespace(
+        options=SimpleNamespace(stage=stage), data_path=[a], data_kind=TRAINERS[stage].data_kind
+    )
+    with pytest.raises(ConfigError) as caught:
+        TRAINERS[stage].configure_from_data(trainer)
+    assert str(caught.value) == (
+        f"--stage {stage}: {a} holds conversations, not prompts: preprocess with another "
+        "--handler-name, or give another --stage"
+    )
+
+
 def test_files_of_different_runs(prefixes):
     a, b = prefixes
     for ending in (".bin", ".idx"):
