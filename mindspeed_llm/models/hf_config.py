@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import ConfigError, kind_of
+from mindspeed.config import ConfigError, kind_of, parse_json
 from mindspeed_llm.models.config import RotaryConfig, Scaling
 
 LARGEST = 16 << 20
@@ -224,7 +224,28 @@ def set_num_labels(path: Path, labels: int) -> None:
         "label2id": {f"LABEL_{number}": number for number in range(labels)},
         "tie_word_embeddings": False,
     }
+    if values.get("pad_token_id") is None:
+        # transformers takes one sequence at a time without it. It reads the score of the last token
+        # that is none of padding, so a token that also ends answers would give another score.
+        padding, ends = _padding_id(path.parent), values.get("eos_token_id")
+        if padding is not None and padding not in (ends if isinstance(ends, list) else [ends]):
+            values["pad_token_id"] = padding
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _padding_id(folder: Path) -> int | None:
+    """Return the id of the padding token of a folder's tokenizer, None if no file has it."""
+    try:
+        settings, tokenizer = (
+            parse_json((folder / name).read_bytes())
+            for name in ("tokenizer_config.json", "tokenizer.json")
+        )
+        token = settings["pad_token"]
+        text = token["content"] if isinstance(token, dict) else token
+        ids = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+        return int(ids[text])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _check_temperature(rope: HfConfig, rotary: RotaryConfig) -> None:

@@ -289,3 +289,43 @@ def test_a_config_becomes_that_of_a_scorer(tmp_path, classes):
     config = LlamaConfig.from_pretrained(tmp_path)
     assert config.architectures == ["LlamaForSequenceClassification"] and config.num_labels == 1
     assert read_model_config(tmp_path).num_labels == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "is_end"),
+    [(None, False), (7, False), (None, True)],
+    ids=["of the tokenizer", "of the model", "also an end"],
+)
+def test_a_scorer_pads_batches_with_a_token_that_ends_nothing(tmp_path, given, is_end):
+    """Scores are those of the last token that is no padding: of the one before an end otherwise."""
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from mindspeed_llm.models.hf_config import set_num_labels
+    from tests.small_tokenizers import byte_level
+
+    byte_level().save_pretrained(tmp_path)
+    padding = byte_level().pad_token_id
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 500}
+    ids = {"pad_token_id": given, "eos_token_id": [5, padding] if is_end else 5}
+    LlamaConfig(num_attention_heads=2, **sizes, **ids).save_pretrained(tmp_path)
+    set_num_labels(tmp_path / "config.json", 1)
+    config = LlamaConfig.from_pretrained(tmp_path)
+    assert config.pad_token_id == (None if is_end else given or padding)
+    if not is_end:
+        model = LlamaForSequenceClassification(config).eval()
+        batch = torch.tensor([[1, 2, 5, config.pad_token_id], [1, 2, 3, 5]])
+        assert torch.allclose(model(batch).logits[0], model(batch[:1, :3]).logits[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"pad_token": 3}', b'{"pad_token": {}}'])
+def test_a_scorer_without_a_padding_token(tmp_path, content):
+    from transformers import LlamaConfig
+
+    from mindspeed_llm.models.hf_config import set_num_labels
+
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": []}')
+    set_num_labels(tmp_path / "config.json", 1)
+    assert LlamaConfig.from_pretrained(tmp_path).pad_token_id is None
