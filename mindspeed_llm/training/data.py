@@ -79,10 +79,11 @@ def _check_names(options: TrainOptions) -> None:
 def _log_ignored(options: TrainOptions) -> None:
     """Log the options of preprocessing that were given in vain."""
     defaults = {name: field.default for name, field in type(options).model_fields.items()}
+    used = ALWAYS_USED | ({"reward_tokens"} if options.stage == "prm" else set())
     flags = [
         Spelling.FLAG.name_of(name)
         for name in ("handler_name", *RAW_FIELDS)
-        if name not in ALWAYS_USED and getattr(options, name) != defaults[name]
+        if name not in used and getattr(options, name) != defaults[name]
     ]
     if flags:
         logger.info("%s: no effect, --data-path names token files", ", ".join(flags))
