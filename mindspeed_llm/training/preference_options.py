@@ -135,3 +135,8 @@ def check_preferences(options: PreferenceOptions, stage: str) -> None:
                 f"not {kind}: drop one"
             )
     check_stage(options, STAGES, stage)
+    if stage == "kto" and not options.kto_desirable_weight and not options.kto_undesirable_weight:
+        raise ConfigError(
+            "--kto-desirable-weight 0 and --kto-undesirable-weight 0: nothing would be trained: "
+            "give one of them a weight above 0"
+        )

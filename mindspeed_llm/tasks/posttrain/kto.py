@@ -43,7 +43,8 @@ class KTOTrainer(ReferenceTrainer):
                 "--global-batch-size 1: KTO pairs each prompt with the completion of another "
                 "sample of the step: give 2 or more"
             )
-        warn_of_one_kind(data)
+        options = self.options
+        check_kinds(data, options.kto_desirable_weight, options.kto_undesirable_weight)
         self.rows = self.make_rows(data)
 
     def open_part(self, part: Part) -> SampleStream:
@@ -157,12 +158,19 @@ class MismatchedStream(SampleStream):
         return {**sample, f"{MISMATCHED}input_ids": ids, f"{MISMATCHED}labels": labels}
 
 
-def warn_of_one_kind(data: Sequence[InstructionData]) -> None:
-    """Warn if all completions are desirable, or none is."""
+def check_kinds(
+    data: Sequence[InstructionData], desirable_weight: float, undesirable_weight: float
+) -> None:
+    """Warn if all completions are desirable, or none is; raise if their weight is 0."""
     kinds = set().union(*(one.desirabilities() for one in data))
     if len(kinds) > 1:
         return
     names = ("desirable", "undesirable") if True in kinds else ("undesirable", "desirable")
+    if not (desirable_weight if True in kinds else undesirable_weight):
+        raise ConfigError(
+            f"--kto-{names[0]}-weight 0: all completions of the data are {names[0]}, so nothing "
+            f"would be trained: give a weight above 0, or add {names[1]} ones to the data"
+        )
     logger.warning(
         "all completions of the data are %s: KTO compares them with %s ones; add such to "
         "the data, or train with another --stage",

@@ -45,6 +45,10 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
             {"stage": "kto", "pref_ftx": 0.1},
             "--pref-ftx 0.1: is for --stage dpo and simpo, not",
         ),
+        (
+            {"stage": "kto", "kto_desirable_weight": 0.0, "kto_undesirable_weight": 0.0},
+            "--kto-desirable-weight 0 and --kto-undesirable-weight 0: nothing would be trained: ",
+        ),
         ({"stage": "orm", "no_overlap_reference": True}, "is for --stage dpo and kto, not orm"),
         ({"stage": "sft", "no_scale_rewards": True}, "--no-scale-rewards: is for --stage grpo"),
     ],
@@ -58,4 +62,5 @@ def test_what_is_refused(changes: dict[str, Any], expected: str) -> None:
 
 def test_what_is_accepted() -> None:
     check(TrainOptions(**GIVEN, reward_fn="a.py:f"))
+    check(TrainOptions(**GIVEN | {"stage": "kto", "kto_desirable_weight": 0.0}))
     check(TrainOptions(**GIVEN | {"stage": "trl_ppo", "reward_model": "m", "ref_model": "m"}))

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.data.instruction import InstructionData
-from mindspeed_llm.tasks.posttrain.kto import warn_of_one_kind
+from mindspeed_llm.tasks.posttrain.kto import check_kinds
 from tests.llm.preferences import Judged, write_unpaired
 
 KINDS = {"good": [True, True], "bad": [False, False], "both": [True, False]}
@@ -28,5 +29,22 @@ def data(tmp_path: Path) -> dict[str, InstructionData]:
     ],
 )
 def test_completions_of_one_kind_get_a_warning(data, caplog, names, warning):
-    warn_of_one_kind([data[name] for name in names])
+    check_kinds([data[name] for name in names], 1.0, 1.0)
     assert warning in caplog.text and bool(warning) == bool(caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "expected"),
+    [
+        ("good", (0.0, 1.0), "--kto-desirable-weight 0: all completions of the data are desirable"),
+        ("bad", (1.0, 0.0), "--kto-undesirable-weight 0: all completions of the data are undesir"),
+    ],
+)
+def test_completions_without_weight_are_refused(data, name, weights, expected):
+    """As the only ones; beside others they may have none."""
+    with pytest.raises(ConfigError) as error:
+        check_kinds([data[name]], *weights)
+    assert str(error.value).startswith(expected)
+    assert "so nothing would be trained: give a weight above 0, or add " in str(error.value)
+    check_kinds([data["both"]], *weights)
+    check_kinds([data[name]], *reversed(weights))
