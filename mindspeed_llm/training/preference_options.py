@@ -135,6 +135,11 @@ def check_preferences(options: PreferenceOptions, stage: str) -> None:
                 f"not {kind}: drop one"
             )
     check_stage(options, STAGES, stage)
+    if options.no_overlap_reference and options.precompute_ref_log_probs:
+        raise ConfigError(
+            "--no-overlap-reference: has no effect with --precompute-ref-log-probs, which runs the "
+            "reference before the first step: drop one"
+        )
     if stage == "kto" and not options.kto_desirable_weight and not options.kto_undesirable_weight:
         raise ConfigError(
             "--kto-desirable-weight 0 and --kto-undesirable-weight 0: nothing would be trained: "

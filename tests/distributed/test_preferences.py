@@ -307,14 +307,19 @@ def test_the_base_of_adapters_is_the_reference(
 
 
 def test_the_start_says_what_the_reference_is(tiny: _Tiny, tmp_path: Path) -> None:
+    own, loaded = OWN_REFERENCE, f"reference: weights from {tiny.model}"
+    apart = {"no_overlap_reference": True}
+    in_vain = "reference: --no-overlap-reference has no effect, as"
     cases = [
-        ("dpo", LORA, OWN_REFERENCE),
-        ("kto", LORA, OWN_REFERENCE),
-        ("dpo", LORA | {"ref_model": tiny.model}, f"reference: weights from {tiny.model}"),
-        ("dpo", {}, f"reference: weights from {tiny.model}"),
+        ("dpo", LORA, [own]),
+        ("kto", LORA, [own]),
+        ("dpo", LORA | {"ref_model": tiny.model}, [loaded]),
+        ("dpo", {}, [loaded]),
+        ("kto", LORA | apart, [own, f"{in_vain} it shares its weights with the policy"]),
+        ("dpo", apart, [loaded, f"{in_vain} kernels of this device do not overlap"]),
     ]
     runs = [tiny.settings(stage, tmp_path, **changes) for stage, changes, _ in cases]
-    assert run_ranks(log_of_references, 1, runs) == [[[said] for _, _, said in cases]]
+    assert run_ranks(log_of_references, 1, runs) == [[said for _, _, said in cases]]
 
 
 def list_models_of_each(runs: list[dict[str, Any]]) -> list[list[str]]:

@@ -63,6 +63,8 @@ class ReferenceTrainer(BaseTrainer):
         super().initialize()
         if self.needs_reference and self.is_own_reference:
             logger.info("reference: the policy without its adapters (--ref-model: another model)")
+        if self.options.no_overlap_reference and (reason := self._why_not_overlapped()):
+            logger.info("reference: --no-overlap-reference has no effect, as %s", reason)
 
     @property
     def needs_reference(self) -> bool:
@@ -128,15 +130,20 @@ class ReferenceTrainer(BaseTrainer):
 
     @cached_property
     def _side_stream(self) -> SideStream | None:
-        """Where the reference runs beside the policy's step before.
+        """Where the reference runs beside the policy's step before; None if it does not."""
+        is_off = self.options.no_overlap_reference or self._why_not_overlapped() is not None
+        return None if is_off else SideStream()
 
-        None where it shares weights with the policy, or buffers and communicators with ranks that
-        the models are split over.
-        """
+    def _why_not_overlapped(self) -> str | None:
+        """Return why the reference cannot run beside a step of the policy; None if it can."""
         dims = self.setup.dims
-        is_apart = not self.is_own_reference and dims.dp == dims.world and dims.ep == 1
-        is_asked = not self.options.no_overlap_reference and device.current().overlaps_kernels
-        return SideStream() if is_apart and is_asked else None
+        reasons = {
+            "it shares its weights with the policy": self.is_own_reference,
+            # They would share buffers and communicators.
+            "the models are split over ranks": dims.dp != dims.world or dims.ep > 1,
+            "kernels of this device do not overlap": not device.current().overlaps_kernels,
+        }
+        return next((reason for reason, is_there in reasons.items() if is_there), None)
 
     @property
     def _reference(self) -> RoleModel:

@@ -49,6 +49,10 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
             {"stage": "kto", "kto_desirable_weight": 0.0, "kto_undesirable_weight": 0.0},
             "--kto-desirable-weight 0 and --kto-undesirable-weight 0: nothing would be trained: ",
         ),
+        (
+            {"stage": "dpo", "no_overlap_reference": True, "precompute_ref_log_probs": True},
+            "--no-overlap-reference: has no effect with --precompute-ref-log-probs, which runs",
+        ),
         ({"stage": "orm", "no_overlap_reference": True}, "is for --stage dpo and kto, not orm"),
         ({"stage": "sft", "no_scale_rewards": True}, "--no-scale-rewards: is for --stage grpo"),
     ],
