@@ -30,7 +30,7 @@ from mindspeed.training.expert_options import (
     check_shared_sequence,
 )
 from mindspeed.training.options import check_precision
-from mindspeed.training.stages import Stage, stage_named
+from mindspeed.training.stages import OPTIONS, Stage, check_read, stage_named
 from mindspeed.tune.memory_model import (
     Changes,
     MemoryModel,
@@ -148,7 +148,8 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
     """Return what a run needs; `words` are its flags, after the name of a YAML file if it has one.
 
     ConfigError is raised for sizes that are missing and for what the run would refuse: by its
-    features, a stage that there is not, options of experts on a dense model, two precisions.
+    features, a stage that there is not, options of another stage, options of experts on a dense
+    model, two precisions.
     """
     known, parser = registry(), _parser()
     has_file = bool(words) and not words[0].startswith("-")
@@ -159,6 +160,7 @@ def examine(words: Sequence[str], available: int, device_name: str | None = None
     options = from_namespace(known.options_class, namespace)
     run = from_namespace(RunOptions, namespace)
     stage = stage_named(run.stage)
+    check_read({**others, **dict(run)}, run.stage)
     check_precision(run.bf16, run.fp16)
     arguments = {**others, **vars(namespace), **dict(run)}
     if arguments.get("multi_latent_attention"):
@@ -232,9 +234,10 @@ def _run_memory(
 
 def _check_spelling(parser: argparse.ArgumentParser, others: Mapping[str, Any]) -> None:
     """Raise ConfigError for a slip of the keys: the estimate would be that of another run."""
-    known = [action.dest for action in parser._actions]
+    stages = [name for defaults in OPTIONS.values() for name in defaults]
+    known = [action.dest for action in parser._actions] + stages
     for name in others:
-        if meant := misspelt(name, known):
+        if name not in stages and (meant := misspelt(name, known)):
             raise ConfigError(
                 f"--memory: {flag_name(name)} is not known: did you mean {flag_name(meant)}?"
             )

@@ -18,6 +18,7 @@ import torch
 from mindspeed.checkpoint.commit import atomic_write
 from mindspeed.config import ConfigError, Spelling
 from mindspeed.training.checkpoint_dir import find_resume
+from mindspeed.training.stages import ONLINE
 from mindspeed_llm.data.handlers import PRETRAIN, find_handler, similar_handlers
 from mindspeed_llm.data.indexed import TokenFile, find_out_of_range
 from mindspeed_llm.data.instruction import split_weights
@@ -28,7 +29,6 @@ from mindspeed_llm.data.readers import FORMATS, Source
 from mindspeed_llm.data.template import load_template
 from mindspeed_llm.data.tokenizer import TokenizerFacts, has_tokenizer, load_facts
 from mindspeed_llm.training.options import RAW_FIELDS, TrainOptions
-from mindspeed_llm.training.rollout_options import ONLINE
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """Typed options of post-training on preferences and rewards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from mindspeed.config import ConfigError, Options, Spelling
+from mindspeed.training.stages import check_read
 from mindspeed_llm.losses.kinds import DpoLoss, SimpoLoss
 
 
@@ -84,29 +85,6 @@ class PreferenceOptions(
     """The options of all stages that train on preferences."""
 
 
-STAGES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(DpoOptions.model_fields, ("dpo",)),
-    **dict.fromkeys(SimpoOptions.model_fields, ("simpo",)),
-    **dict.fromkeys(KtoOptions.model_fields, ("kto",)),
-    **dict.fromkeys(PairOptions.model_fields, ("dpo", "simpo", "orm")),
-    "pref_ftx": ("dpo", "simpo"),
-    "ref_model": ("dpo", "kto", "trl_ppo", "grpo"),
-    "precompute_ref_log_probs": ("dpo",),
-    "no_overlap_reference": ("dpo", "kto"),
-}
-"""The stages that read an option."""
-
-
-def check_stage(options: Options, stages: Mapping[str, tuple[str, ...]], stage: str) -> None:
-    """Raise ConfigError for an option that the stage does not read."""
-    for name, readers in stages.items():
-        value = getattr(options, name)
-        if stage not in readers and value != type(options).model_fields[name].default:
-            flag, wanted = Spelling.FLAG, " and ".join(readers)
-            given = flag.name_of(name) if value is True else flag.with_value(name, value)
-            raise ConfigError(f"{given}: is for --stage {wanted}, not {stage}: drop it")
-
-
 Check = tuple[Callable[[float], bool], str]
 POSITIVE: Check = (lambda value: value > 0, "a number above 0")
 NOT_NEGATIVE: Check = (lambda value: value >= 0, "0 or more")
@@ -121,7 +99,7 @@ RANGES: dict[str, Check] = {
 
 
 def check_preferences(options: PreferenceOptions, stage: str) -> None:
-    """Raise ConfigError for a number out of range, and for what a stage cannot use."""
+    """Raise ConfigError for a number out of range, and for what a stage of any kind cannot use."""
     for name, (is_allowed, allowed) in RANGES.items():
         value = getattr(options, name)
         if not (value < LARGEST and is_allowed(value)):
@@ -134,7 +112,7 @@ def check_preferences(options: PreferenceOptions, stage: str) -> None:
                 f"--{prefix}-label-smoothing {smoothing:g}: is for --{prefix}-loss-type sigmoid, "
                 f"not {kind}: drop one"
             )
-    check_stage(options, STAGES, stage)
+    check_read(dict(options), stage)
     if options.no_overlap_reference and options.precompute_ref_log_probs:
         raise ConfigError(
             "--no-overlap-reference: has no effect with --precompute-ref-log-probs, which runs the "

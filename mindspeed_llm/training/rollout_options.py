@@ -1,15 +1,9 @@
 """Typed options of post-training on sampled completions: --stage trl_ppo and grpo."""
 
 from mindspeed.config import ConfigError, Options, Spelling
+from mindspeed.training.stages import ONLINE
 from mindspeed_llm.losses.kinds import GrpoLoss
-from mindspeed_llm.training.preference_options import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    Check,
-    check_stage,
-)
-
-ONLINE = ("trl_ppo", "grpo")
+from mindspeed_llm.training.preference_options import NOT_NEGATIVE, POSITIVE, Check
 
 
 class RewardOptions(Options):
@@ -107,13 +101,6 @@ class OnlineOptions(AcceptedRolloutOptions, GrpoOptions, PpoOptions, RolloutOpti
     """The options of all stages that train on sampled completions."""
 
 
-STAGES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*RewardOptions.model_fields, *RolloutOptions.model_fields), ONLINE),
-    **dict.fromkeys(PpoOptions.model_fields, ("trl_ppo",)),
-    **dict.fromkeys(GrpoOptions.model_fields, ("grpo",)),
-}
-"""The stages that read an option."""
-
 COUNT: Check = (lambda value: value >= 1, "1 or more")
 SHARE: Check = (lambda value: 0 <= value <= 1, "a number from 0 to 1")
 RANGES: dict[str, Check] = {
@@ -136,7 +123,6 @@ def check_rollouts(options: OnlineOptions, stage: str, timeout_minutes: float) -
         value = getattr(options, name)
         if value is not None and not (value < LARGEST and is_allowed(value)):
             raise ConfigError(f"{Spelling.FLAG.with_value(name, value)}: give {allowed}")
-    check_stage(options, STAGES, stage)
     if stage not in ONLINE:
         return
     sources = [name for name in ("reward_fn", "reward_model") if getattr(options, name) is not None]

@@ -29,6 +29,7 @@ from mindspeed.training.checkpoint_dir import (
 )
 from mindspeed.training.expert_options import check_has_no_experts, check_shared_sequence
 from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
+from mindspeed.training.stages import ONLINE
 from mindspeed_llm.models.config import ModelConfig, MoEConfig
 from mindspeed_llm.training import model
 from mindspeed_llm.training.checkpoint import MegatronCheckpoints
@@ -37,7 +38,6 @@ from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model import ModelRole, RoleModel
 from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.rollout_options import ONLINE
 from mindspeed_llm.training.shared_prompts import shares_prompts
 
 logger = logging.getLogger(__name__)

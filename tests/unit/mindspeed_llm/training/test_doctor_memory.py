@@ -1,11 +1,13 @@
 """What `mindspeed doctor --memory` knows of runs of this suite is what they do."""
 
+from pathlib import Path
+
 import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
 from mindspeed.doctor.memory import examine
-from mindspeed.training.stages import STAGES
+from mindspeed.training.stages import OPTIONS, STAGES
 from mindspeed.tune.memory_model import GIB
 from mindspeed.tune.run_sizes import RunSizes
 from mindspeed_llm.models.config import ModelConfig, MoEConfig
@@ -15,7 +17,9 @@ from mindspeed_llm.tasks.posttrain.pairwise import PairwiseTrainer
 from mindspeed_llm.tasks.posttrain.reference import ReferenceTrainer
 from mindspeed_llm.tasks.posttrain.sampling import SamplingTrainer
 from mindspeed_llm.training.lora_plan import adaptable_weights, projections
-from mindspeed_llm.training.options import TrainOptions
+from mindspeed_llm.training.options import TrainOptions, check
+from mindspeed_llm.training.preference_options import PREFERENCE_SECTIONS
+from mindspeed_llm.training.rollout_options import ROLLOUT_SECTIONS
 from mindspeed_llm.training.setup import check_experts
 
 DENSE = ModelConfig(
@@ -87,3 +91,53 @@ def test_the_error_for_an_unknown_stage_is_that_of_the_run() -> None:
     with pytest.raises(ConfigError) as examined:
         examine([*FLAGS, "--stage", "dop"], GIB)
     assert str(examined.value) == str(refused.value)
+
+
+def test_options_of_stages_are_those_of_the_sections() -> None:
+    sections = [*PREFERENCE_SECTIONS, *ROLLOUT_SECTIONS]
+    fields = {n: f.default for one in sections for n, f in one.model_fields.items()}
+    listed = [name for defaults in OPTIONS.values() for name in defaults]
+    assert sorted(listed) == sorted(fields)
+    assert {n: d for defaults in OPTIONS.values() for n, d in defaults.items()} == fields
+    assert all(set(stages) <= set(STAGES) for stages in OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "value"),
+    [
+        ("orm", "dpo_beta", 0.2),
+        ("kto", "pref_ftx", 0.5),
+        ("simpo", "ref_model", "m"),
+        ("sft", "reward_fn", "rewards.py:score"),
+        ("prm", "no_share_prompts", True),
+        ("trl_ppo", "num_generations", 4),
+    ],
+)
+def test_the_error_for_an_option_of_another_stage_is_that_of_the_run(
+    tmp_path: Path, stage: str, name: str, value: object
+) -> None:
+    run = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage": stage}
+    with pytest.raises(ConfigError, match=f"not {stage}: drop it") as refused:
+        check(TrainOptions(**run, **{name: value}))
+    flag = f"--{name.replace('_', '-')}"
+    given = [flag] if value is True else [flag, str(value)]
+    with pytest.raises(ConfigError) as examined:
+        examine([*FLAGS, "--stage", stage, *given], GIB)
+    assert str(examined.value) == str(refused.value)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"stage: {stage}\n{name}: {str(value).lower() if value is True else value}\n")
+    with pytest.raises(ConfigError) as examined:
+        examine([str(file), *FLAGS], GIB)
+    assert str(examined.value) == str(refused.value)
+
+
+def test_options_of_the_stage_and_defaults_of_others_are_no_error(tmp_path: Path) -> None:
+    """The config.yaml of a run has the defaults of all stages."""
+    file = tmp_path / "config.yaml"
+    defaults = {n: d for each in OPTIONS.values() for n, d in each.items() if d is not None}
+    file.write_text("".join(f"{name}: {value}\n" for name, value in defaults.items()))
+    for stage in STAGES:
+        examine([str(file), *FLAGS, "--stage", stage], GIB)
+    examine([*FLAGS, "--stage", "grpo", "--num-generations", "4"], GIB)
+    with pytest.raises(ConfigError, match="--dpo-betta is not known: did you mean --dpo-beta"):
+        examine([*FLAGS, "--stage", "dpo", "--dpo-betta", "0.2"], GIB)
