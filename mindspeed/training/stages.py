@@ -33,10 +33,15 @@ STAGES = {
 }
 
 
+ELSEWHERE = {"ppo": "trl_ppo", "rm": "orm", "dapo": "grpo"}
+"""Names of stages in other trainers, whose letters are nearer to another stage here."""
+
+
 def stage_named(name: str) -> Stage:
     """Return a stage; ConfigError for one that there is not."""
     if name not in STAGES:
-        raise ConfigError(f"--stage {name} is not known; {did_you_mean(name, STAGES)}")
+        meant = did_you_mean(ELSEWHERE.get(name.lower(), name), STAGES)
+        raise ConfigError(f"--stage {name} is not known; {meant}")
     return STAGES[name]
 
 

@@ -93,6 +93,13 @@ def test_the_error_for_an_unknown_stage_is_that_of_the_run() -> None:
     assert str(examined.value) == str(refused.value)
 
 
+@pytest.mark.parametrize(("name", "meant"), [("ppo", "trl_ppo"), ("RM", "orm"), ("dapo", "grpo")])
+def test_stages_of_other_trainers_have_names_here(name: str, meant: str) -> None:
+    """Their letters are nearer to dpo and prm."""
+    with pytest.raises(ConfigError, match=f"--stage {name} is not known; did you mean {meant}"):
+        get_trainer(name, TrainOptions(load="m"))
+
+
 def test_options_of_stages_are_those_of_the_sections() -> None:
     sections = [*PREFERENCE_SECTIONS, *ROLLOUT_SECTIONS]
     fields = {n: f.default for one in sections for n, f in one.model_fields.items()}
