@@ -482,11 +482,12 @@ def test_what_goes_wrong_is_one_line_on_every_rank(task: _Task, tmp_path: Path) 
             "critic_model": str(tmp_path / "none"),
         },
         "has no value head": {"reward_model": task.model},
+        "--reward-model nowhere: does not exist": {"reward_model": "nowhere"},
         "its num_layers is 1, the policy's 2: the critic must": _critic(tmp_path, layers=1),
         "its num_layers is 3, the policy's 2: the critic must": _critic(tmp_path, layers=3),
         "16 of 16 samples are longer than --max-prompt-length 1": {"max_prompt_length": 1},
         "with its completion there may be 4": {"max_length": 4},
-        "--num-mini-batches 3": {"num_mini_batches": 3},
+        "cannot be divided by it: give 1, 2 or 4": {"num_mini_batches": 3},
         "--context-parallel-size 2: --stage grpo needs whole sequences": {
             "context_parallel_size": 2
         },

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from mindspeed import device
-from mindspeed.config import ConfigError
+from mindspeed.config import ConfigError, one_of
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.stream import Sample
@@ -292,7 +292,10 @@ class SamplingTrainer(ReferenceTrainer):
 
         source = self.options.reward_model
         assert source is not None
-        shape = read_model_config(config_folder(detect(source)))
+        try:
+            shape = read_model_config(config_folder(detect(source)))
+        except ConfigError as error:
+            raise ConfigError(f"--reward-model {error}") from None
         if shape.num_labels != 1:
             held = f"{shape.num_labels} labels" if shape.num_labels else "no value head"
             raise ConfigError(
@@ -310,9 +313,10 @@ class SamplingTrainer(ReferenceTrainer):
         options, dims = self.options, self.setup.dims
         count = dims.num_micro_batches * self.group_size
         if count % options.num_mini_batches:
+            allowed = one_of(size for size in range(1, count + 1) if not count % size)
             raise ConfigError(
                 f"--num-mini-batches {options.num_mini_batches}: a rank has {count} micro-batches "
-                "of completions in a step, which cannot be divided by it"
+                f"of completions in a step, which cannot be divided by it: give {allowed}"
             )
         part = count // options.num_mini_batches
         if dims.vpp is not None and part % dims.pp:
