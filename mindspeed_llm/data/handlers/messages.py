@@ -133,6 +133,13 @@ class SharegptStylePairwiseHandler(SharegptStyleInstructionHandler):
         if column not in record:
             raise MalformedRecord(f"has no {column}; it has {', '.join(record)}")
         value = record[column]
+        if isinstance(value, list):  # as OpenAI's preferences are, of one message
+            if len(value) != 1:
+                raise MalformedRecord(
+                    f"{column} holds {len(value)} messages: give the answer alone, and what comes "
+                    f"before it in {self._columns['messages']}"
+                )
+            value = value[0]
         if isinstance(value, dict):
             return self._message(*self._role_and_content(value))
         return Message("assistant", as_text(value, column))

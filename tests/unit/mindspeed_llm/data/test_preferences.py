@@ -151,6 +151,17 @@ def test_an_answer_of_a_wrong_role_is_an_error_and_not_skipped(run, write_lines,
         run(write_lines([record]), handler_name="OpenAIPairwiseHandler", prompt_type="chatml")
 
 
+def test_an_answer_to_a_conversation_may_be_a_list_of_one_message(run, write_lines):
+    options = {"handler_name": "SharegptStylePairwiseHandler", "prompt_type": "chatml"}
+    record = {"messages": ASKED, "chosen": [GOOD], "rejected": [BAD]}
+    sample = InstructionData(run(write_lines([record]), **options)[1])[0]
+    assert completion(sample, "chosen_") == "It is 42.<|im_end|>"
+    assert completion(sample, "rejected_") == "I know little.<|im_end|>"
+    record["chosen"] = [*ASKED, GOOD]
+    with pytest.raises(ConfigError, match="chosen holds 2 messages: give the answer alone, and wh"):
+        run(write_lines([record]), name="two", **options)
+
+
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text", None])
 def test_parts_of_text_have_several_names(run, write_lines, kind):
     part = {"type": kind, "text": GOOD["content"]}
