@@ -18,13 +18,16 @@ class ExpertOptions(Options):
     --transformer-impl local."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach the ranks of their experts."""
-    moe_expert_capacity_factor: Annotated[float, Field(gt=0)] | None = None
+    moe_expert_capacity_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Drop the tokens of an expert beyond this many times its even share. Default: drop none."""
     moe_pad_expert_input_to_capacity: bool = False
     """Pad the tokens of every expert to its capacity."""
-    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] | None = None
+    moe_aux_loss_coeff: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Factor of the loss that balances the load of experts. Default: that of the model's
     config.json."""
+    moe_z_loss_coeff: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Factor of the router z-loss, the mean squared logsumexp of a token's router logits, which
+    keeps them small. Default: none."""
     moe_shared_expert_overlap: bool = False
     """Run shared experts beside the collectives of the alltoall dispatcher."""
     moe_router_fusion: bool | None = None

@@ -99,7 +99,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             bias_activation_fusion=_fuses_activation(options, shape),
             bias_dropout_fusion=not options.no_bias_dropout_fusion
             and not _has_biased_experts(shape),
-            **_auxiliary_loss(options, shape, dims),
+            **_auxiliary_losses(options, shape, dims),
             **_frozen_bias(options, shape),
             **_fused_router(options, shape),
         )
@@ -277,10 +277,10 @@ def gather_parameters(model: RoleModel) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def _auxiliary_loss(
+def _auxiliary_losses(
     options: TrainOptions, shape: ModelConfig, dims: ParallelDims
 ) -> dict[str, Any]:
-    """Return the coefficient of the experts' auxiliary loss, larger where Megatron weakens it.
+    """Return the coefficients of the routers' losses, larger where Megatron weakens them.
 
     Each of the ranks that share a sequence adds its part. With a mean over all tokens, Megatron
     before 0.19 weights it by the tokens of one of them; without, gradients are averaged over
@@ -293,11 +293,12 @@ def _auxiliary_loss(
         shares = dims.cp
     if shape.moe is None:
         return {}
-    given = options.moe_aux_loss_coeff
+    given, z_loss = options.moe_aux_loss_coeff, options.moe_z_loss_coeff
     coefficient = shape.moe.aux_loss_coeff if given is None else given
     return {
         "moe_aux_loss_coeff": coefficient * shares,
         "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
+        "moe_z_loss_coeff": z_loss * shares if z_loss else None,  # Megatron divides by it
     }
 
 

@@ -1,5 +1,6 @@
 """What cannot work is an error before anything is loaded: weights, sizes, parallel sizes."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -233,11 +234,22 @@ def test_the_auxiliary_loss_is_as_given_or_that_of_the_model(
     assert config.moe_router_load_balancing_type == ("aux_loss" if expected else "none")
 
 
-def test_a_dense_model_has_no_options_of_experts() -> None:
-    options = TrainOptions(load="m", moe_load_interval=5)
-    with pytest.raises(ConfigError, match="--moe-load-interval: the model has no experts: drop it"):
+@pytest.mark.parametrize("name", ["moe_load_interval", "moe_z_loss_coeff"])
+def test_a_dense_model_has_no_options_of_experts(name: str) -> None:
+    options = TrainOptions(load="m", **{name: 5})
+    words = f"--{name.replace('_', '-')}: the model has no experts: drop it"
+    with pytest.raises(ConfigError, match=words):
         setup.check_experts(options, SHAPE)
     setup.check_experts(TrainOptions(load="m"), SHAPE)
+
+
+@pytest.mark.parametrize(
+    "name", ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor"]
+)
+@pytest.mark.parametrize("value", [-0.5, math.inf, math.nan])
+def test_factors_of_experts_are_finite_and_not_negative(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\n.* (a finite number|greater than)"):
+        TrainOptions(load="m", **{name: value})
 
 
 @pytest.mark.parametrize("changes", [{"freeze_router": True}, {"lora_r": 4}, {}])
