@@ -19,6 +19,7 @@ DEFAULTS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "moe_token_dispatcher_type": "alltoall",  # Megatron's default refuses variable lengths
+    "mtp_loss_scaling_factor": 0.1,  # as in Megatron's scripts; 0.12's class has none
 }
 """What differs from Megatron's defaults unless an option is given."""
 

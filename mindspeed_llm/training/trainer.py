@@ -262,8 +262,18 @@ class Trainer(ABC):
                 None,
                 labels=batch["labels"] if has_labels else None,
                 packed_seq_params=packed_seq_params(batch),
+                **self._further_labels(batch, has_labels),
             )
         return output
+
+    def _further_labels(self, batch: Batch, has_labels: bool) -> dict[str, torch.Tensor]:
+        """Return the loss mask for multi-token prediction, whose loss Megatron adds by itself.
+
+        Whole numbers, of which mixed precision leaves the sum exact.
+        """
+        if not has_labels or not self.setup.shape.mtp_num_layers:
+            return {}
+        return {"loss_mask": batch["loss_mask"].long()}
 
     def prepare_step(self, batches: list[Batch]) -> list[Batch]:
         """Return the micro-batches of a step with what other models say about them."""

@@ -1,0 +1,95 @@
+"""Training multi-token prediction: its loss counts what has a label, and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from tests.llm import tiny
+from tests.ranks import run_ranks
+from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
+from tests.unit.mindspeed_llm.training.tiny_run import make_samples, settings, write_samples
+
+FACTOR = 0.1  # of Megatron's scripts
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": {"expert_model_parallel_size": 2},
+    "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "PP2": {"pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    folder = tmp_path_factory.mktemp("mtp")
+    tensors = mtp_model(tiny.save("deepseek3", folder), folder / "mtp")
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.4."):  # which is layer 3, each weight larger by 1
+            usual = tensors.get(name.replace(".4.", ".3.", 1), tensor * 0.1)
+            tensors[name] = usual.flip(0).contiguous()
+    save_file(tensors, folder / "mtp/model.safetensors", metadata={"format": "pt"})
+    return folder, str(folder / "mtp"), write_samples(folder / "data", make_samples(24))
+
+
+def run_of(inputs: tuple[Path, str, str], name: str, **values: Any) -> dict[str, Any]:
+    folder, model, data = inputs
+    given = {"train_iters": 1, "log_file": str(folder / f"{name}.jsonl")}
+    return settings(model, data, folder, **given | values)
+
+
+def first_steps(runs: dict[str, dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    from megatron.core import parallel_state
+
+    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    for values in runs.values():
+        SFTTrainer(TrainOptions(**values)).train()
+        parallel_state.destroy_model_parallel()
+    lines = {n: Path(v["log_file"]).read_text().splitlines()[0] for n, v in runs.items()}
+    logs = {name: json.loads(line) for name, line in lines.items()}
+    return {name: (log["lm loss"], log["grad norm"]) for name, log in logs.items()}
+
+
+def gradients(values: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of a weight of the further layer, by Megatron and by the formula."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer = SFTTrainer(TrainOptions(**values))
+    (model,) = trainer.primary.chunks
+    weight = model.mtp.layers[0].eh_proj.weight
+    batch = trainer.collate([trainer.train_data[number] for number in range(2)])
+    further: list[torch.Tensor] = []
+    # A copy: Megatron's cross entropy overwrites logits.
+    model.output_layer.register_forward_hook(lambda *call: further.append(call[2][0].clone()))
+    MTPLossAutoScaler.set_loss_scale(torch.ones(1))
+    losses = trainer.run_model(model, batch)
+    (by_megatron,) = torch.autograd.grad((losses * 0).sum(), weight, retain_graph=True)
+    # The label of the token after the next, where that token has one.
+    labels, mask = batch["labels"][:, 1:], batch["loss_mask"][:, 1:]
+    logits = further[0].transpose(0, 1)[:, :-1]  # the first call of the output layer
+    each = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+    loss = FACTOR * (each * mask.flatten()).sum() / mask.sum()
+    return by_megatron, torch.autograd.grad(loss, weight)[0]
+
+
+def test_the_gradient_is_that_of_the_formula(inputs: tuple[Path, str, str]) -> None:
+    values = run_of(inputs, "formula", no_gradient_accumulation_fusion=True)
+    ((found, expected),) = run_ranks(gradients, 1, values)
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_and_layouts_change_nothing(inputs: tuple[Path, str, str]) -> None:
+    runs = {"plain": run_of(inputs, "plain"), "padded": run_of(inputs, "padded", seq_length=48)}
+    steps = run_ranks(first_steps, 1, runs)[0]
+    runs = {name: run_of(inputs, name, **layout) for name, layout in LAYOUTS.items()}
+    steps |= run_ranks(first_steps, 2, runs, timeout=300)[0]
+    for name, found in steps.items():
+        assert found == pytest.approx(steps["plain"], rel=1e-5), name
