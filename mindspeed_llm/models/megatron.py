@@ -13,6 +13,7 @@ import torch
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.models.config import ModelConfig, MoEConfig
+from mindspeed_llm.models.tensor_gradients import correct_gradients
 
 Impl = Literal["local", "transformer_engine"]
 DEFAULTS = {
@@ -96,6 +97,7 @@ def gpt_model(
         **_rotary_arguments(model_config, known["position_embedding_type"].annotation),
         **arguments,
     )
+    correct_gradients(model, model_config)
     if model.post_process and model_config.num_labels:
         from mindspeed_llm.models.value_head import ValueHead
 

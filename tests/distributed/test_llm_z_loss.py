@@ -39,23 +39,20 @@ Steps = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 
-def train_all(runs: dict[str, dict[str, Any]]) -> dict[str, Steps]:
+def train_all(runs: list[dict[str, Any]]) -> None:
     from megatron.core import parallel_state
 
     from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
     from mindspeed_llm.training.options import TrainOptions
 
-    for values in runs.values():
+    for values in runs:
         SFTTrainer(TrainOptions(**values)).train()
         parallel_state.destroy_model_parallel()
-    lines = {
-        name: map(json.loads, Path(values["log_file"]).read_text().splitlines())
-        for name, values in runs.items()
-    }
-    return {
-        name: [(line["lm loss"], line["grad norm"]) for line in log if "lm loss" in line]
-        for name, log in lines.items()
-    }
+
+
+def steps_of(log_file: str) -> Steps:
+    lines = map(json.loads, Path(log_file).read_text().splitlines())
+    return [(line["lm loss"], line["grad norm"]) for line in lines if "lm loss" in line]
 
 
 def plain_steps(model: str, samples: list[Sample], coefficient: float, per_token: bool) -> Steps:
@@ -136,7 +133,8 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
         }
         if world == 1:
             runs["none"] = run("none", moe_z_loss_coeff=0.0)
-        found |= run_ranks(train_all, world, runs, timeout=300)[0]
+        run_ranks(train_all, world, list(runs.values()), timeout=300)
+        found |= {name: steps_of(values["log_file"]) for name, values in runs.items()}
     for mean, values in MEANS.items():
         found[f"formula, {mean}"] = plain_steps(model, samples, COEFFICIENT, bool(values))
     found["formula, none"] = plain_steps(model, samples, 0.0, False)

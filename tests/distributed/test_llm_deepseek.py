@@ -1,4 +1,4 @@
-"""Training multi-token prediction: its loss counts what has a label, and nothing else."""
+"""Training DeepSeek: gradients of latent attention and of multi-token prediction."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,10 @@ from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
 from tests.unit.mindspeed_llm.training.tiny_run import make_samples, settings, write_samples
 
 FACTOR = 0.1  # of Megatron's scripts
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"expert_model_parallel_size": 2},
-    "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "TP2": TP2,
     "PP2": {"pipeline_model_parallel_size": 2},
 }
 
@@ -40,15 +41,20 @@ def run_of(inputs: tuple[Path, str, str], name: str, **values: Any) -> dict[str,
     return settings(model, data, folder, **given | values)
 
 
-def first_steps(runs: dict[str, dict[str, Any]]) -> dict[str, tuple[float, float]]:
+def train_all(runs: list[dict[str, Any]]) -> None:
     from megatron.core import parallel_state
 
     from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
     from mindspeed_llm.training.options import TrainOptions
 
-    for values in runs.values():
+    for values in runs:
         SFTTrainer(TrainOptions(**values)).train()
         parallel_state.destroy_model_parallel()
+
+
+def first_steps(world: int, runs: dict[str, dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Train on these ranks; return the loss and the gradient norm of the first step of each."""
+    run_ranks(train_all, world, list(runs.values()), timeout=300)
     lines = {n: Path(v["log_file"]).read_text().splitlines()[0] for n, v in runs.items()}
     logs = {name: json.loads(line) for name, line in lines.items()}
     return {name: (log["lm loss"], log["grad norm"]) for name, log in logs.items()}
@@ -88,8 +94,24 @@ def test_the_gradient_is_that_of_the_formula(inputs: tuple[Path, str, str]) -> N
 
 def test_padding_and_layouts_change_nothing(inputs: tuple[Path, str, str]) -> None:
     runs = {"plain": run_of(inputs, "plain"), "padded": run_of(inputs, "padded", seq_length=48)}
-    steps = run_ranks(first_steps, 1, runs)[0]
+    steps = first_steps(1, runs)
     runs = {name: run_of(inputs, name, **layout) for name, layout in LAYOUTS.items()}
-    steps |= run_ranks(first_steps, 2, runs, timeout=300)[0]
+    steps |= first_steps(2, runs)
     for name, found in steps.items():
         assert found == pytest.approx(steps["plain"], rel=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["deepseek3", "deepseek2_lite"])
+def test_heads_of_all_ranks_count_in_the_gradient_of_keys(
+    inputs: tuple[Path, str, str], name: str
+) -> None:
+    load = str(inputs[0] / "deepseek3")
+    if name != "deepseek3":
+        load = str(tiny.save(name, inputs[0]))
+    kinds = ("transformer_engine", "local")
+    runs = {kind: {"load": load, "transformer_impl": kind} for kind in kinds}
+    one = {kind: run_of(inputs, f"{name} {kind} 1", **values) for kind, values in runs.items()}
+    two = {kind: run_of(inputs, f"{name} {kind} 2", **v, **TP2) for kind, v in runs.items()}
+    expected = first_steps(1, one)["local"]
+    for kind, found in first_steps(2, two).items():
+        assert found == pytest.approx(expected, rel=1e-5), kind
