@@ -188,25 +188,26 @@ def _mark_experts(model: nn.Module) -> None:
 
     for layer in model.modules():
         experts = getattr(layer, "experts", None)
-        if (
-            isinstance(layer, BaseMoELayer)
-            and experts is not None
-            and _is_marked_here(layer.config)
-        ):
-            is_whole = layer.config.expert_tensor_parallel_size == 1
-            for parameter in experts.parameters():
+        if not isinstance(layer, BaseMoELayer) or experts is None:
+            continue
+        size, dense_size = _tensor_sizes(layer.config)
+        if size == dense_size:
+            continue
+        for parameter in experts.parameters():
+            # With expert parallelism Megatron does so itself.
+            if layer.config.expert_model_parallel_size == 1:
                 parameter.allreduce = False
-                # The norm of the gradient asks for the rank among tensor-parallel ranks, which
-                # says nothing about whole experts: each of them counts.
-                if is_whole:
-                    parameter.tensor_model_parallel = True
+            # The norm of the gradient asks for the rank among tensor-parallel ranks, which says
+            # nothing about whole experts: each of them counts, and so do their biases.
+            if size == 1:
+                parameter.tensor_model_parallel = True
 
 
-def _is_marked_here(config: Any) -> bool:
-    """With expert parallelism Megatron marks experts itself."""
+def _tensor_sizes(config: Any) -> tuple[int, int]:
+    """Return how many ranks split an expert, and how many another layer."""
+    dense_size = config.tensor_model_parallel_size
     size = config.expert_tensor_parallel_size
-    is_alone = config.expert_model_parallel_size == 1
-    return is_alone and size is not None and size != config.tensor_model_parallel_size
+    return dense_size if size is None else size, dense_size
 
 
 def wrap_layer_init(original: Callable[..., None]) -> Callable[..., None]:

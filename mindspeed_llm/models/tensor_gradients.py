@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from mindspeed_llm.models.config import ModelConfig
 
 
@@ -15,6 +17,8 @@ def correct_gradients(model: Any, model_config: ModelConfig) -> None:
     for name, module in model.named_modules():
         if size is not None and name.endswith(".linear_kv_down_proj"):
             _return_rows(module, size)
+        elif name.endswith(".core_attention"):
+            _mark_sinks(module)
         elif sums and name.startswith("mtp.") and name.endswith(".eh_proj"):
             _divide_gradient(module)
 
@@ -39,6 +43,15 @@ def _return_rows(linear: Any, size: int) -> None:
         return scatter_to_sequence_parallel_region(whole), bias
 
     linear.register_forward_hook(rows)
+
+
+def _mark_sinks(attention: Any) -> None:
+    """Mark sinks as split over ranks, of which gradient norms would count the first only."""
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    sinks = getattr(attention, "softmax_offset", None)
+    if isinstance(sinks, torch.nn.Parameter) and not hasattr(sinks, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(sinks, True, 0, 1)
 
 
 def _divide_gradient(linear: Any) -> None:

@@ -66,9 +66,12 @@ def test_steps_are_those_of_transformers(model: Path, tmp_path: Path) -> None:
                 given = {"train_iters": STEPS, "save": str(tmp_path / name / "saved")} | changes
                 runs[name] = settings(str(model), data, tmp_path / name, **given)
         run_ranks(train_all, world, runs, timeout=300)
+    norms = {}
     for name in CASES:
-        found = read_losses(str(tmp_path / name / "log.jsonl"))
-        assert found == pytest.approx(losses, abs=2e-5), name
+        log = str(tmp_path / name / "log.jsonl")
+        assert read_losses(log) == pytest.approx(losses, abs=2e-5), name
+        norms[name] = read_losses(log, "grad norm")
+        assert norms[name] == pytest.approx(norms["one rank"], rel=1e-5), name
 
 
 @pytest.mark.parametrize(
