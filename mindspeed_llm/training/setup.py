@@ -303,6 +303,12 @@ def _check_shared_experts(options: TrainOptions, moe: MoEConfig, family: str) ->
         raise ConfigError(
             f"--moe-shared-expert-overlap: this {family} model has no shared experts: drop it"
         )
+    dispatcher = options.moe_token_dispatcher_type
+    if options.moe_shared_expert_overlap and dispatcher != "alltoall":
+        raise ConfigError(
+            f"--moe-shared-expert-overlap: --moe-token-dispatcher-type {dispatcher} has no "
+            "collectives to run shared experts beside: use alltoall, or drop it"
+        )
 
 
 def _check_dispatch(options: TrainOptions) -> None:

@@ -234,6 +234,15 @@ def test_the_auxiliary_loss_is_as_given_or_that_of_the_model(
     assert config.moe_router_load_balancing_type == ("aux_loss" if expected else "none")
 
 
+def test_shared_experts_overlap_with_the_alltoall_dispatcher_only() -> None:
+    shared = ROUTED.model_copy(update={"shared_ffn_hidden_size": ROUTED.ffn_hidden_size})
+    shape = SHAPE.model_copy(update={"moe": shared})
+    given = {"load": "m", "moe_shared_expert_overlap": True}
+    setup.check_experts(TrainOptions(**given), shape)
+    with pytest.raises(ConfigError, match="dispatcher-type allgather has no .*: use alltoall, or"):
+        setup.check_experts(TrainOptions(**given, moe_token_dispatcher_type="allgather"), shape)
+
+
 @pytest.mark.parametrize("name", ["moe_load_interval", "moe_z_loss_coeff"])
 def test_a_dense_model_has_no_options_of_experts(name: str) -> None:
     options = TrainOptions(load="m", **{name: 5})
