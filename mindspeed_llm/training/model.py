@@ -101,6 +101,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             and not _has_biased_experts(shape),
             **_auxiliary_losses(options, shape, dims),
             **_frozen_bias(options, shape),
+            **_further_tokens(options),
             **_fused_router(options, shape),
         )
 
@@ -306,6 +307,14 @@ def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:
     """Keep the bias of routers where they are not trained: it is a buffer that steps change."""
     is_frozen = shape.moe is not None and has_frozen_routers(options)
     return {"moe_router_bias_update_rate": 0.0} if is_frozen else {}
+
+
+def _further_tokens(options: TrainOptions) -> dict[str, float]:
+    """Leave multi-token prediction out of losses that are not those of the next token.
+
+    Megatron adds its cross entropy to any loss: a rejected answer would be trained by it.
+    """
+    return {} if options.stage == "sft" else {"mtp_loss_scaling_factor": 0.0}
 
 
 def has_frozen_routers(options: TrainOptions) -> bool:

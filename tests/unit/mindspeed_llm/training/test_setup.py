@@ -243,6 +243,13 @@ def test_shared_experts_overlap_with_the_alltoall_dispatcher_only() -> None:
         setup.check_experts(TrainOptions(**given, moe_token_dispatcher_type="allgather"), shape)
 
 
+@pytest.mark.parametrize(("stage", "factor"), [("sft", 0.1), ("dpo", 0.0), ("grpo", 0.0)])
+def test_multi_token_prediction_is_no_part_of_other_losses(stage: str, factor: float) -> None:
+    options = TrainOptions(load="m", stage=stage)
+    config = make_config(options, EXPERTS, parallel_dims(options, EXPERTS))
+    assert config.mtp_loss_scaling_factor == factor
+
+
 @pytest.mark.parametrize("name", ["moe_load_interval", "moe_z_loss_coeff"])
 def test_a_dense_model_has_no_options_of_experts(name: str) -> None:
     options = TrainOptions(load="m", **{name: 5})
