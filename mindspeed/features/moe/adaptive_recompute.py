@@ -27,7 +27,9 @@ class MoeAdaptiveRecompute(Feature):
         moe_adaptive_recompute_activation: bool = False
         """Recompute a layer of experts in backward if one of its experts was overloaded in the
         previous forward pass, and in the first pass."""
-        moe_adaptive_recompute_activation_scale: Annotated[float, Field(gt=0)] = 2.0
+        moe_adaptive_recompute_activation_scale: Annotated[
+            float, Field(gt=0, allow_inf_nan=False)
+        ] = 2.0
         """Overloaded is an expert with more than this many times its even share of the tokens."""
 
     def check(self, options: Any, context: Context) -> None:

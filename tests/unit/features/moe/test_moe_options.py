@@ -156,3 +156,9 @@ def test_patches_find_megatron_when_it_is_imported_after_them(options):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_the_share_of_an_overloaded_expert_is_a_finite_number(scale):
+    with pytest.raises(ValueError, match="a finite number|greater than 0"):
+        MoeAdaptiveRecompute.Options(moe_adaptive_recompute_activation_scale=scale)
