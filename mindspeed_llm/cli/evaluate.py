@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import Requirement
 
 from mindspeed.config import ConfigError, add_options, read_options
 from mindspeed.distributed import environment
@@ -48,13 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_harness() -> None:
     """Raise ConfigError where the package that has the tasks cannot be used."""
-    name, _, versions = HARNESS.partition(">")
+    needed = Requirement(HARNESS)
     try:
-        version = importlib.metadata.version(name)
+        version = importlib.metadata.version(needed.name)
     except importlib.metadata.PackageNotFoundError:
         found = "it is not installed"
     else:
-        if SpecifierSet(f">{versions}").contains(version, prereleases=True):
+        if needed.specifier.contains(version, prereleases=True):
             return
         found = f"{version} is installed"
     raise ConfigError(f'mindspeed-llm evaluate needs {HARNESS}, {found}: pip install "{HARNESS}"')

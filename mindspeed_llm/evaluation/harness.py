@@ -3,6 +3,7 @@
 Import this on the rank that leads; the others serve its requests.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ from mindspeed_llm.generation.engine import Engine, Request
 from mindspeed_llm.generation.sampling import SamplingParams
 from mindspeed_llm.generation.scoring import Score, ScoreRequest
 
+logger = logging.getLogger(__name__)
+
 MAX_NEW_TOKENS = 256
 """Of a completion whose task names no limit, as with the harness's own models."""
 
@@ -25,12 +28,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Sizes of a model and of its batches, and where its completions end."""
+class ModelFacts:
+    """What requests depend on beside the tokenizer."""
 
-    length: int
+    max_length: int
     """The most tokens of a question with its answer."""
-    batch: int
+    batch_size: int
     vocab_size: int
     stop_ids: frozenset[int]
     """Tokens that end a completion."""
@@ -39,10 +42,10 @@ class Limits:
 class MegatronLM(TemplateLM):
     """Answers the requests of the harness by an engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Any, limits: Limits, seed: int) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, facts: ModelFacts, seed: int) -> None:
         super().__init__()
         self.tokenizer = tokenizer
-        self._engine, self._limits, self._seed = engine, limits, seed
+        self._engine, self._facts, self._seed = engine, facts, seed
 
     @property
     def eot_token_id(self) -> int:
@@ -82,9 +85,9 @@ class MegatronLM(TemplateLM):
             add_special_tokens = False
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         ids: list[int] = self.tokenizer.encode(string, **options)
-        if ids and max(ids) >= self._limits.vocab_size:
+        if ids and max(ids) >= self._facts.vocab_size:
             raise ConfigError(
-                f"the tokenizer has token {max(ids)}, the model has {self._limits.vocab_size}: "
+                f"the tokenizer has token {max(ids)}, the model has {self._facts.vocab_size}: "
                 "--tokenizer-name-or-path is that of another model"
             )
         return ids
@@ -95,16 +98,28 @@ class MegatronLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
+        # The harness strips a context of spaces to nothing.
+        prefix = [self.prefix_token_id]
+        pairs = [(context or prefix, answer) for _, context, answer in requests]
+        asked = [index for index, (_, answer) in enumerate(pairs) if answer]
+        longest = self._facts.max_length + 1  # the last token is no input
+        if cut := sum(len(context) + len(answer) > longest for context, answer in pairs):
+            logger.warning(
+                "%d of %d questions with their answers are longer than %d tokens: cut on the left",
+                *(cut, len(pairs), longest - 1),
+            )
+
         def score(batch: Sequence[int]) -> list[Score]:
-            chosen = [requests[index] for index in batch]
-            # What is too long is cut on the left; the last token is no input.
-            longest = self._limits.length + 1
-            whole = [(*context, *answer)[-longest:] for _, context, answer in chosen]
-            counts = [min(len(one[2]), len(tokens) - 1) for one, tokens in zip(chosen, whole)]
+            chosen = [pairs[asked[number]] for number in batch]
+            whole = [(*context, *answer)[-longest:] for context, answer in chosen]
+            counts = [min(len(answer), len(all_) - 1) for (_, answer), all_ in zip(chosen, whole)]
             return self._engine.score(ScoreRequest(tuple(whole), tuple(counts)))
 
-        lengths = [len(context) + len(answer) for _, context, answer in requests]
-        found = self._in_batches(lengths, score, "Scoring answers", disable_tqdm)
+        found = [Score(0.0, True)] * len(pairs)  # of an answer without a token
+        lengths = [sum(map(len, pairs[index])) for index in asked]
+        scores = self._in_batches(lengths, score, "Scoring answers", disable_tqdm)
+        for index, one in zip(asked, scores, strict=True):
+            found[index] = one
         for (texts, _, _), one in zip(requests, found, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, tuple(one))
@@ -119,7 +134,7 @@ class MegatronLM(TemplateLM):
             for window in get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self._limits.length,
+                max_seq_len=self._facts.max_length,
                 context_len=1,
             ):
                 windows.append((None, *make_disjoint_window(window)))
@@ -154,23 +169,32 @@ class MegatronLM(TemplateLM):
             chosen["until"] if "until" in chosen else None,
             eos=self.tokenizer.decode(self.eot_token_id),
         )
-        count = min(int(chosen["max_gen_toks"]), self._limits.length - 1)
+        count, most = int(chosen["max_gen_toks"]), self._facts.max_length
+        if count >= most:
+            raise ConfigError(
+                f"a task asks for {count} new tokens (max_gen_toks; {MAX_NEW_TOKENS} if it names "
+                f"none), which leaves none of {most} for the question: raise --max-length"
+            )
         params = SamplingParams()
         if chosen.get("do_sample"):
             params = SamplingParams(
                 sample=True,
                 temperature=float(chosen.get("temperature", 1.0)),
-                top_k=int(chosen.get("top_k", 0)),
+                top_k=int(chosen.get("top_k", 50)),  # as in transformers
                 top_p=float(chosen.get("top_p", 1.0)),
                 seed=self._seed,
             )
-        prompts = [self.tok_encode(each)[count - self._limits.length :] for each in contexts]
+        # A text without a token is completed from the prefix; a long one is cut on the left.
+        whole = [self.tok_encode(each) or [self.prefix_token_id] for each in contexts]
+        prompts = [each[count - most :] for each in whole]
+        if cut := sum(map(len, whole)) - sum(map(len, prompts)):
+            logger.warning("%d tokens on the left of questions are cut: they are too long", cut)
 
         def complete(batch: Sequence[int]) -> list[str]:
             request = Request(
                 prompts=tuple(tuple(prompts[index]) for index in batch),
                 max_new_tokens=(count,) * len(batch),
-                stop_ids=self._limits.stop_ids,
+                stop_ids=self._facts.stop_ids,
                 params=params,
                 first=tuple(batch),
             )
@@ -182,10 +206,13 @@ class MegatronLM(TemplateLM):
         """Generate until every row has ended or has one of the stop sequences."""
         tokens: list[list[int]] = [[] for _ in request.prompts]
         running = set(range(len(tokens)))
+        tail = 4 * max(map(len, until), default=0)  # a character has at most four tokens
         for step in self._engine.generate(request, lambda: not running):
             for row, token in step:
+                if row not in running:
+                    continue
                 tokens[row].append(token)
-                if any(stop in self.tokenizer.decode(tokens[row]) for stop in until):
+                if any(stop in self.tokenizer.decode(tokens[row][-tail:]) for stop in until):
                     running.discard(row)
         texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
         return [_cut(text, until) for text in texts]
@@ -201,7 +228,7 @@ class MegatronLM(TemplateLM):
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         found: dict[int, T] = {}
         with tqdm(total=len(lengths), desc=summary, disable=disable_tqdm) as bar:
-            for batch in _chunks(order, self._limits.batch):
+            for batch in _chunks(order, self._facts.batch_size):
                 found |= zip(batch, work(batch), strict=True)
                 bar.update(len(batch))
         return [found[index] for index in range(len(lengths))]

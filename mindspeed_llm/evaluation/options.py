@@ -64,6 +64,11 @@ def check(options: EvaluateOptions) -> None:
         path = getattr(options, name)
         if path is not None and not can_be_written(Path(path)):
             raise ConfigError(f"--{name} {path}: give a file name in a folder that can be written")
+    if options.output is not None and options.samples is not None:
+        if Path(options.output).resolve() == Path(options.samples).resolve():
+            raise ConfigError(
+                f"--output and --samples are both {options.output}: give two files, or one of them"
+            )
     lowest = {"num_fewshot": 0, "limit": 1, "batch_size": 1, "max_length": 2}
     for name, limit in lowest.items():
         value = getattr(options, name)

@@ -1,6 +1,8 @@
 """Evaluate a model: rank 0 leads lm-evaluation-harness, the other ranks serve its requests."""
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,14 @@ from mindspeed.checkpoint.detection import detect
 from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
 from mindspeed_llm.evaluation.options import EvaluateOptions
-from mindspeed_llm.evaluation.tasks import load_tasks
+from mindspeed_llm.evaluation.tasks import load_tasks, reason_of
 from mindspeed_llm.generation.engine import Engine
 from mindspeed_llm.generation.model import load_model
 from mindspeed_llm.generation.options import as_training
 from mindspeed_llm.generation.session import length_limit
 from mindspeed_llm.generation.text import eos_ids
+
+TIMEOUT_MINUTES = 24 * 60
 
 
 def evaluate(options: EvaluateOptions) -> str | None:
@@ -26,20 +30,26 @@ def evaluate(options: EvaluateOptions) -> str | None:
     if is_rank_zero:  # before the weights, so that errors come at once
         tokenizer = _tokenizer(options, folder)
         tasks = load_tasks(options.tasks, options.include_path, trust_code=options.trust_task_code)
-    model = load_model(as_training(options))
+    training = as_training(options)
+    if "distributed_timeout_minutes" not in options.model_fields_set:
+        # Other ranks wait while rank 0 loads data and computes scores.
+        training = training.model_copy(update={"distributed_timeout_minutes": TIMEOUT_MINUTES})
+    model = load_model(training)
     engine = Engine(model)
     if tokenizer is None:
         engine.serve()
         return None
-    from mindspeed_llm.evaluation.harness import Limits, MegatronLM
+    from mindspeed_llm.evaluation.harness import MegatronLM, ModelFacts
 
     try:
         length = length_limit(options.max_length, model.max_length)
         stop_ids = frozenset(eos_ids(folder, tokenizer.eos_token_id))
-        limits = Limits(length, options.batch_size, model.config.vocab_size, stop_ids)
-        results = _run(MegatronLM(engine, tokenizer, limits, options.seed), tasks, options)
+        facts = ModelFacts(length, options.batch_size, model.config.vocab_size, stop_ids)
+        results = _run(MegatronLM(engine, tokenizer, facts, options.seed), tasks, options)
     finally:
         engine.close()
+    given = {name: getattr(options, name) for name in sorted(options.model_fields_set)}
+    results["config"] |= {"model_args": given, "max_length": length}
     return _report(results, options)
 
 
@@ -54,8 +64,10 @@ def _tokenizer(options: EvaluateOptions, folder: Path | None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # its files may hold anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {reason}") from None
+        raise ConfigError(
+            f"the tokenizer in {path} cannot be loaded, {reason_of(error)}: "
+            "give --tokenizer-name-or-path"
+        ) from None
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {path} names no end of a text (eos_token)")
     if options.hf_chat_template and not tokenizer.chat_template:
@@ -66,20 +78,27 @@ def _tokenizer(options: EvaluateOptions, folder: Path | None) -> Any:
 
 
 def _run(model: Any, tasks: list[Any], options: EvaluateOptions) -> dict[str, Any]:
+    from jinja2 import TemplateError
     from lm_eval import simple_evaluate
 
-    results: dict[str, Any] = simple_evaluate(
-        model=model,
-        tasks=tasks,
-        num_fewshot=options.num_fewshot,
-        batch_size=options.batch_size,
-        limit=options.limit,
-        log_samples=options.samples is not None,
-        system_instruction=options.system or None,
-        apply_chat_template=options.hf_chat_template,
-        fewshot_as_multiturn=options.hf_chat_template,
-        fewshot_random_seed=options.seed,
-    )
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints about bootstrapping
+            results: dict[str, Any] = simple_evaluate(
+                model=model,
+                tasks=tasks,
+                num_fewshot=options.num_fewshot,
+                batch_size=options.batch_size,
+                limit=options.limit,
+                log_samples=options.samples is not None,
+                system_instruction=options.system or None,
+                apply_chat_template=options.hf_chat_template,
+                fewshot_as_multiturn=options.hf_chat_template,
+                fewshot_random_seed=options.seed,
+            )
+    except (AssertionError, KeyError, TemplateError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the harness refuses these tasks, {reason_of(error)}") from error
     return results
 
 

@@ -163,9 +163,13 @@ class Engine:
         self._ranks.broadcast(None)
 
     def _score(self, request: ScoreRequest) -> list[Score]:
-        found = score_rows(self._model, request)
-        choice = found if self._ranks.is_sampling_rank else None
-        scores, _ = self._ranks.sync_choice(choice, (len(request.sequences), 2), never)
+        tokens, padding = pad_prompts(request.inputs)
+        state = decode_state(self._model, padding, len(tokens[0]), cached=False)
+        logits, found = state.run(to_device(tokens)), None
+        if self._ranks.is_sampling_rank:
+            assert logits is not None
+            found = score_rows(logits, request)
+        scores, _ = self._ranks.sync_choice(found, (len(request.sequences), 2), never)
         return [Score(log_prob, bool(is_greedy)) for log_prob, is_greedy in scores.tolist()]
 
     def _steps(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:

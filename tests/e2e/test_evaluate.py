@@ -149,23 +149,55 @@ def test_what_is_too_long_is_cut_as_the_harness_does(folder, harness):
     assert all(one != other for one, other in zip(harness["cut"], whole, strict=True))
 
 
+OWN = "dataset_path: json\ndataset_kwargs: {data_files: {test: examples/evaluate/capitals.jsonl}}\n"
+OWN += "test_split: test\ndoc_to_text: '{{country}}'\ndoc_to_target: answer\n"
+WRITTEN = OWN + "output_type: generate_until\n"
+WRONG = {  # a file, what it holds, and what is said about it
+    "code.inc": ("doc_to_text: !function code.run\n", ()),
+    "outer.yaml": ("include:\n  - code.inc\ntask: outer\n", ("code.inc would run code, ", "!fun")),
+    "jinja.yaml": (
+        "task: jinja\n" + OWN.replace("{{country}}", "{{cycler.__init__.__globals__}}"),
+        ("cannot be loaded: SecurityError: access to attribute '__init__'",),
+    ),
+    "metric.yaml": (
+        f"task: metric\n{OWN}metric_list: [{{metric: ./mine}}]\n",
+        ("the metric ./mine is none of lm_eval's", "give --trust-task-code"),
+    ),
+    "pickled.yaml": ("task: pickled\ndataset_path: pandas\n", ("unpickling data can run code",)),
+    "group.yaml": ("group: mine\ntask: [capitals]\n", ("is a group: give its name",)),
+    "unsafe.yaml": (f"task: unsafe\nunsafe_code: true\n{WRITTEN}", ("which is not supported",)),
+    "beams.yaml": (
+        f"task: beams\n{WRITTEN}generation_kwargs: {{num_beams: 3, until: []}}\n",
+        ("its generation_kwargs have num_beams; known are do_sample, max_gen_toks",),
+    ),
+    "nothing.yaml": (
+        "task: nothing\ndataset_path: json\ndataset_kwargs: {data_files: missing.jsonl}\n",
+        ("cannot be loaded: FileNotFoundError", "missing.jsonl"),
+    ),
+    "broken.yaml": ("task: [\n", ("broken.yaml cannot be read: ParserError", "line 2, column 1")),
+}
+
+
 def test_what_is_wrong_is_one_line(folder):
-    (folder / "code.yaml").write_text("task: code\ndoc_to_text: !function code.run\n")
-    (folder / "outer.yaml").write_text("include: code.yaml\ntask: outer\n")
-    (folder / "nothing.yaml").write_text(
-        "task: nothing\ndataset_path: json\ndataset_kwargs: {data_files: missing.jsonl}\n"
-    )
-    # One process: its imports take longer than all cases.
-    cases = {
-        "capitals": (),
+    for name, (content, _) in WRONG.items():
+        (folder / name).write_text(content)
+    cases = {name: said for name, (_, said) in WRONG.items() if said}
+    cases |= {
         "capitols": ("no task has this name; did you mean capitals",),
-        "outer.yaml": ("code.yaml would run the code that it names, !function code.run",),
         "missing.yaml": ("there is no such file",),
-        "nothing.yaml": ("cannot be loaded: ", "missing.jsonl"),
     }
-    code, output, errors = run("-c", LOAD_TASKS, *cases, folder=folder)
+    # One process: its imports take longer than all cases.
+    code, output, errors = run("-c", LOAD_TASKS, "capitals", *cases, folder=folder)
     assert code == 0, errors
     first, *others = output.splitlines()
     assert first == "capitals capitals"
-    for line, (name, parts) in zip(others, list(cases.items())[1:], strict=True):
+    for line, (name, parts) in zip(others, cases.items(), strict=True):
         assert line.startswith(name) and all(part in line for part in parts), line
+
+
+def test_a_completion_has_to_leave_room_for_its_question(folder):
+    flags = ["--tasks", "examples/evaluate/capitals_written.yaml", "--max-length", "16"]
+    code, output, errors = run("evaluation.py", "--load", FOLDER, *flags, folder=folder)
+    assert code == 2 and not output
+    last = errors.splitlines()[-1]
+    assert last.startswith("mindspeed-llm: error: a task asks for 16 new tokens"), errors

@@ -18,6 +18,7 @@ LOAD = ["evaluate", "--load", "somewhere"]
         ([*LOAD, "--tasks", "x", "--num-fewshot", "-1"], "--num-fewshot -1 is too small"),
         ([*LOAD, "--tasks", "x", "--output", "/no/such/a.json"], "--output /no/such/a.json: give"),
         ([*LOAD, "--tasks", "x", "--bf16", "--fp16"], "--bf16 and --fp16"),
+        ([*LOAD, "--tasks", "x", "--output", "a", "--samples", "./a"], "are both a: give two"),
         ([*LOAD, "--task", "x"], "--task"),
     ],
 )
