@@ -24,7 +24,6 @@ SCRIPTS = {
     "pretrain_gpt.py": ["mindspeed-llm", "pretrain"],
     "posttrain_gpt.py": ["mindspeed-llm", "posttrain"],
     "inference.py": ["mindspeed-llm", "generate"],
-    "evaluation.py": ["mindspeed-llm", "evaluate"],
     "pretrain_transformers.py": ["mindspeed-mm", "train"],
     "pretrain_vlm.py": ["mindspeed-mm", "train"],
 }

@@ -17,6 +17,7 @@ from tests.llm.smollm2 import smollm2_file
 LIBRARIES = Path(sys.prefix) / "lm-eval"
 PAGE = ROOT / "docs/llm/evaluate.md"
 FOLDER = "SmolLM2-135M-Instruct"
+EVALUATE = ("-m", "mindspeed_llm", "evaluate")
 HARNESS = """
 import json, sys
 from lm_eval import simple_evaluate
@@ -94,7 +95,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     assert main(["import-gguf", str(smollm2_file()), str(folder / FOLDER)]) == 0
     (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "evaluation.py").symlink_to(ROOT / "evaluation.py")
     return folder
 
 
@@ -142,7 +142,7 @@ def test_the_second_command_of_the_page(folder, harness):
 def test_what_is_too_long_is_cut_as_the_harness_does(folder, harness):
     flags = ["--tasks", "capitals", "capitals_text", "--include-path", "examples/evaluate"]
     flags += ["--max-length", "16", "--limit", "3", "--samples", "cut.jsonl"]
-    code, _, errors = run("evaluation.py", "--load", FOLDER, *flags, folder=folder)
+    code, _, errors = run(*EVALUATE, "--load", FOLDER, *flags, folder=folder)
     assert code == 0, errors
     assert_close(answers(folder / "cut.jsonl"), harness["cut"], 6)
     whole = [each for each in harness["whole"] if each[1] < 3]
@@ -195,9 +195,25 @@ def test_what_is_wrong_is_one_line(folder):
         assert line.startswith(name) and all(part in line for part in parts), line
 
 
+def test_a_question_of_spaces_is_none(folder):
+    """The harness gives its spaces to the answer, which is scored behind the prefix token."""
+    questions = [{"q": " ", "a": " Paris"}, {"q": "", "a": "  Paris"}, {"q": "", "a": " Paris"}]
+    (folder / "blank.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    (folder / "blank.yaml").write_text(
+        "task: blank\ndataset_path: json\ndataset_kwargs: {data_files: {test: blank.jsonl}}\n"
+        "test_split: test\noutput_type: loglikelihood\ntarget_delimiter: ''\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\nmetric_list: [{metric: perplexity}]\n"
+    )
+    flags = ["--tasks", "blank.yaml", "--samples", "blank_samples.jsonl"]
+    code, output, errors = run(*EVALUATE, "--load", FOLDER, *flags, folder=folder)
+    assert code == 0 and output.startswith("|"), errors  # not what the harness prints before
+    spaces, none, other = (resps for _, _, resps in answers(folder / "blank_samples.jsonl"))
+    assert spaces == none != other
+
+
 def test_a_completion_has_to_leave_room_for_its_question(folder):
     flags = ["--tasks", "examples/evaluate/capitals_written.yaml", "--max-length", "16"]
-    code, output, errors = run("evaluation.py", "--load", FOLDER, *flags, folder=folder)
+    code, output, errors = run(*EVALUATE, "--load", FOLDER, *flags, folder=folder)
     assert code == 2 and not output
     last = errors.splitlines()[-1]
     assert last.startswith("mindspeed-llm: error: a task asks for 16 new tokens"), errors
