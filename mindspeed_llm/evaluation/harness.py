@@ -6,6 +6,7 @@ Import this on the rank that leads; the others serve its requests.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from mindspeed.config import ConfigError
 from mindspeed_llm.generation.engine import Engine, Request
 from mindspeed_llm.generation.sampling import SamplingParams
-from mindspeed_llm.generation.scoring import Score, ScoreRequest
+from mindspeed_llm.generation.scoring import Score, ScoreRequest, rows_by_input
 
 logger = logging.getLogger(__name__)
 
@@ -109,17 +110,22 @@ class MegatronLM(TemplateLM):
                 *(cut, len(pairs), longest - 1),
             )
 
-        def score(batch: Sequence[int]) -> list[Score]:
-            chosen = [pairs[asked[number]] for number in batch]
-            whole = [(*context, *answer)[-longest:] for context, answer in chosen]
-            counts = [min(len(answer), len(all_) - 1) for (_, answer), all_ in zip(chosen, whole)]
-            return self._engine.score(ScoreRequest(tuple(whole), tuple(counts)))
+        rows = rows_by_input((index, [*chain(*pairs[index])][-longest:]) for index in asked)
+        inputs = list(rows)
+
+        def score(batch: Sequence[int]) -> list[list[Score]]:
+            chosen = tuple(inputs[number] for number in batch)
+            scored = tuple(
+                tuple(tuple(pairs[index][1][-len(row) :]) for index in rows[row]) for row in chosen
+            )
+            scores = iter(self._engine.score(ScoreRequest(chosen, scored)))
+            return [list(islice(scores, len(each))) for each in scored]
 
         found = [Score(0.0, True)] * len(pairs)  # of an answer without a token
-        lengths = [sum(map(len, pairs[index])) for index in asked]
-        scores = self._in_batches(lengths, score, "Scoring answers", disable_tqdm)
-        for index, one in zip(asked, scores, strict=True):
-            found[index] = one
+        by_row = self._in_batches(list(map(len, inputs)), score, "Scoring answers", disable_tqdm)
+        for row, scores in zip(inputs, by_row, strict=True):
+            for index, one in zip(rows[row], scores, strict=True):
+                found[index] = one
         for (texts, _, _), one in zip(requests, found, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, tuple(one))

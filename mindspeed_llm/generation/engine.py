@@ -169,7 +169,7 @@ class Engine:
         if self._ranks.is_sampling_rank:
             assert logits is not None
             found = score_rows(logits, request)
-        scores, _ = self._ranks.sync_choice(found, (len(request.sequences), 2), never)
+        scores, _ = self._ranks.sync_choice(found, (request.num_scored, 2), never)
         return [Score(log_prob, bool(is_greedy)) for log_prob, is_greedy in scores.tolist()]
 
     def _steps(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:

@@ -1,5 +1,6 @@
 """Log-probabilities of given tokens."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,16 +11,33 @@ from mindspeed_llm.generation.model import to_device
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A batch of sequences whose last tokens are scored."""
+    """A batch of inputs, each with the token sequences whose scores are asked for behind it.
 
-    sequences: tuple[tuple[int, ...], ...]
-    num_scored: tuple[int, ...]
-    """How many tokens at the end of each are scored: one at least, all but the first at most."""
+    The tokens of a sequence but the last are the last of the input: what one reads of it, answers
+    that differ in their last token share.
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    scored: tuple[tuple[tuple[int, ...], ...], ...]
+    """For each input; none of them is empty, or longer than the input."""
 
     @property
-    def inputs(self) -> list[tuple[int, ...]]:
-        """What the model reads: what follows the last token is not asked for."""
-        return [sequence[:-1] for sequence in self.sequences]
+    def num_scored(self) -> int:
+        """The number of sequences."""
+        return sum(map(len, self.scored))
+
+
+def rows_by_input(
+    sequences: Iterable[tuple[int, Sequence[int]]],
+) -> dict[tuple[int, ...], list[int]]:
+    """Return which of some numbered sequences have the same input: all of it but the last token.
+
+    Answers of one token to one question do, and others that differ in their last token only.
+    """
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for number, sequence in sequences:
+        rows.setdefault(tuple(sequence[:-1]), []).append(number)
+    return rows
 
 
 class Score(NamedTuple):
@@ -32,17 +50,19 @@ class Score(NamedTuple):
 
 
 def score_rows(logits: torch.Tensor, request: ScoreRequest) -> torch.Tensor:
-    """Return (rows, 2): the log-probability, and 1 where greedy decoding finds the same tokens.
+    """Return (sequences, 2): log-probability, and 1 where greedy decoding finds the same tokens.
 
     `logits` (rows, length, vocabulary) are those after each input; rows are padded on the left.
     """
-    rows = zip(logits, request.sequences, request.num_scored, strict=True)
-    return torch.stack([_score(row, sequence[-count:]) for row, sequence, count in rows])
+    return torch.cat([_score(row, scored) for row, scored in zip(logits, request.scored)])
 
 
-def _score(logits: torch.Tensor, scored: tuple[int, ...]) -> torch.Tensor:
-    wanted = to_device(scored)
-    last = logits[-len(scored) :].float()
-    found = last.log_softmax(-1).gather(-1, wanted[:, None]).sum()
-    is_greedy = (last.argmax(-1) == wanted).all()
-    return torch.stack([found, is_greedy.to(found.dtype)])
+def _score(logits: torch.Tensor, scored: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    last = logits[-max(map(len, scored)) :].float()
+    greedy, log_probs, found = last.argmax(-1), last.log_softmax(-1), []
+    for tokens in scored:
+        wanted = to_device(tokens)
+        log_prob = log_probs[-len(tokens) :].gather(-1, wanted[:, None]).sum()
+        is_greedy = (greedy[-len(tokens) :] == wanted).all()
+        found.append(torch.stack([log_prob, is_greedy.to(log_prob.dtype)]))
+    return torch.stack(found)
