@@ -18,7 +18,16 @@ from mindspeed_llm.data.tokenizer import TokenizerFacts, special_matcher, split_
 
 DEFAULT_PATH = Path("configs/finetune/templates.json")
 SHIPPED_PATH = Path(__file__).parents[2] / DEFAULT_PATH
+SLOT_KINDS = 'a text, {"token": "..."} or a list of "bos_token" and "eos_token"'
 FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
+
+
+class TokenSlot(BaseModel):
+    """A special token."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token: str
 
 
 class Slots(BaseModel):
@@ -26,7 +35,7 @@ class Slots(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    slots: list[str | dict[Literal["token"], str] | list[Literal["bos_token", "eos_token"]]]
+    slots: list[str | TokenSlot | list[Literal["bos_token", "eos_token"]]]
     tool_format: str | None = None
 
 
@@ -82,8 +91,11 @@ def load_template(name: str, path: str | None = None) -> TemplateEntry:
         return TemplateEntry.model_validate(entries[name])
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{file}: template {name}, {field}: {first['msg']}") from None
+        where, message = first["loc"], first["msg"]
+        if len(where) > 3:  # a section, "slots", the number, and one of the kinds of a slot
+            where, message = where[:3], f"{SLOT_KINDS} is needed"
+        field = ".".join(map(str, where))
+        raise ConfigError(f"{file}: template {name}, {field}: {message}") from None
 
 
 def _read_entries(file: Path) -> dict[str, Any]:
@@ -155,8 +167,8 @@ class Template:
     def _compile(self, slots: Slots) -> CompiledSlots:
         parts: list[Part | Field] = []
         for slot in slots.slots:
-            if isinstance(slot, dict):
-                parts.append(self._token(slot["token"]))
+            if isinstance(slot, TokenSlot):
+                parts.append(self._token(slot.token))
             elif isinstance(slot, list):
                 ids = {"bos_token": self._facts.id_of(self._facts.bos), "eos_token": self.eos_id}
                 parts.extend(found for name in slot if (found := ids[name]) is not None)

@@ -1,11 +1,19 @@
 """Parts of a template: who speaks, special tokens in texts, and conversations that are none."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from mindspeed.config import ConfigError
 from mindspeed_llm.data.conversation import Conversation, Message, UnusableRecord
-from mindspeed_llm.data.template import Slots, Template, TemplateEntry, TemplateFormat
+from mindspeed_llm.data.template import (
+    Slots,
+    Template,
+    TemplateEntry,
+    TemplateFormat,
+    load_template,
+)
 from mindspeed_llm.data.tokenizer import special_matcher, split_special
 
 CALL = '{"name": "clock", "arguments": {}}'
@@ -24,6 +32,18 @@ def test_tools_have_slots_of_their_own(facts):
     texts = ["".join(part for part in p.parts if isinstance(part, str)) for p in found]
     assert texts == ["<U>time?", "<F>clock", "<O>noon", "It is noon."]
     assert [segment.is_completion for segment in found] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("slot", [{}, {"tokens": "<s>"}, ["pad_token"], 3, {"token": 3}])
+def test_a_slot_is_of_one_of_three_kinds(tmp_path, slot):
+    file = tmp_path / "templates.json"
+    file.write_text(json.dumps([{"name": "mine", "format_user": {"slots": ["{{content}}", slot]}}]))
+    with pytest.raises(ConfigError) as error:
+        load_template("mine", str(file))
+    assert str(error.value) == (
+        f"{file}: template mine, format_user.slots.1: a text, "
+        '{"token": "..."} or a list of "bos_token" and "eos_token" is needed'
+    )
 
 
 def test_the_longest_special_token_is_found(facts):
