@@ -165,7 +165,7 @@ class Engine:
     def _score(self, request: ScoreRequest) -> list[Score]:
         tokens, padding = pad_prompts(request.inputs)
         state = decode_state(self._model, padding, len(tokens[0]), cached=False)
-        logits, found = state.run(to_device(tokens)), None
+        logits, found = state.run(to_device(tokens), last=request.longest), None
         if self._ranks.is_sampling_rank:
             assert logits is not None
             found = score_rows(logits, request)

@@ -4,7 +4,8 @@ Megatron caches keys as they are and rotates all of them again for every token. 
 new ones makes a step cost one token, however long the context is. Import the adaptor first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -300,6 +301,21 @@ def _is_supported(layer: torch.nn.Module) -> bool:
     return is_plain and not layer.return_layernorm_output
 
 
+@contextmanager
+def logits_of_last(module: Any, count: int | None) -> Iterator[None]:
+    """Let the output layer of a pipeline stage, if it has one, see the last tokens only."""
+    layer: Any = getattr(module, "output_layer", None)
+    if count is None or layer is None:
+        yield
+        return
+    # Hidden states are (length, rows, size).
+    hook = layer.register_forward_pre_hook(lambda _, given: (given[0][-count:], *given[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class DecodeState:
     """The tokens and KV cache of several rows, and the forward pass over their next tokens.
 
@@ -327,15 +343,17 @@ class DecodeState:
         return None if logits is None else logits[:, -1].float()
 
     @torch.no_grad()
-    def run(self, tokens: torch.Tensor) -> torch.Tensor | None:
+    def run(self, tokens: torch.Tensor, last: int | None = None) -> torch.Tensor | None:
         """Run tokens (rows, length); return the logits after each (rows, length, vocabulary).
 
-        With a cache those after the last of a prompt are the only ones.
+        With `last` those after so many tokens at the end of each row are the only ones, and with a
+        cache those after the last of a prompt.
         """
         begin = self._tokens.shape[1] if self._caches else 0
         self._tokens = torch.cat([self._tokens, tokens], dim=1)
         end = self._tokens.shape[1]
-        output = self._forward(self._tokens[:, begin:], self._mask(begin, end))
+        with logits_of_last(self._model.chunks[-1], last):
+            output = self._forward(self._tokens[:, begin:], self._mask(begin, end))
         for cache in self._caches:
             cache.advance(end - begin)
         return None if output is None else output[..., : self._model.config.vocab_size]

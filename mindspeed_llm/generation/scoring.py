@@ -26,6 +26,11 @@ class ScoreRequest:
         """The number of sequences."""
         return sum(map(len, self.scored))
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence: no more logits are needed of a row."""
+        return max(len(tokens) for row in self.scored for tokens in row)
+
 
 def rows_by_input(
     sequences: Iterable[tuple[int, Sequence[int]]],
@@ -52,7 +57,7 @@ class Score(NamedTuple):
 def score_rows(logits: torch.Tensor, request: ScoreRequest) -> torch.Tensor:
     """Return (sequences, 2): log-probability, and 1 where greedy decoding finds the same tokens.
 
-    `logits` (rows, length, vocabulary) are those after each input; rows are padded on the left.
+    `logits` (rows, length, vocabulary) are those after the last tokens of each input.
     """
     return torch.cat([_score(row, scored) for row, scored in zip(logits, request.scored)])
 

@@ -3,11 +3,13 @@
 import shutil
 
 import pytest
+import torch
 
 from mindspeed.checkpoint.detection import HF_FOLDER
 from mindspeed_llm.checkpoint import ConvertOptions
 from mindspeed_llm.checkpoint.conversion import convert
 from mindspeed_llm.generation.sampling import BeamParams
+from mindspeed_llm.generation.scoring import ScoreRequest
 from tests.llm import letters, tiny
 from tests.llm.generation import PROMPTS, request, several, theirs
 from tests.ranks import RankFailed, run_ranks
@@ -59,6 +61,37 @@ def test_every_family_on_one_rank(models):
     (outputs,) = run_ranks(several, 1, cases + uncached)
     for output, (_, model) in zip(outputs, [*models.values(), *models.values()]):
         assert output == expected(model)
+
+
+SCORED = (((0, 66, 5), (66, 9), (1,)), ((50, 4),), ((6,),), ((98, 3, 1), (7,)))
+"""Tokens behind each prompt; those before the last are the end of the prompt."""
+
+
+def scored(model):
+    """Return the log-probability of each, and whether transformers would generate its tokens."""
+    found = []
+    for prompt, sequences in zip(PROMPTS, SCORED):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt])).logits[0]
+        for tokens in sequences:
+            last = logits[-len(tokens) :].log_softmax(-1)
+            log_prob = last.gather(-1, torch.tensor(tokens)[:, None]).sum().item()
+            found.append((pytest.approx(log_prob, abs=1e-4), last.argmax(-1).tolist() == [*tokens]))
+    return found
+
+
+@pytest.mark.parametrize("layouts", [[{}], [{"tp": 2}, {"pp": 2}]])
+def test_scores_of_given_tokens(models, layouts):
+    requests = [ScoreRequest(PROMPTS, SCORED)]
+    cases = [
+        {"source": str(models[name][0]), "requests": requests, **layout}
+        for name in ("qwen2", "deepseek3")
+        for layout in layouts
+    ]
+    outputs, *_ = run_ranks(several, 1 if layouts == [{}] else 2, cases)
+    for case, (output,) in zip(cases, outputs):
+        name = "qwen2" if case["source"] == str(models["qwen2"][0]) else "deepseek3"
+        assert output == scored(models[name][1])
 
 
 LAYOUTS = [

@@ -5,13 +5,14 @@ import torch
 from mindspeed_llm.generation.engine import Engine, Request
 from mindspeed_llm.generation.model import load_model
 from mindspeed_llm.generation.sampling import BeamParams, SamplingParams
+from mindspeed_llm.generation.scoring import ScoreRequest
 from mindspeed_llm.training.options import TrainOptions
 
 PROMPTS = ((3, 98, 7, 41, 0, 66), (1, 2, 50), (17,), (90, 5, 12, 66, 0, 41, 7, 98, 3))
 
 
 def ours(source, requests, cached=True, tp=1, pp=1, ep=1, static=None, **options):
-    """Return the answers of each request: a list of tokens for every prompt."""
+    """Return the answers of each request: tokens for every prompt, or scores."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -27,7 +28,10 @@ def ours(source, requests, cached=True, tp=1, pp=1, ep=1, static=None, **options
     engine = Engine(model, cached=cached, static=static)
     if not engine.is_rank_zero:
         return engine.serve()
-    found = [collect(engine, request) for request in requests]
+    found = [
+        engine.score(one) if isinstance(one, ScoreRequest) else collect(engine, one)
+        for one in requests
+    ]
     engine.close()
     return found
 
