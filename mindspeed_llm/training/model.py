@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +56,14 @@ class RoleModel:
     wrapped: list[Any]
     """The chunks as they are called: wrapped for mixed precision and data parallelism."""
     optimizer: Any = None
+
+    @cached_property
+    def num_routers(self) -> int:
+        """Layers of experts on this rank, also those of multi-token prediction."""
+        from megatron.core.transformer.moe.router import Router
+
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        return sum(isinstance(module, Router) for module in modules)
 
 
 def with_grouped_experts(options: TrainOptions, shape: ModelConfig) -> TrainOptions:

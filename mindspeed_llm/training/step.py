@@ -1,9 +1,10 @@
 """One train step of a Megatron model: gradients of a global batch, their reduction, the update."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mindspeed.training.metrics import (
     StopCheck,
     reduce_metrics,
 )
+from mindspeed_llm.training.added_losses import SumAndCount, mean_losses, take_added_losses
 from mindspeed_llm.training.model import RoleModel
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Any]]
@@ -69,7 +71,8 @@ def train_on_batch(
     is_fp16 = model.config.fp16
     is_skipped = optimizer.prepare_grads()
     norm = torch.tensor(math.nan) if is_skipped else gradient_norm(optimizer)
-    totals = _reduce(metrics, reports, None if is_fp16 else norm, stop())
+    added = take_added_losses(model, shape.num_micro_batches)
+    totals = _reduce(metrics, reports, None if is_fp16 else norm, stop(), added.values())
     is_good = torch.ones_like(totals.tokens, dtype=torch.bool) if is_fp16 else totals.is_finite()
     # The copy is queued before the update, so that reading it does not wait for the update.
     read = totals.start_read(norm, optimizer.get_loss_scale())
@@ -81,7 +84,7 @@ def train_on_batch(
         if is_queued and not is_updated:
             retract(optimizer)
         return StepResult(
-            metrics=reduced.metrics,
+            metrics=reduced.metrics | mean_losses(list(added), reduced.extras[2:]),
             grad_norm=grad_norm if is_updated else math.nan,
             tokens=reduced.tokens,
             loss_scale=loss_scale,
@@ -179,13 +182,18 @@ def forward_backward(
 
 
 def _reduce(
-    metrics: Sequence[Metric], reports: list[Report], norm: torch.Tensor | None, stop: bool
+    metrics: Sequence[Metric],
+    reports: list[Report],
+    norm: torch.Tensor | None,
+    stop: bool,
+    added: Iterable[SumAndCount] = (),
 ) -> StepTotals:
     """Add up what all ranks report; only the last pipeline stage of each model copy counts.
 
     Its first tensor-parallel rank reports metrics, for its part of the sequence where that is
-    split, and the first rank of the copy its tokens. With a norm that is not finite on one rank no
-    rank may update: what it adds to the totals is not finite either.
+    split, and the first rank of the copy its tokens; every rank has its part of the losses that
+    Megatron added. With a norm that is not finite on one rank no rank may update: what it adds to
+    the totals is not finite either.
     """
     from megatron.core import parallel_state
 
@@ -194,4 +202,5 @@ def _reduce(
     is_first = parallel_state.get_context_parallel_rank() == 0
     tokens = sum(int(report["tokens"]) for report in counted) if is_first else 0
     overflow = 0.0 if norm is None else norm * 0.0
-    return reduce_metrics(metrics, counted, tokens=tokens, extras=(overflow, float(stop)))
+    extras = overflow, float(stop), *chain.from_iterable(added)
+    return reduce_metrics(metrics, counted, tokens=tokens, extras=extras)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from mindspeed_llm.training.added_losses import MTP_LOSS
 from tests.llm import tiny
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
@@ -52,12 +53,14 @@ def train_all(runs: list[dict[str, Any]]) -> None:
         parallel_state.destroy_model_parallel()
 
 
-def first_steps(world: int, runs: dict[str, dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Train on these ranks; return the loss and the gradient norm of the first step of each."""
+def first_steps(
+    world: int, runs: dict[str, dict[str, Any]], keys: tuple[str, ...] = ("lm loss", "grad norm")
+) -> dict[str, tuple[float, ...]]:
+    """Train on these ranks; return what is logged of the first step of each."""
     run_ranks(train_all, world, list(runs.values()), timeout=300)
     lines = {n: Path(v["log_file"]).read_text().splitlines()[0] for n, v in runs.items()}
     logs = {name: json.loads(line) for name, line in lines.items()}
-    return {name: (log["lm loss"], log["grad norm"]) for name, log in logs.items()}
+    return {name: tuple(log[key] for key in keys) for name, log in logs.items()}
 
 
 def gradients(values: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,12 +80,34 @@ def gradients(values: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     MTPLossAutoScaler.set_loss_scale(torch.ones(1))
     losses = trainer.run_model(model, batch)
     (by_megatron,) = torch.autograd.grad((losses * 0).sum(), weight, retain_graph=True)
-    # The label of the token after the next, where that token has one.
-    labels, mask = batch["labels"][:, 1:], batch["loss_mask"][:, 1:]
-    logits = further[0].transpose(0, 1)[:, :-1]  # the first call of the output layer
-    each = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
-    loss = FACTOR * (each * mask.flatten()).sum() / mask.sum()
+    loss = FACTOR * further_loss(further[0], batch)  # the first call of the output layer
     return by_megatron, torch.autograd.grad(loss, weight)[0]
+
+
+def further_loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Return the mean loss of the token after the next, where that token has a label."""
+    labels, mask = batch["labels"][:, 1:], batch["loss_mask"][:, 1:].flatten()
+    logits = logits.transpose(0, 1)[:, :-1].flatten(0, 1).float()
+    return (F.cross_entropy(logits, labels.flatten(), reduction="none") * mask).sum() / mask.sum()
+
+
+def loss_by_formula(values: dict[str, Any]) -> float:
+    """Return the mean over the first micro-batches of the loss of the further layer."""
+    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer = SFTTrainer(TrainOptions(**values))
+    (model,) = trainer.primary.chunks
+    further: list[torch.Tensor] = []
+    model.output_layer.register_forward_hook(lambda *call: further.append(call[2][0].clone()))
+    losses = []
+    for number in range(trainer.setup.dims.global_batch_size):
+        further.clear()
+        batch = trainer.collate([trainer.train_data[number]])
+        with torch.no_grad():
+            trainer.run_model(model, batch)
+        losses.append(further_loss(further[0], batch).item())
+    return sum(losses) / len(losses)
 
 
 def test_the_gradient_is_that_of_the_formula(inputs: tuple[Path, str, str]) -> None:
@@ -94,11 +119,19 @@ def test_the_gradient_is_that_of_the_formula(inputs: tuple[Path, str, str]) -> N
 
 def test_padding_and_layouts_change_nothing(inputs: tuple[Path, str, str]) -> None:
     runs = {"plain": run_of(inputs, "plain"), "padded": run_of(inputs, "padded", seq_length=48)}
-    steps = first_steps(1, runs)
+    keys = ("lm loss", "grad norm", MTP_LOSS)
+    steps = first_steps(1, runs, keys)
     runs = {name: run_of(inputs, name, **layout) for name, layout in LAYOUTS.items()}
-    steps |= first_steps(2, runs)
+    steps |= first_steps(2, runs, keys)
     for name, found in steps.items():
         assert found == pytest.approx(steps["plain"], rel=1e-5), name
+
+
+def test_the_logged_loss_is_that_of_the_formula(inputs: tuple[Path, str, str]) -> None:
+    values = run_of(inputs, "logged")
+    ((found,),) = first_steps(1, {"logged": values}, (MTP_LOSS,)).values()
+    (expected,) = run_ranks(loss_by_formula, 1, values)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["deepseek3", "deepseek2_lite"])

@@ -119,10 +119,12 @@ class PPOTrainer(OnlineTrainer):
         critic = self.train_model(
             self.model("critic"), self._critic_step, batches, VALUE_METRICS, stop
         )
-        more = {CRITIC_NORM: critic.grad_norm}
+        # What both have, such as the losses of routers, is logged for the actor.
+        metrics = critic.metrics | actor.metrics
+        more = {name: metrics[name] for name in critic.metrics} | {CRITIC_NORM: critic.grad_norm}
         return replace(
             actor,
-            metrics=actor.metrics | critic.metrics | more,
+            metrics=actor.metrics | more,
             is_updated=actor.is_updated and critic.is_updated,
             is_finite=actor.is_finite and critic.is_finite,
             should_stop=actor.should_stop or critic.should_stop,
