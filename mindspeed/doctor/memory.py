@@ -70,6 +70,7 @@ class RunOptions(RunSizes):
     lora_load: str | None = None
     lora_train_router: bool = False
     ref_model: str | None = None
+    precompute_ref_log_probs: bool = False
 
     @property
     def lora_rank(self) -> int:
@@ -77,9 +78,13 @@ class RunOptions(RunSizes):
         return self.lora_r or (DEFAULT_LORA_RANK if self.lora_load else 0)
 
     @property
-    def is_own_reference(self) -> bool:
-        """Whether the policy without its adapters is the reference, so that there is no other."""
-        return bool(self.lora_rank) and not self.lora_train_router and self.ref_model is None
+    def keeps_reference(self) -> bool:
+        """Whether a reference is in memory beside the policy.
+
+        It is not where it is the policy without its adapters, or freed before the first step.
+        """
+        is_policy = self.lora_rank and not self.lora_train_router and self.ref_model is None
+        return not (is_policy or self.precompute_ref_log_probs)
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,7 @@ def _run_memory(
     if stage.has_value_head:
         arguments = arguments | {"untie_embeddings_and_output_weights": False}
     model = memory_model(arguments, device_name=device_name)
-    has_frozen = stage.has_reference and not run.is_own_reference
+    has_frozen = stage.has_reference and run.keeps_reference
     adapters = RunSizes.of(arguments).adapter_parameters(run.lora_rank)
     count = model.num_parameters + adapters
     return replace(

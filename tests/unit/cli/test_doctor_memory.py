@@ -142,6 +142,11 @@ def test_a_stage_has_its_reference_and_both_sequences_of_a_pair():
     assert found["kto"].total() == alone.total() + weights and found["prm"] == alone
 
 
+def test_a_reference_is_freed_once_its_values_are_computed():
+    dpo = [*LLAMA, *"--stage dpo --precompute-ref-log-probs".split()]
+    assert "frozen models" not in examine(dpo, GIB).model.parts()
+
+
 def test_a_policy_with_adapters_is_its_own_reference():
     dpo = [*LLAMA, *"--stage dpo --lora-r 8".split()]
     assert "frozen models" not in examine(dpo, GIB).model.parts()
