@@ -131,8 +131,9 @@ class PaddingWatch:
         is_padded = size > 1 and is_zigzag
         reason = f"; {CP} {size} pads each document to a multiple of {2 * size}" * is_padded
         return (
-            f"{share:.0%} of the {tokens} tokens of a packed batch are padding{reason}: fill rows "
-            "by preprocess, or by a larger --micro-batch-size where training joins samples"
+            f"{share:.0%} of the {tokens} tokens of a packed batch are padding{reason}: give a "
+            "larger --micro-batch-size where training joins samples, and fill rows by preprocess "
+            "where it does not"
         )
 
 

@@ -216,6 +216,13 @@ def set_routers_trained(chunks: list[Any], is_trained: bool) -> None:
                 module.requires_grad_(is_trained)
 
 
+def freeze_further_tokens(chunks: list[Any]) -> None:
+    """Keep the layers of multi-token prediction, where no loss trains them, from decaying."""
+    for chunk in chunks:
+        if getattr(chunk, "mtp", None) is not None:  # on the last pipeline stage
+            chunk.mtp.requires_grad_(False)
+
+
 def _in_precision(chunks: list[Any], config: Any) -> list[Any]:
     from megatron.core.transformer.module import Float16Module
 

@@ -401,6 +401,8 @@ def _make_trainable(
         return RoleModel(role, config, chunks, model.freeze(chunks, config))
     if options.freeze_router:
         model.set_routers_trained(chunks, False)
+    if config.mtp_num_layers and not config.mtp_loss_scaling_factor:
+        model.freeze_further_tokens(chunks)
     with model.accepted_by_megatron():
         wrapped = model.wrap(chunks, config, options)
         optimizer = model.make_optimizer(wrapped, options)

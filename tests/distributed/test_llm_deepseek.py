@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from mindspeed_llm.training.added_losses import MTP_LOSS
 from tests.llm import tiny
+from tests.llm.preferences import make_pairs, write_pairs
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
 from tests.unit.mindspeed_llm.training.tiny_run import make_samples, settings, write_samples
@@ -132,6 +133,27 @@ def test_the_logged_loss_is_that_of_the_formula(inputs: tuple[Path, str, str]) -
     ((found,),) = first_steps(1, {"logged": values}, (MTP_LOSS,)).values()
     (expected,) = run_ranks(loss_by_formula, 1, values)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def moved_weights(values: dict[str, Any]) -> set[str]:
+    """Return the names of the weights that two steps on pairs of answers change."""
+    from mindspeed_llm.tasks.posttrain.simpo import SimPOTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer = SimPOTrainer(TrainOptions(**values))
+    (model,) = trainer.primary.chunks
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    trainer.train()
+    return {n for n, weight in model.named_parameters() if not torch.equal(weight, before[n])}
+
+
+def test_preferences_leave_further_tokens_as_they_are(inputs: tuple[Path, str, str]) -> None:
+    """Not even weight decay changes what no loss trains."""
+    data = write_pairs(inputs[0] / "pairs", make_pairs())
+    values = run_of(inputs, "pairs", stage="simpo", data_path=(data,), train_iters=2)
+    (moved,) = run_ranks(moved_weights, 1, values)
+    assert any(name.startswith("decoder.") for name in moved)
+    assert not any(name.startswith("mtp.") for name in moved)
 
 
 @pytest.mark.parametrize("name", ["deepseek3", "deepseek2_lite"])
