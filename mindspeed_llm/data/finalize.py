@@ -22,7 +22,8 @@ from mindspeed_llm.data.handlers import PRETRAIN, find_handler
 from mindspeed_llm.data.indexed import CHUNK, IndexedTokens, TokenWriter
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.packing import write_rows
-from mindspeed_llm.data.plan import Plan, make_chat
+from mindspeed_llm.data.plan import Plan, make_chat, make_encoder
+from mindspeed_llm.data.samples import tokens_after_answer
 from mindspeed_llm.data.summary import Summary
 
 
@@ -189,7 +190,7 @@ def _write_summary(plan: Plan, options: PreprocessOptions, folder: Path, summary
         "ids_fingerprint": plan.facts.ids_fingerprint,
         "vocabulary": plan.facts.size,
         "pad_id": plan.facts.pad_id,
-        "stop_ids": list(_stop_ids(plan, options)),
+        **_ends_of_answers(plan, options),
         "seq_length": options.seq_length,
         "pack": ("neat" if options.neat_pack else "plain") if options.pack else None,
         "summary": summary.as_dict(),
@@ -200,13 +201,15 @@ def _write_summary(plan: Plan, options: PreprocessOptions, folder: Path, summary
     return path.name
 
 
-def _stop_ids(plan: Plan, options: PreprocessOptions) -> tuple[int, ...]:
-    """Return the tokens that may end a sample."""
+def _ends_of_answers(plan: Plan, options: PreprocessOptions) -> dict[str, list[int]]:
+    """Return the tokens that may end a sample, and those that follow such a one."""
     handler = find_handler(options.handler_name)
     if handler is not None and handler.needs_chat:
-        return make_chat(plan).stop_ids
+        chat = make_chat(plan)
+        after = tokens_after_answer(chat, make_encoder(plan))
+        return {"stop_ids": list(chat.stop_ids), "after_answer_ids": after}
     eos_id = plan.facts.eos_id
-    return () if eos_id is None else (eos_id,)
+    return {"stop_ids": [] if eos_id is None else [eos_id], "after_answer_ids": []}
 
 
 def merge_groups(options: PreprocessOptions) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mindspeed_llm.data.chat import Part, Segment, Thinking
+from mindspeed_llm.data.chat import ChatFormat, Part, Segment, Thinking
 from mindspeed_llm.data.chat_jinja import make_chat_format
 from mindspeed_llm.data.conversation import Conversation, Message
 from mindspeed_llm.data.encoder import TextEncoder
@@ -337,6 +337,16 @@ def _truncate_end(completion: Track, budget: int) -> Track:
             budget -= len(parts[-1])
         segments.append(segment._replace(parts=parts))
     return segments
+
+
+def tokens_after_answer(chat: ChatFormat, encoder: TextEncoder) -> list[int]:
+    """Return what a format puts behind the stop token of the last answer, such as a line break."""
+    probe = Conversation((Message("user", "a"), Message("assistant", "b")))
+    if not chat.trains_eos:
+        return []
+    ids: list[int] = build(SampleEncoder(encoder).encode([chat.render(probe)])[0]).ids.tolist()
+    last = max(index for index, token in enumerate(ids) if token in chat.stop_ids)
+    return ids[last + 1 :]
 
 
 class PromptEncoder:

@@ -1,5 +1,6 @@
 """PPO and GRPO: the numbers of plain torch on recorded rollouts, layouts, resume, a solved task."""
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -430,14 +431,22 @@ def _list(folder: Path) -> str:
     return f"{path}:make"
 
 
-def test_a_reward_model_gives_the_scores_of_transformers(task: _Task, tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [[], [3, 6]])
+def test_a_reward_model_gives_the_scores_of_transformers(
+    task: _Task, tmp_path: Path, after: list[int]
+) -> None:
+    """Of whole answers, with what the chat template puts behind the stop token."""
     from transformers import LlamaForSequenceClassification
 
-    values = task.settings(tmp_path, reward_model=task.critic, train_iters=1)
-    (steps,) = run_ranks(record, 1, values)
+    data = letters.write_prompts(tmp_path / "data")
+    Path(f"{data}.summary.json").write_text(json.dumps({"after_answer_ids": after}))
+    given = {"reward_model": task.critic, "data_path": (data,), "max_new_tokens": 8}
+    (steps,) = run_ranks(record, 1, task.settings(tmp_path, train_iters=1, **given))
     model = LlamaForSequenceClassification.from_pretrained(task.critic, dtype=torch.float32)
+    assert {one.completion[-1] == letters.EOS for one in steps[0]} == {True, False}
     for one in steps[0]:
-        ids = torch.tensor([[*one.prompt, *one.completion]])
+        tail = after if one.completion[-1] == letters.EOS else []
+        ids = torch.tensor([[*one.prompt, *one.completion, *tail]])
         with torch.no_grad():
             score = model.score(model.model(ids).last_hidden_state)[0, -1, 0]
         assert one.reward == pytest.approx(score.item(), abs=1e-5)

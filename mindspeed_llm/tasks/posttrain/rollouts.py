@@ -53,12 +53,16 @@ class Rollout:
     """Whether it ends with a stop token."""
     reward: float = field(default=0.0)
 
-    @property
-    def sample(self) -> Sample:
-        """Return the whole sequence, of which the completion is trained."""
-        ids = np.array([*self.prompt.tokens, *self.completion.tokens])
+    def sample(self, after_answer: Sequence[int] = ()) -> Sample:
+        """Return the whole sequence, of which the completion is trained.
+
+        `after_answer` follows a completion that has ended.
+        """
+        tail = after_answer if self.is_ended else ()
+        ids = np.array([*self.prompt.tokens, *self.completion.tokens, *tail])
         labels = ids.copy()
         labels[: len(self.prompt.tokens)] = IGNORE_INDEX
+        labels[len(ids) - len(tail) :] = IGNORE_INDEX
         return {"input_ids": ids, "labels": labels}
 
 
@@ -85,9 +89,11 @@ def _joined(arrays: Sequence[Any]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(np.int64))
 
 
-def collate_rollouts(rollouts: Sequence[Rollout], rows: Rows) -> dict[str, torch.Tensor]:
+def collate_rollouts(
+    rollouts: Sequence[Rollout], rows: Rows, after_answer: Sequence[int] = ()
+) -> dict[str, torch.Tensor]:
     """Pad or concatenate the sequences of some rollouts, and note the last token of each."""
-    samples = [rollout.sample for rollout in rollouts]
+    samples = [rollout.sample(after_answer) for rollout in rollouts]
     batch = rows.collate(samples)
     return batch | {LAST_TOKENS: last_tokens(batch, [len(each["input_ids"]) for each in samples])}
 

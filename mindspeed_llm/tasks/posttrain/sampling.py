@@ -127,6 +127,7 @@ class SamplingTrainer(ReferenceTrainer):
         self.rows = Rows.of(self.options, self.setup.shape, data)
         self._longest_prompt = max(one.longest for one in data)
         self.stop_ids = self._find_stop_ids(data)
+        self._after_answer = self._find_after_answer(data)
         self._scores = None if self.options.reward_model else self._text_scores()
 
     @property
@@ -173,25 +174,34 @@ class SamplingTrainer(ReferenceTrainer):
 
     def make_batches(self, rollouts: Sequence[Rollout]) -> list[Batch]:
         """Make micro-batches of completions, with the log-probabilities of sampling."""
-        multiple, size = self.rows.multiple, self.options.micro_batch_size
-        longest = max(len(each.sample["input_ids"]) for each in rollouts)
+        multiple, after = self.rows.multiple, self._after_answer
+        longest = max(len(each.sample(after)["input_ids"]) for each in rollouts)
         self.rows = replace(self.rows, length=-(-longest // multiple) * multiple)
         batches: list[Batch] = []
-        for start in range(0, len(rollouts), size):
-            few = rollouts[start : start + size]
+        for few in self._micro_batches(rollouts):
             batch = collate_rollouts(few, self.rows)
             sampled = torch.tensor([p for each in few for p in each.completion.log_probs])
             batches.append(self.split(batch | {SAMPLED: spread(sampled, batch)}))
         return batches
 
     def score(self, rollouts: Sequence[Rollout], batches: list[Batch]) -> None:
-        """Set the rewards of rollouts, by the function or by the reward model."""
+        """Set the rewards of rollouts, by the function or by the reward model.
+
+        A reward model sees answers as its own data had them: it scores the last token of the whole
+        conversation, which may be a line break behind the stop token.
+        """
 
         def by_model(rollouts: Sequence[Rollout]) -> list[float] | None:
             def last_values(batch: Batch, values: torch.Tensor) -> torch.Tensor:
                 return values.flatten()[batch[LAST_TOKENS]].float().cpu()
 
-            found = self.collect(self.model("reward"), batches, last_values, has_labels=False)
+            rated = batches
+            if self._after_answer:
+                rated = [
+                    self.split(collate_rollouts(few, self.rows, self._after_answer))
+                    for few in self._micro_batches(rollouts)
+                ]
+            found = self.collect(self.model("reward"), rated, last_values, has_labels=False)
             return torch.cat(found).tolist() if found else None
 
         assign_rewards(
@@ -277,6 +287,23 @@ class SamplingTrainer(ReferenceTrainer):
                 "eos_token_id"
             )
         return frozenset(found)
+
+    def _find_after_answer(self, data: Sequence[InstructionData]) -> tuple[int, ...]:
+        """Return what the chat template puts behind the stop token, for a reward model."""
+        if self.options.reward_model is None:
+            return ()
+        found = {tuple(one.facts.get("after_answer_ids", ())) for one in data}
+        if len(found) > 1:
+            raise ConfigError(
+                "--data-path: the data sets end answers differently, and a reward model scores the "
+                "last token: preprocess them with one --prompt-type"
+            )
+        return found.pop()
+
+    def _micro_batches(self, rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
+        size = self.options.micro_batch_size
+        for start in range(0, len(rollouts), size):
+            yield rollouts[start : start + size]
 
     def _text_scores(self) -> TextScores:
         options = self.options

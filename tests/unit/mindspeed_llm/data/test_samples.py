@@ -20,6 +20,7 @@ from mindspeed_llm.data.samples import (
     SampleEncoder,
     build,
     ends_with_stop_token,
+    tokens_after_answer,
 )
 from mindspeed_llm.data.template import (
     SHIPPED_PATH,
@@ -144,3 +145,18 @@ def test_a_prompt_is_the_beginning_of_the_sample(name, tokenizer):
         sample.labels[len(asked)] != IGNORE_INDEX and sample.labels[len(asked) - 1] == IGNORE_INDEX
     )
     assert name == "empty" or prompts.stop_ids
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "chatml", "glm4", "empty"])
+def test_what_follows_an_answer_is_what_the_chat_template_adds(name):
+    """A line break in ChatML's Jinja template, which shipped templates put before a question."""
+    tokenizer = byte_level(template=CHAT)
+    facts = facts_of(tokenizer)
+    chat = JinjaFormat(facts)
+    if name != "tokenizer":
+        chat = TemplateFormat(Template(load_template(name), facts))
+    found = tokens_after_answer(chat, TextEncoder(facts, parse_special=False))
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    whole = tokenizer.apply_chat_template(talk, tokenize=False)
+    added = whole[whole.rindex("<|im_end|>") + len("<|im_end|>") :] if name == "tokenizer" else ""
+    assert tokenizer.decode(found) == added
