@@ -282,6 +282,8 @@ class AcceptedOptions(Options):
     """Accepted for existing scripts: Hugging Face's tokenizers are the ones there are."""
     tokenizer_not_use_fast: bool = False
     """Accepted for existing scripts: fast and slow tokenizers give the same ids."""
+    tokenizer_padding_side: Literal["right", "left"] = "right"
+    """Accepted for existing scripts: rows are padded on the right, sampled prompts not at all."""
     no_create_attention_mask_in_dataloader: bool = False
     """Accepted for existing scripts: batches never have a mask of all pairs of tokens."""
     no_masked_softmax_fusion: bool = False

@@ -74,6 +74,8 @@ class AcceptedStageOptions(Options):
     """Accepted for existing scripts: --ref-model names the reference."""
     load_checkpoint_loosely: bool = False
     """Accepted for existing scripts: a value head that --load does not have is initialized."""
+    no_post_layer_norm: bool = False
+    """Known from existing scripts, and refused: reward models keep the norm before the head."""
 
 
 PREFERENCE_SECTIONS = (ReferenceOptions, PairOptions, DpoOptions, SimpoOptions, KtoOptions)
@@ -113,6 +115,11 @@ def check_preferences(options: PreferenceOptions, stage: str) -> None:
                 f"not {kind}: drop one"
             )
     check_read(dict(options), stage)
+    if options.no_post_layer_norm:
+        raise ConfigError(
+            "--no-post-layer-norm: the value head of a reward model follows the final norm, as in "
+            "Hugging Face's classes, which read its export: drop it"
+        )
     if options.no_overlap_reference and options.precompute_ref_log_probs:
         raise ConfigError(
             "--no-overlap-reference: has no effect with --precompute-ref-log-probs, which runs the "

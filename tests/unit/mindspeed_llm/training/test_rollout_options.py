@@ -54,6 +54,7 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
             "--no-overlap-reference: has no effect with --precompute-ref-log-probs, which runs",
         ),
         ({"stage": "orm", "no_overlap_reference": True}, "is for --stage dpo and kto, not orm"),
+        ({"stage": "orm", "no_post_layer_norm": True}, "follows the final norm"),
         ({"stage": "sft", "no_scale_rewards": True}, "--no-scale-rewards: is for --stage grpo"),
     ],
 )
