@@ -4,6 +4,7 @@ Works with every megatron-core from 0.12.1 on; import the adaptor first.
 """
 
 import dataclasses
+import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -228,6 +229,12 @@ def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
 def _latent_fields(model_config: ModelConfig, known: set[str]) -> dict[str, Any]:
     mla, rotary = model_config.mla, model_config.rotary
     assert mla is not None
+    norms = "megatron.core.transformer.mla_qk_norm_config"
+    if mla.q_lora_rank is None and importlib.util.find_spec(norms) is not None:
+        raise ConfigError(
+            "this megatron-core puts a norm in front of queries that are not compressed, which "
+            "DeepSeek's models do not have: use megatron-core 0.16.1"
+        )
     if rotary.scaling == "yarn" and not rotary.truncate:
         raise ConfigError(
             "latent attention in Megatron rounds the range of yarn: truncate is false"

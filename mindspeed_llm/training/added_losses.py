@@ -54,15 +54,18 @@ def _take_of_routers(name: str) -> Tensor | float:
 
 def _router_losses() -> Any:
     """Return where this release of Megatron keeps the losses of routers by name."""
+    try:
+        # Where it exists, the function of earlier releases returns a copy.
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        pass
+    else:
+        return get_moe_metrics_tracker().metrics
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
-    for module in (moe_utils, parallel_state):  # 0.12 has it in the second
-        if hasattr(module, "get_moe_layer_wise_logging_tracker"):
-            return module.get_moe_layer_wise_logging_tracker()
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-    return get_moe_metrics_tracker().metrics
+    name = "get_moe_layer_wise_logging_tracker"  # 0.12 has it in the second
+    return getattr(moe_utils if hasattr(moe_utils, name) else parallel_state, name)()
 
 
 def _take_of_further_tokens(num_micro_batches: int) -> SumAndCount:
@@ -72,7 +75,8 @@ def _take_of_further_tokens(num_micro_batches: int) -> SumAndCount:
     """
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    values = MTPLossLoggingHelper.tracker.pop("values", None)
+    tracker = MTPLossLoggingHelper.tracker
+    values = tracker.pop("loss_values" if "loss_values" in tracker else "values", None)
     if values is None:
         return 0.0, 0.0
     is_known = values.isfinite()
