@@ -234,7 +234,7 @@ class MegatronLM(TemplateLM):
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         found: dict[int, T] = {}
         with tqdm(total=len(lengths), desc=summary, disable=disable_tqdm) as bar:
-            for batch in _chunks(order, self._facts.batch_size):
+            for batch in _chunks(order, self._facts.batch_size * self._engine.num_copies):
                 found |= zip(batch, work(batch), strict=True)
                 bar.update(len(batch))
         return [found[index] for index in range(len(lengths))]

@@ -24,7 +24,7 @@ class EvaluationOptions(Options):
     limit: int | None = None
     """Take the first questions of each task only: for a trial, scores differ."""
     batch_size: int = 8
-    """Questions that are answered at the same time."""
+    """Questions that a copy of the model answers at the same time."""
     max_length: int | None = None
     """Longest question and answer together (default: what the model is meant for)."""
     hf_chat_template: bool = False

@@ -60,7 +60,10 @@ class Request:
 
 
 class RankCoordinator:
-    """Broadcasts requests from rank 0, and sampled tokens from the sampling rank, to all ranks."""
+    """Broadcasts requests from rank 0, and sampled tokens from the sampling ranks, to all ranks.
+
+    Data-parallel copies of the model share the rows of a request.
+    """
 
     def __init__(self, model: LoadedModel) -> None:
         from megatron.core import parallel_state
@@ -68,17 +71,25 @@ class RankCoordinator:
         self.group = self._group()
         self.size = torch.distributed.get_world_size(self.group)
         self.is_rank_zero = torch.distributed.get_rank() == 0
-        is_replica = bool(parallel_state.get_tensor_model_parallel_rank() or self._replica_index())
-        self.is_sampling_rank = model.is_last and not is_replica
+        self.copy, self.num_copies = self._copies()
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.is_sampling_rank = model.is_last and tp_rank == 0
+        """Whether this rank chooses tokens for its copy."""
 
     def _group(self) -> Any:
         """Return the ranks that generate together: all."""
         return None
 
-    def _replica_index(self) -> int:
+    def _copies(self) -> tuple[int, int]:
+        """Return the number of this rank's copy of the model, and how many there are."""
         from megatron.core import parallel_state
 
-        return int(parallel_state.get_data_parallel_rank())
+        group = parallel_state.get_data_parallel_group()
+        return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+
+    def share(self, count: int) -> range:
+        """Return which of some rows this copy works on."""
+        return range(self.copy, count, self.num_copies)
 
     def is_any_running(self, rows: Sequence[int]) -> bool:
         """Return whether this rank, or one whose experts it holds, still has rows to complete."""
@@ -93,11 +104,17 @@ class RankCoordinator:
         return values[0]
 
     def sync_choice(
-        self, choice: torch.Tensor | None, shape: tuple[int, ...], stop: Callable[[], bool]
+        self,
+        choice: torch.Tensor | None,
+        shape: tuple[int, ...],
+        stop: Callable[[], bool] = never,
+        *,
+        rows: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, bool]:
-        """Return the sampling rank's choice and whether rank 0 requests a stop.
+        """Return the sampling ranks' choices and whether rank 0 requests a stop.
 
-        Both travel as float32, which holds every token id, in one all-reduce a token.
+        `rows` are those that this rank's choice is about, where other copies have the others. All
+        travels as float32, which holds every token id, in one all-reduce a token.
         """
         is_stopped = self.is_rank_zero and stop()
         if self.size == 1:
@@ -107,9 +124,18 @@ class RankCoordinator:
         message = torch.full((1 + torch.Size(shape).numel(),), -torch.inf, device=here)
         message[0] = float(is_stopped)
         if choice is not None:
-            message[1:] = choice.flatten()
+            message[1:].view(shape)[slice(None) if rows is None else list(rows)] = choice
         torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self.group)
         return message[1:].view(shape), bool(message[0])
+
+
+def shares_experts() -> bool:
+    """Return whether ranks with other rows hold experts, or parts of them, of this one."""
+    from megatron.core import parallel_state
+
+    parts = parallel_state.get_expert_tensor_parallel_world_size()
+    is_wider = parts > parallel_state.get_tensor_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_world_size() > 1 or is_wider
 
 
 class Engine:
@@ -120,12 +146,18 @@ class Engine:
     ) -> None:
         self._model, self._cached = model, cached
         self._ranks = RankCoordinator(model)
-        self._decoders = static_decoders(model, static if cached else False)
+        can_be_static = cached and self._ranks.size == 1
+        self._decoders = static_decoders(model, static if can_be_static else False)
 
     @property
     def is_rank_zero(self) -> bool:
         """Return whether this is rank 0."""
         return self._ranks.is_rank_zero
+
+    @property
+    def num_copies(self) -> int:
+        """The number of data-parallel copies of the model, which share the rows of a request."""
+        return self._ranks.num_copies
 
     def generate(self, request: Request, stop: Callable[[], bool] = never) -> Iterator[Step]:
         """Yield the next tokens of the unfinished completions; exhaust the iterator.
@@ -163,13 +195,18 @@ class Engine:
         self._ranks.broadcast(None)
 
     def _score(self, request: ScoreRequest) -> list[Score]:
-        tokens, padding = pad_prompts(request.inputs)
-        state = decode_state(self._model, padding, len(tokens[0]), cached=False)
-        logits, found = state.run(to_device(tokens), last=request.longest), None
-        if self._ranks.is_sampling_rank:
-            assert logits is not None
-            found = score_rows(logits, request)
-        scores, _ = self._ranks.sync_choice(found, (request.num_scored, 2), never)
+        part, places = request.part(self._ranks.share(len(request.inputs)))
+        found = None
+        if part.inputs:
+            tokens, padding = pad_prompts(part.inputs)
+            state = decode_state(self._model, padding, len(tokens[0]), cached=False)
+            logits = state.run(to_device(tokens), last=part.longest)
+            if self._ranks.is_sampling_rank:
+                assert logits is not None
+                found = score_rows(logits, part)
+        elif shares_experts():
+            run_idle_step(self._model)
+        scores, _ = self._ranks.sync_choice(found, (request.num_scored, 2), rows=places)
         return [Score(log_prob, bool(is_greedy)) for log_prob, is_greedy in scores.tolist()]
 
     def _steps(self, request: Request, stop: Callable[[], bool]) -> Iterator[Step]:
@@ -196,7 +233,7 @@ class Engine:
             while not (stopped or search.is_done):
                 logits = state.step(to_device(tokens))
                 proposed = None
-                if self._ranks.is_sampling_rank:
+                if self._ranks.is_sampling_rank and self._ranks.copy == 0:
                     assert logits is not None
                     proposed = search.propose(logits)
                 found, stopped = self._ranks.sync_choice(proposed, (search.candidates, 3), stop)
@@ -226,32 +263,39 @@ def sample_tokens(
     cached: bool = True,
 ) -> Iterator[list[SampledToken]]:
     """Yield the next tokens of the unfinished completions, the same on all ranks."""
-    tokens, padding = pad_prompts(request.prompts)
-    capacity = len(tokens[0]) + max(request.max_new_tokens)
-    state = decode_state(model, padding, capacity, cached=cached)
-    rows, left = list(range(len(padding))), list(request.max_new_tokens)
+    rows, left = list(range(len(request.prompts))), list(request.max_new_tokens)
+    mine = list(ranks.share(len(rows)))
+    if mine:
+        tokens, padding = pad_prompts([request.prompts[row] for row in mine])
+        capacity = len(tokens[0]) + max(request.max_new_tokens)
+        state = decode_state(model, padding, capacity, cached=cached)
     sampler = Sampler(request.params, request.first, len(rows))
     while ranks.is_any_running(rows):
-        if not rows:
-            run_idle_step(model)
-            continue
-        logits = state.step(to_device(tokens))
         choice = None
-        if ranks.is_sampling_rank:
-            assert logits is not None
-            choice = _choose(logits, sampler, rows, request)
-        chosen, stopped = ranks.sync_choice(choice, (len(rows), 2), stop)
+        if mine:
+            logits = state.step(to_device(tokens))
+            if ranks.is_sampling_rank:
+                assert logits is not None
+                choice = _choose(logits, sampler, mine, request)
+        elif shares_experts():
+            run_idle_step(model)
+        if not rows:
+            continue
+        places = [rows.index(row) for row in mine]
+        chosen, stopped = ranks.sync_choice(choice, (len(rows), 2), stop, rows=places)
         step = [SampledToken(row, int(a), b) for row, (a, b) in zip(rows, chosen.tolist())]
         yield step
         if stopped:
             return
         for row in rows:
             left[row] -= 1
-        running = [
-            i for i, one in enumerate(step) if left[one.row] and one.token not in request.stop_ids
-        ]
-        state.select_rows(running)
-        rows, tokens = [rows[i] for i in running], [[step[i].token] for i in running]
+        found = {one.row: one.token for one in step}
+        rows = [row for row in rows if left[row] and found[row] not in request.stop_ids]
+        running = [index for index, row in enumerate(mine) if row in rows]
+        if mine:
+            state.select_rows(running)
+        mine = [mine[index] for index in running]
+        tokens = [[found[row]] for row in mine]
 
 
 def sample_static(

@@ -25,7 +25,7 @@ class PromptOptions(Options):
     output: str | None = None
     """File for the answers, one object a line (.jsonl)."""
     batch_size: int = 8
-    """Prompts that are answered at the same time."""
+    """Prompts that a copy of the model answers at the same time."""
 
 
 class SamplingOptions(Options):

@@ -16,6 +16,7 @@ from mindspeed_llm.generation.engine import (
     Request,
     sample_static,
     sample_tokens,
+    shares_experts,
     static_decoders,
 )
 from mindspeed_llm.generation.model import LoadedModel
@@ -73,28 +74,19 @@ class ReplicaCoordinator(RankCoordinator):
 
         return parallel_state.get_model_parallel_group()
 
-    def _replica_index(self) -> int:
-        return 0
+    def _copies(self) -> tuple[int, int]:
+        return 0, 1
 
     def is_any_running(self, rows: Sequence[int]) -> bool:
         """Return whether this rank, or one whose experts it holds, still has rows to complete."""
         from megatron.core import parallel_state
 
-        if not _shares_experts():
+        if not shares_experts():
             return bool(rows)
         running = torch.tensor([float(bool(rows))], device=device.current().torch_device)
         group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         torch.distributed.all_reduce(running, torch.distributed.ReduceOp.MAX, group=group)
         return bool(running)
-
-
-def _shares_experts() -> bool:
-    """Return whether ranks with other prompts hold experts, or parts of them, of this one."""
-    from megatron.core import parallel_state
-
-    parts = parallel_state.get_expert_tensor_parallel_world_size()
-    is_wider = parts > parallel_state.get_tensor_model_parallel_world_size()
-    return parallel_state.get_expert_model_parallel_world_size() > 1 or is_wider
 
 
 class MegatronRollout:

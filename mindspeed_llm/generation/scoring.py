@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,14 @@ class ScoreRequest:
     def num_scored(self) -> int:
         """The number of sequences."""
         return sum(map(len, self.scored))
+
+    def part(self, rows: Sequence[int]) -> tuple["ScoreRequest", list[int]]:
+        """Return the request of some inputs, and the numbers of their sequences in this one."""
+        first = [0, *accumulate(map(len, self.scored))]
+        part = ScoreRequest(
+            tuple(self.inputs[row] for row in rows), tuple(self.scored[row] for row in rows)
+        )
+        return part, [number for row in rows for number in range(first[row], first[row + 1])]
 
     @property
     def longest(self) -> int:

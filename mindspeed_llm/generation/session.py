@@ -85,7 +85,7 @@ class Session:
         encoded = [self.codec.encode(prompt) for prompt in prompts]
         for ids in encoded:
             self.max_new_tokens(ids)
-        size = self.options.batch_size
+        size = self.options.batch_size * self.engine.num_copies
         for first in range(0, len(prompts), size):
             request = self.request(task, encoded[first : first + size], first)
             completions: list[list[int]] = [[] for _ in request.prompts]

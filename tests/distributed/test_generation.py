@@ -63,6 +63,8 @@ def test_every_family_on_one_rank(models):
         assert output == expected(model)
 
 
+COPIES = {"tp": 1}
+"""On two ranks: copies of the model, which share the prompts."""
 SCORED = (((0, 66, 5), (66, 9), (1,)), ((50, 4),), ((6,),), ((98, 3, 1), (7,)))
 """Tokens behind each prompt; those before the last are the end of the prompt."""
 
@@ -80,7 +82,7 @@ def scored(model):
     return found
 
 
-@pytest.mark.parametrize("layouts", [[{}], [{"tp": 2}, {"pp": 2}]])
+@pytest.mark.parametrize("layouts", [[{}], [{"tp": 2}, {"pp": 2}, COPIES]])
 def test_scores_of_given_tokens(models, layouts):
     requests = [ScoreRequest(PROMPTS, SCORED)]
     cases = [
@@ -103,6 +105,8 @@ LAYOUTS = [
     ("qwen3_moe", {"ep": 2}),
     ("mistral_window", {"tp": 2}),
     ("llama_all_biases", {"tp": 2}),
+    ("qwen2", COPIES),
+    ("qwen3_moe", COPIES),
 ]
 
 
@@ -117,7 +121,29 @@ def test_two_ranks(models):
         assert output == expected(models[name][1]), (name, layout)
 
 
-@pytest.mark.parametrize("layouts", [[{}], [{"tp": 2}, {"pp": 2}]], ids=["one rank", "two ranks"])
+def test_a_copy_without_prompts_helps_with_its_experts(models):
+    folder, model = models["qwen3_moe"]
+    requests = [request(PROMPTS[:1]), ScoreRequest(PROMPTS[:1], SCORED[:1]), *asked(model)]
+    cases = [{"source": str(folder), "requests": requests, "ep": ep} for ep in (1, 2)]
+    outputs, _ = run_ranks(several, 2, cases)
+    wanted = [theirs(model, PROMPTS[:1]), scored(model)[: len(SCORED[0])], *expected(model)]
+    assert outputs == [wanted] * 2
+
+
+def test_copies_of_a_shared_model_share_prompts(models):
+    folder, model = models["qwen2"]
+    requests = [*asked(model), ScoreRequest(PROMPTS, SCORED)]
+    cases = [
+        {"source": str(folder), "requests": requests, **split} for split in ({"tp": 2}, {"pp": 2})
+    ]
+    outputs, *others = run_ranks(several, 4, cases)
+    assert outputs == [[*expected(model), scored(model)]] * 2
+    assert others == [[None, None]] * 3
+
+
+@pytest.mark.parametrize(
+    "layouts", [[{}], [{"tp": 2}, {"pp": 2}, COPIES]], ids=["one rank", "two ranks"]
+)
 def test_beam_search(models, layouts):
     folder, model = models["qwen2"]
     stops = {one for answer in theirs(model, PROMPTS, beams=BeamParams(3)) for one in answer[3:5]}
