@@ -128,6 +128,7 @@ class OpenAIKTOHandler(UnpairedHandler, PreferenceHandler):
         return [self._render_completion(record, [*prompt, *completion])]
 
 
+BESIDE_CONTENT = ("reasoning_content", "tool_calls", "function_call", "tool_call_id")
 PROMPT_ROLES = ("system", "developer", "user")
 """Who speaks first in a conversation that is more than a completion."""
 
@@ -137,25 +138,27 @@ def _separate(prompt: Entries, sides: list[Entries]) -> tuple[Entries, list[Entr
 
     A prompt may then be one question of conversations, whose other messages belong to it as well.
     """
+    whole, *others = [[_said(entry) for entry in side[:-1]] for side in sides]
+    if any(other != whole for other in others):
+        raise UnusableRecord(PROMPTS_DIFFER)
     is_repeated = any(side and side[0].get("role") in PROMPT_ROLES for side in sides)
     if not is_repeated or not prompt or prompt[-1].get("role") != "user":
         return prompt, sides
-    whole, *others = [[_said(entry) for entry in side[:-1]] for side in sides]
     given = [_said(entry) for entry in prompt]
-    if any(other != whole for other in others):
-        raise UnusableRecord(PROMPTS_DIFFER)
     completions = [side[-1:] for side in sides]
     if any(whole[start : start + len(given)] == given for start in range(len(whole))):
         return sides[0][:-1], completions
     # Instructions to the system may be in the prompt alone.
-    first = [role for role, _ in given].index("user")
+    first = [role for role, *_ in given].index("user")
     if first and whole[: len(given) - first] == given[first:]:
         return [*prompt[:first], *sides[0][:-1]], completions
     raise UnusableRecord("the prompt is not in the conversations of its answers")
 
 
-def _said(entry: Mapping[str, Any]) -> tuple[Any, str]:
-    return entry.get("role"), text_of(entry.get("content"), "content").strip()
+def _said(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return all of a message that a prompt is rendered from."""
+    text = text_of(entry.get("content"), "content").strip()
+    return entry.get("role"), text, *(entry.get(name) or None for name in BESIDE_CONTENT)
 
 
 def _split_prompt(

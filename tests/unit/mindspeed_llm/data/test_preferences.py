@@ -213,6 +213,27 @@ def test_pairs_that_cannot_be_used_are_counted(run, write_lines):
     assert len(InstructionData(prefix)) == 1
 
 
+@pytest.mark.parametrize("kind", ["with their question", "after a prompt", "without a prompt"])
+def test_pairs_whose_calls_of_tools_differ_are_left_out(run, write_lines, kind):
+    """Only the last answer is trained: what comes before it has to be the same on both sides."""
+
+    def side(city, answer):
+        called = {"function": {"name": "weather", "arguments": f'{{"city": "{city}"}}'}}
+        call = {"role": "assistant", "content": "", "tool_calls": [called]}
+        return [call, {"role": "tool", "content": "It rains."}, answer]
+
+    def record(chosen, rejected):
+        asked = [] if kind == "after a prompt" else ASKED
+        sides = {"chosen": [*asked, *chosen], "rejected": [*asked, *rejected]}
+        return sides if kind == "without a prompt" else {"prompt": ASKED, **sides}
+
+    pairs = [(side("Rome", GOOD), side(city, BAD)) for city in ("Rome", "Paris")]
+    options = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "qwen"}
+    summary, _ = run(write_lines([record(*pair) for pair in pairs]), **options)
+    assert summary.written == 1
+    assert [*summary.skipped] == ["the prompts of chosen and rejected differ"]
+
+
 @pytest.mark.parametrize(
     "handler, record",
     [
