@@ -151,11 +151,12 @@ class MismatchedStream(SampleStream):
         start = position - position % self._batch
         before = self._stream[start + (position - start - 1) % self._batch]
         sample = self._stream[position]
-        prompt = sample["input_ids"][: _prompt_length(sample)]
-        completion = before["input_ids"][_prompt_length(before) :]
-        ids = np.concatenate([prompt, completion])[: self._limit]
-        labels = np.where(np.arange(len(ids)) < len(prompt), IGNORE_INDEX, ids)
-        return {**sample, f"{MISMATCHED}input_ids": ids, f"{MISMATCHED}labels": labels}
+        prompt, skipped = _prompt_length(sample), _prompt_length(before)
+        mismatched = {
+            MISMATCHED + key: np.concatenate([sample[key][:prompt], before[key][skipped:]])
+            for key in ("input_ids", "labels")
+        }
+        return {**sample, **{key: values[: self._limit] for key, values in mismatched.items()}}
 
 
 def check_kinds(

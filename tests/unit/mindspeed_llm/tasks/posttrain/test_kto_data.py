@@ -1,12 +1,14 @@
-"""What KTO says of its data before it trains."""
+"""What KTO says of its data before it trains, and the samples that it estimates KL with."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.instruction import InstructionData
-from mindspeed_llm.tasks.posttrain.kto import check_kinds
+from mindspeed_llm.data.stream import SampleStream
+from mindspeed_llm.tasks.posttrain.kto import MismatchedStream, check_kinds
 from tests.llm.preferences import Judged, write_unpaired
 
 KINDS = {"good": [True, True], "bad": [False, False], "both": [True, False]}
@@ -48,3 +50,20 @@ def test_completions_without_weight_are_refused(data, name, weights, expected):
     assert "so nothing would be trained: give a weight above 0, or add " in str(error.value)
     check_kinds([data["both"]], *weights)
     check_kinds([data[name]], *reversed(weights))
+
+
+def test_mismatched_samples_have_the_labels_of_their_completion():
+    """What a template appends to an answer has no label, here as in the samples themselves."""
+    samples = [
+        {"input_ids": np.array(ids), "labels": np.array(labels)}
+        for ids, labels in (([1, 2, 3, 9], [-100, -100, 3, -100]), ([4, 5, 6], [-100, 5, 6]))
+    ]
+    stream = MismatchedStream(SampleStream([samples], shuffle=False), 2, 4)
+    found = [
+        [one[f"mismatched_{key}"].tolist() for key in ("input_ids", "labels")]
+        for one in (stream[0], stream[1])
+    ]
+    assert found == [
+        [[1, 2, 5, 6], [-100, -100, 5, 6]],
+        [[4, 3, 9], [-100, 3, -100]],
+    ]
