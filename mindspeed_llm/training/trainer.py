@@ -91,6 +91,7 @@ class Trainer(ABC):
         """Init the process groups, open the data, build the models and load their weights."""
         self.setup = prepare(self.options, splits_sequences=self.splits_sequences)
         self.context_split = ContextSplit.of(self.setup.dims, document_layout(self.options))
+        self._padding = PaddingWatch(self.context_split)
         with release_on_error(self.setup.save_dir_lock):
             self.data_path = token_prefixes(
                 self.options, self.handler, self.setup.config_folder, self.longest_sample
@@ -472,10 +473,10 @@ class Trainer(ABC):
             world=self.setup.dims.dp,
             consumed=consumed,
         )
-        here, padding = device.current(), PaddingWatch(self.context_split)
+        here = device.current()
         # A thread starts on the first device of the machine, where its pinned memory would be.
         return Prefetcher(
-            (_pinned(padding.watch(self.split(self.collate(few)))) for few in samples),
+            (_pinned(self._padding.watch(self.split(self.collate(few)))) for few in samples),
             begin=partial(here.set_index, here.index()),
         )
 

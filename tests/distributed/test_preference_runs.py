@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,25 @@ def test_a_resumed_run_is_bit_exact(
     one, other = (read_checkpoint(Path(run["save"])) for run in runs.values())
     assert one.keys() == other.keys() and not any(name.startswith("reference") for name in one)
     assert all(torch.equal(values, other[name]) for name, values in one.items())
+
+
+def train_and_count_warnings(values: dict[str, Any]) -> int:
+    """Train as one rank and return how often padding was warned of."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mindspeed_llm").addHandler(handler)
+    train(values)
+    return sum("of a packed batch are padding" in line for line in found)
+
+
+def test_padding_is_warned_of_once_however_often_a_run_evaluates(
+    folder: Path, tmp_path: Path
+) -> None:
+    more = {"train_iters": 3, "eval_interval": 1, "eval_iters": 1, "split": "80,20,0"}
+    more |= {"stage": "dpo", "pad_to_multiple_of": 64}
+    values = settings(str(folder / "hf"), str(folder / "pairs"), tmp_path, **more)
+    assert run_ranks(train_and_count_warnings, 1, values) == [1]
 
 
 def plain_prm(model: str, solutions: list[tuple[list[int], list[int]]], steps: int) -> list[float]:
