@@ -48,7 +48,7 @@ class DPOTrainer(LogProbTrainer, ReferenceTrainer):
         if self.options.from_scratch:
             raise ConfigError("--precompute-ref-log-probs: random weights are no reference")
         self._data = data
-        self._table_path = table_path(self.options, data)
+        self._table_path = table_path(self.options, self.setup.shape, data)
         self.table = read_table(self._table_path, (sum(map(len, data)), 2))
 
     def open_part(self, part: Part) -> SampleStream:

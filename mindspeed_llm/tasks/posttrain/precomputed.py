@@ -14,6 +14,7 @@ from mindspeed.checkpoint.commit import atomic_write
 from mindspeed.checkpoint.detection import detect
 from mindspeed_llm.data.indexed import Array
 from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training.options import TrainOptions
 
 logger = logging.getLogger(__name__)
@@ -21,15 +22,18 @@ logger = logging.getLogger(__name__)
 DIGEST = hashlib.sha256().digest_size
 
 
-def table_path(options: TrainOptions, data: Sequence[InstructionData]) -> Path:
-    """Return the file that is named after all that decides what is in it."""
+def table_path(options: TrainOptions, shape: ModelConfig, data: Sequence[InstructionData]) -> Path:
+    """Return the file that is named after all that decides what is in it.
+
+    The shape is not always that of a file beside the weights (--hf-cfg-dir).
+    """
     source = options.ref_model or options.load
     assert source is not None  # --from-scratch is refused
     folder = detect(source).folder.resolve()
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     precision = "bf16" if options.bf16 else "fp16" if options.fp16 else "fp32"
-    known = repr((stats, precision, [one.fingerprint for one in data]))
+    known = repr((stats, shape, precision, [one.fingerprint for one in data]))
     base = options.cache_dir or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/mindspeed"
     name = hashlib.sha256(known.encode()).hexdigest()[:24]
     return Path(base).expanduser() / "reference" / f"{name}.npy"

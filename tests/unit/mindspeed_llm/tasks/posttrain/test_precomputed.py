@@ -3,11 +3,20 @@
 import hashlib
 import io
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mindspeed_llm.tasks.posttrain.precomputed import DIGEST, parse_table, serialize_table
+from mindspeed_llm.models.registry import read_model_config
+from mindspeed_llm.tasks.posttrain.precomputed import (
+    DIGEST,
+    parse_table,
+    serialize_table,
+    table_path,
+)
+from mindspeed_llm.training.options import TrainOptions
+from tests.llm.preferences import save_llama
 
 SHAPE = (5, 2)
 TABLE = np.arange(10, dtype=np.float32).reshape(SHAPE) - 20.5
@@ -69,3 +78,13 @@ BODY = npy(TABLE)
 def test_a_forged_file_with_the_right_digest_is_not_read(body: bytes) -> None:
     assert parse_table(signed(body), SHAPE) is None
     assert len(signed(body)) == len(body) + DIGEST
+
+
+def test_another_shape_of_the_same_weights_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """As --hf-cfg-dir may give one."""
+    folder = tmp_path / "hf"
+    options = TrainOptions(load=save_llama(folder), cache_dir=str(tmp_path))
+    shape = read_model_config(folder)
+    other = shape.model_copy(update={"norm_epsilon": 0.1})
+    assert table_path(options, shape, []) == table_path(options, read_model_config(folder), [])
+    assert table_path(options, shape, []) != table_path(options, other, [])
