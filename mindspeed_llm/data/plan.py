@@ -31,6 +31,8 @@ from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 
 logger = logging.getLogger(__name__)
 
+OPT_IN = ("system", "history")
+"""Roles that are read without --map-keys, and with it if it names them, in layouts of Alpaca."""
 SAMPLED_ROWS = 100
 """Rows of every file that are read to find the columns."""
 LARGE_INPUT_BYTES = 100 << 20
@@ -185,13 +187,23 @@ def _find_columns(options: PreprocessOptions, sources: list[Source]) -> Columns:
         return _document_columns(options.json_keys, map_keys, present)
     handler = HANDLERS[options.handler_name]
     try:
-        return handler.find_columns(map_keys, present)
+        columns = handler.find_columns(map_keys, present)
     except ConfigError as error:
         others = [] if map_keys else _handlers_of(handler, present)
         if not others:
             raise
         fitting = " or ".join(others)
         raise ConfigError(f"{error}, or give --handler-name {fitting}, which fits these") from None
+    for role in OPT_IN:
+        column = handler.roles.get(role)
+        is_left_out = role not in map_keys and not columns[role]
+        if is_left_out and any(row.get(column) for _, _, row in rows if isinstance(row, dict)):
+            logger.warning(
+                """the column %s is not read, as --map-keys does not name it: add "%s": "%s" to """
+                """read it, or "%s": "" to do without""",
+                *(column, role, column, role),
+            )
+    return columns
 
 
 def _handlers_of(handler: type[Handler], present: Sequence[str]) -> list[str]:

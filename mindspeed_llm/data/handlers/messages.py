@@ -166,7 +166,7 @@ class OpenAIInstructionHandler(Handler):
     """
 
     outputs = INSTRUCTION
-    roles = {"messages": "messages", "tools": "tools"}
+    roles = {"messages": "messages", "system": "system", "tools": "tools"}
     required = ("messages",)
 
     def render(self, record: Record) -> list[list[Segment]]:
@@ -177,11 +177,15 @@ class OpenAIInstructionHandler(Handler):
         entries = record[column]
         if not isinstance(entries, list):
             raise MalformedRecord(f"{column} holds {kind_of(entries)}, not a list of messages")
-        return [self._render_chat(conversation_of(entries, self._tools(record)).check())]
+        found = conversation_of(entries, self._text(record, "system"), self._tools(record))
+        return [self._render_chat(found.check())]
 
 
-def conversation_of(entries: list[Any], tools: str = "") -> Conversation:
-    """Read messages of system, user, assistant and tool."""
+def conversation_of(entries: list[Any], system_text: str = "", tools: str = "") -> Conversation:
+    """Read messages of system, user, assistant and tool; a column may hold a system text as well.
+
+    Where both are the same they count once.
+    """
     system: list[str] = []
     messages: list[Message] = []
     for entry in entries:
@@ -191,7 +195,10 @@ def conversation_of(entries: list[Any], tools: str = "") -> Conversation:
             system.append(_content(entry))
         else:
             messages.append(_message(entry))
-    return Conversation(tuple(_merge_turns(messages)), "\n".join(system), tools)
+    said = "\n".join(system)
+    if system_text not in ("", said):
+        said = "\n".join(filter(None, (system_text, said)))
+    return Conversation(tuple(_merge_turns(messages)), said, tools)
 
 
 def _message(entry: dict[str, Any]) -> Message:

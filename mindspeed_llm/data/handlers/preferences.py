@@ -5,7 +5,7 @@ from os.path import commonprefix
 from typing import Any, ClassVar
 
 from mindspeed_llm.data.chat import Segment
-from mindspeed_llm.data.conversation import MalformedRecord, UnusableRecord, dump
+from mindspeed_llm.data.conversation import Conversation, MalformedRecord, UnusableRecord, dump
 from mindspeed_llm.data.handlers.base import (
     PAIRWISE,
     UNPAIRED,
@@ -59,8 +59,10 @@ class PreferenceHandler(Handler):
         return dump(tools) if tools else super()._tools(record)
 
     def _render_completion(self, record: Record, entries: Entries) -> list[Segment]:
-        conversation = conversation_of(entries, self._tools(record)).check()
-        return train_last_completion(self._render_chat(conversation))
+        return train_last_completion(self._render_chat(self._conversation(record, entries).check()))
+
+    def _conversation(self, record: Record, entries: Entries) -> Conversation:
+        return conversation_of(entries, self._text(record, "system"), self._tools(record))
 
 
 class OpenAIPairwiseHandler(PreferenceHandler):
@@ -72,7 +74,13 @@ class OpenAIPairwiseHandler(PreferenceHandler):
     """
 
     outputs: ClassVar[tuple[Output, ...]] = PAIRWISE
-    roles = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "tools": "tools"}
+    roles = {
+        "prompt": "prompt",
+        "chosen": "chosen",
+        "rejected": "rejected",
+        "system": "system",
+        "tools": "tools",
+    }
     required = ("chosen", "rejected")
 
     @classmethod
@@ -116,6 +124,7 @@ class OpenAIKTOHandler(UnpairedHandler, PreferenceHandler):
         "prompt": "prompt",
         "completion": "completion",
         "kto_tag": "label",
+        "system": "system",
         "tools": "tools",
     }
     required = ("prompt", "completion", "kto_tag")

@@ -8,7 +8,7 @@ from mindspeed_llm.data.chat import Segment
 from mindspeed_llm.data.conversation import Conversation
 from mindspeed_llm.data.handlers.alpaca import AlpacaStyleInstructionHandler
 from mindspeed_llm.data.handlers.base import PROMPTS, Handler, Output, Record
-from mindspeed_llm.data.handlers.messages import SharegptStyleInstructionHandler, conversation_of
+from mindspeed_llm.data.handlers.messages import SharegptStyleInstructionHandler
 from mindspeed_llm.data.handlers.preferences import PreferenceHandler
 
 
@@ -73,12 +73,11 @@ class OpenAIPromptHandler(PromptHandler, PreferenceHandler):
     """{"prompt": a text or messages}, with any fields beside it, as TRL has them."""
 
     outputs = PROMPTS
-    roles: ClassVar[Mapping[str, str]] = {"prompt": "prompt", "tools": "tools"}
+    roles: ClassVar[Mapping[str, str]] = {"prompt": "prompt", "system": "system", "tools": "tools"}
     required = ("prompt",)
-    asked = ("prompt", "tools")
+    asked = ("prompt", "system", "tools")
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the prompt."""
         entries = self._entries(record, "prompt", "user")
-        conversation = conversation_of(entries, self._tools(record))
-        return [self._render_chat(conversation.check(answered=False))]
+        return [self._render_chat(self._conversation(record, entries).check(answered=False))]

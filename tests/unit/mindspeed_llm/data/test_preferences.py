@@ -413,3 +413,56 @@ def test_parts_of_a_message_that_are_no_text(run, write_lines):
         run(write_lines([pair("image_url")]), **options)
     _, prefix = run(write_lines([pair("reasoning")]), **options)
     assert completion(InstructionData(prefix)[0], "chosen_").startswith("<think>\na.png\n</think>")
+
+
+SYSTEM = "You are a pirate."
+COLUMNS_OF = {
+    "OpenAIPairwiseHandler": {"chosen": PARTS["good"], "rejected": PARTS["bad"]},
+    "OpenAIKTOHandler": {"completion": PARTS["good"], "label": True},
+    "OpenAIPromptHandler": {"answer": "42"},
+    "OpenAIInstructionHandler": {"messages": [*ASKED, GOOD]},
+}
+
+
+@pytest.mark.parametrize("handler", COLUMNS_OF)
+def test_a_column_may_hold_the_system_text(run, write_lines, handler):
+    """As in orca_dpo_pairs; beside messages of the system it comes before them, or counts once."""
+    record = {"prompt": ASKED, **COLUMNS_OF[handler]}
+    key = "messages" if "messages" in record else "prompt"
+    samples = []
+    for name, column, messages in (
+        ("in the messages", "", [SYSTEM]),
+        ("in the column", SYSTEM, []),
+        ("in both", SYSTEM, [SYSTEM]),
+        ("more in the messages", SYSTEM, ["Be brief."]),
+    ):
+        said = [{"role": "system", "content": text} for text in messages]
+        source = write_lines(
+            [{**record, key: said + record[key], "system": column}], f"{name}.jsonl"
+        )
+        _, prefix = run(source, name=name, handler_name=handler, prompt_type="chatml")
+        samples.append(InstructionData(prefix)[0])
+    key = next(key for key in samples[0] if key.endswith("input_ids"))
+    texts = [byte_level().decode(sample[key].tolist()) for sample in samples]
+    assert texts[0] == texts[1] == texts[2] and SYSTEM in texts[0]
+    assert texts[3] == texts[0].replace(SYSTEM, f"{SYSTEM}\nBe brief.")
+
+
+def test_a_system_text_that_map_keys_leave_out_is_warned_of(run, write_lines, caplog):
+    record = {"question": "a", "chosen": "b", "rejected": "c", "system": SYSTEM, "history": []}
+    source = write_lines([record])
+    for name, more, warnings in (
+        ("left out", "", ["the column system is not read, as --map-keys does not name it"]),
+        ("off", ', "system": ""', []),
+        ("read", ', "system": "system"', []),
+    ):
+        caplog.clear()
+        run(
+            source,
+            name=name,
+            handler_name="AlpacaStylePairwiseHandler",
+            prompt_type="chatml",
+            map_keys=f'{{"prompt": "question"{more}}}',
+        )
+        assert [line.message[: len(w)] for line, w in zip(caplog.records, warnings)] == warnings
+        assert len(caplog.records) == len(warnings)
