@@ -161,11 +161,15 @@ class MegatronCheckpoints:
 
     def _state_dict(self, with_optimizer: bool, *, is_loading: bool) -> dict[str, Any]:
         """Return the sharded state dict of all models."""
+        from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+        # Megatron finds this group by itself, but for the embedding of multi-token prediction.
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        metadata = {"dp_cp_group": group}
         whole: dict[str, Any] = {}
         for names, model in self._named():
-            chunks = (chunk.sharded_state_dict() for chunk in model.chunks)
+            chunks = (chunk.sharded_state_dict(metadata=metadata) for chunk in model.chunks)
             state: dict[str, Any] = dict(zip(names.chunks, chunks))
             if with_optimizer and model.optimizer is not None:
                 state[names.optimizer] = model.optimizer.sharded_state_dict(

@@ -1,6 +1,7 @@
 """Training DeepSeek: gradients of latent attention and of multi-token prediction."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,25 @@ def test_preferences_leave_further_tokens_as_they_are(inputs: tuple[Path, str, s
     (moved,) = run_ranks(moved_weights, 1, values)
     assert any(name.startswith("decoder.") for name in moved)
     assert not any(name.startswith("mtp.") for name in moved)
+
+
+def test_a_run_with_further_tokens_resumes_with_and_without_stages(
+    inputs: tuple[Path, str, str],
+) -> None:
+    saved, copy = inputs[0] / "saved", inputs[0] / "copy"
+    whole = run_of(inputs, "whole", train_iters=2)
+    run_ranks(train_all, 1, [whole])
+    lines = map(json.loads, Path(whole["log_file"]).read_text().splitlines())
+    second = [line for line in lines if "lm loss" in line][1]
+    first_steps(2, {"first": run_of(inputs, "first", save=str(saved), **LAYOUTS["PP2"])})
+    shutil.copytree(saved, copy)
+    found = {}
+    for world, folder, layout in ((2, saved, LAYOUTS["PP2"]), (1, copy, {})):
+        name = f"resumed by {world}"
+        values = run_of(inputs, name, train_iters=2, save=str(folder), **layout)
+        found |= first_steps(world, {name: values})
+    for name, step in found.items():
+        assert step == pytest.approx((second["lm loss"], second["grad norm"]), rel=1e-5), name
 
 
 @pytest.mark.parametrize("name", ["deepseek3", "deepseek2_lite"])

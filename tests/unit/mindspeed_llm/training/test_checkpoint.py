@@ -27,7 +27,7 @@ def one_rank():
     torch.distributed.destroy_process_group()
 
 
-def sharded_state_dict():
+def sharded_state_dict(metadata):
     from megatron.core.dist_checkpointing import ShardedTensor
 
     return {"weight": ShardedTensor.from_rank_offsets("weight", torch.ones(4))}
