@@ -1,6 +1,8 @@
-"""Distributed checkpoints: megatron-core 0.12 on newer torch, and writers of a stopped run.
+"""Distributed checkpoints: megatron-core 0.12 on newer torch, writers of a stopped run, padding.
 
 Megatron's writers report to a process of their own; `wrap_prepare_write_data` does without it.
+The distributed optimizer pads the buckets of its buffers, gathers its state without that padding,
+and cuts out each parameter where it is with it; `wrap_optimizer_state` gives the places without.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import os
 import pickle
 import queue
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import reduction
 from typing import IO, Any
 
@@ -79,6 +82,35 @@ def wrap_prepare_write_data(original: Callable[..., None]) -> Callable[..., None
         original(self, *args, **kwargs)
 
     return prepare_write_data
+
+
+def wrap_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Save the state of each parameter from where it is in buffers without padding."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _places_without_padding(getattr(self, "buffers", ())):  # FSDP has none
+            return original(self, *args, **kwargs)
+
+    return sharded_state_dict
+
+
+@contextmanager
+def _places_without_padding(buffers: Any) -> Iterator[None]:
+    places = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        padding = [0]  # before each bucket
+        for bucket in buffer.buckets:
+            padding.append(padding[-1] + bucket.grad_data.numel() - bucket.numel_unpadded)
+        buffer.param_index_map = {
+            parameter: (start - padding[bucket], end - padding[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, before in zip(buffers, places, strict=True):
+            buffer.param_index_map = before
 
 
 class ResultFile:

@@ -289,6 +289,19 @@ TABLE = (
         ),
     ),
     Entry(
+        name="padded_optimizer_state",
+        reason="Checkpoints of the distributed optimizer hold shifted weights and moments where a "
+        "bucket is padded.",
+        versions="from 0.15",
+        patches=(
+            Patch.wrap(
+                "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
+                "mindspeed.compat.checkpoint:wrap_optimizer_state",
+                why="it looks for parameters where they are with padding, in state without it",
+            ),
+        ),
+    ),
+    Entry(
         name="quiet_deprecations",
         reason="torch warns, up to once a step, about calls that only Megatron can change.",
         effects=_hide_deprecations,

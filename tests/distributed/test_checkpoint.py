@@ -21,6 +21,9 @@ _TE_TP = Layout(tp=2, sequence_parallel=True, spec="te")
 _LLAMA_VPP = Layout("llama", pp=2, layers_per_virtual_stage=1)
 _LLAMA_TE_TP = Layout("llama", tp=2, spec="te")
 _SPLIT_STATE = Layout(dp=2, distributed_optimizer=True)
+_PADDED_BUCKETS = Layout(
+    dp=2, distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=1000
+)
 _SPLIT_STATE_TP = Layout(tp=2, distributed_optimizer=True)
 
 
@@ -42,6 +45,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> "_Saved":
         (_LLAMA_VPP, _LLAMA_TE_TP),
         (_SPLIT_STATE, _SPLIT_STATE_TP),
         (_SPLIT_STATE_TP, _SPLIT_STATE),
+        (_PADDED_BUCKETS, _PADDED_BUCKETS),
+        (_PADDED_BUCKETS, _SPLIT_STATE_TP),
     ],
     ids=str,
 )
