@@ -205,8 +205,7 @@ def _gpt_oss_fields(model_config: ModelConfig, known: set[str]) -> dict[str, Any
 
 
 def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
-    if moe.score_function == "sigmoid" and not moe.normalize_topk:
-        raise ConfigError("Megatron normalizes the weights of experts chosen by sigmoid scores")
+    _check_weights(moe)
     fields = {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.topk,
@@ -224,6 +223,18 @@ def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
     if moe.limits_groups:
         fields |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.group_topk}
     return fields
+
+
+def _check_weights(moe: MoEConfig) -> None:
+    """Refuse weights of the chosen experts that Megatron does not compute."""
+    if moe.topk == 1 and moe.normalize_topk:
+        raise ConfigError(
+            "one expert a token with normalized weights, which are all 1, is not supported: "
+            "Megatron weighs a single expert by its score; use a model with more experts a token, "
+            "or one whose norm_topk_prob is false"
+        )
+    if moe.topk > 1 and moe.score_function == "sigmoid" and not moe.normalize_topk:
+        raise ConfigError("Megatron normalizes the weights of experts chosen by sigmoid scores")
 
 
 def _latent_fields(model_config: ModelConfig, known: set[str]) -> dict[str, Any]:

@@ -240,6 +240,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         check_has_no_experts(options)
     else:
         _check_dispatch(options)
+        _check_capacity(options, shape.moe)
         _check_local_experts(options)
         _check_biases(options, shape)
         _check_router(options)
@@ -313,11 +314,6 @@ def _check_shared_experts(options: TrainOptions, moe: MoEConfig, family: str) ->
 
 def _check_dispatch(options: TrainOptions) -> None:
     """Refuse collectives of equal sizes where ranks have different numbers of tokens."""
-    if options.moe_pad_expert_input_to_capacity and options.moe_expert_capacity_factor is None:
-        raise ConfigError(
-            "--moe-pad-expert-input-to-capacity: there is no capacity: add "
-            "--moe-expert-capacity-factor, or drop it"
-        )
     samples = options.stage in ONLINE
     tp = options.tensor_model_parallel_size
     is_wider = (options.expert_tensor_parallel_size or tp) > tp
@@ -338,6 +334,24 @@ def _check_dispatch(options: TrainOptions) -> None:
         raise ConfigError(
             f"--moe-expert-capacity-factor {options.moe_expert_capacity_factor:g}: a completion "
             f"would depend on those sampled beside it: drop it for --stage {options.stage}"
+        )
+
+
+def _check_capacity(options: TrainOptions, moe: MoEConfig) -> None:
+    """Refuse to pad experts to no capacity, or to more tokens than there are."""
+    factor = options.moe_expert_capacity_factor
+    if not options.moe_pad_expert_input_to_capacity:
+        return
+    if factor is None:
+        raise ConfigError(
+            "--moe-pad-expert-input-to-capacity: there is no capacity: add "
+            "--moe-expert-capacity-factor, or drop it"
+        )
+    if factor > moe.num_experts / moe.topk:
+        raise ConfigError(
+            f"--moe-expert-capacity-factor {factor:g}: with {moe.num_experts} experts, {moe.topk} "
+            f"a token, none gets more than {moe.num_experts}/{moe.topk} of its even share: use at "
+            "most that, or drop --moe-pad-expert-input-to-capacity"
         )
 
 

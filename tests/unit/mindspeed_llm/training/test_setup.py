@@ -208,6 +208,32 @@ def test_options_that_experts_have_no_use_for(name: str, words: str) -> None:
     setup.check_experts(TrainOptions(load="m", **PADDED), EXPERTS)
 
 
+def test_experts_are_not_padded_to_more_tokens_than_there_are() -> None:
+    whole = PADDED | {"moe_expert_capacity_factor": 2.0}
+    setup.check_experts(TrainOptions(load="m", **whole), EXPERTS)
+    options = TrainOptions(load="m", **whole | {"moe_expert_capacity_factor": 2.01})
+    with pytest.raises(ConfigError, match="4 experts, 2 a token, none gets more than 4/2 of its"):
+        setup.check_experts(options, EXPERTS)
+    unpadded = TrainOptions(load="m", moe_expert_capacity_factor=2.01)
+    setup.check_experts(unpadded, EXPERTS)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_a_single_expert_has_its_score_as_its_weight(score_function: str) -> None:
+    def config_of(topk: int, is_normalized: bool) -> Any:
+        changes = {"topk": topk, "normalize_topk": is_normalized, "expert_bias": False}
+        moe = ROUTED.model_copy(update=changes | {"score_function": score_function})
+        shape = SHAPE.model_copy(update={"moe": moe})
+        return make_config(TrainOptions(), shape, parallel_dims(TrainOptions(), shape))
+
+    assert config_of(1, False).moe_router_topk == 1
+    with pytest.raises(ConfigError, match="one expert a token with normalized weights"):
+        config_of(1, True)
+    if score_function == "sigmoid":
+        with pytest.raises(ConfigError, match="Megatron normalizes the weights"):
+            config_of(2, False)
+
+
 def test_sizes_of_experts_must_be_those_of_the_model() -> None:
     sizes = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
     check_flags(TrainOptions(**sizes), EXPERTS)
