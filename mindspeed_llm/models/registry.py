@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed.config import ConfigError, one_of
 from mindspeed_llm.models import families as family_modules
-from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.models.config import ModelConfig, MoEConfig
 from mindspeed_llm.models.hf_config import CLASSIFIER, MANY, HfConfig
 from mindspeed_llm.models.weight_table import WeightTable
 
@@ -106,7 +106,30 @@ def read_model_config(
             f"{config.source}: {model.num_layers} layers, {model.num_query_groups} key/value heads "
             f"and {experts} expert(s) are more than any model has"
         )
+    if model.moe:
+        _check_routing(model.moe, config.source)
     return model
+
+
+def _check_routing(moe: MoEConfig, source: str) -> None:
+    """Raise ConfigError for numbers by which no router can choose."""
+    if moe.aux_loss_coeff < 0:
+        raise ConfigError(
+            f"{source}: the factor of the auxiliary loss is {moe.aux_loss_coeff:g}: "
+            "it must be at least 0"
+        )
+    groups, chosen = moe.num_groups or 1, moe.group_topk or 1
+    if chosen > groups or moe.num_experts % groups:
+        raise ConfigError(
+            f"{source}: topk_group is {chosen}, n_group {groups}, with {moe.num_experts} experts: "
+            "n_group must divide them and topk_group be at most n_group"
+        )
+    allowed = moe.num_experts // groups * chosen
+    if moe.topk > allowed:
+        raise ConfigError(
+            f"{source}: num_experts_per_tok is {moe.topk}: a token can choose among {allowed} "
+            "experts only"
+        )
 
 
 def _num_labels(config: HfConfig) -> int:

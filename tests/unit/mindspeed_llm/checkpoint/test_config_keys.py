@@ -266,6 +266,23 @@ def test_keys_of_deepseek(shape_of, values, message):
         shape_of(DEEPSEEK_V2 | values)
 
 
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65: a token can choose among 64"),
+        ({"n_group": 8, "topk_group": 9}, "topk_group is 9, n_group 8, with 64 experts"),
+        ({"n_group": 3}, "n_group 3, with 64 experts: n_group must divide them"),
+        ({"n_group": 16, "topk_group": 1}, "num_experts_per_tok is 6: a token can choose among 4"),
+        ({"aux_loss_alpha": -0.1}, "factor of the auxiliary loss is -0.1: it must be at least 0"),
+    ],
+)
+def test_numbers_by_which_no_router_can_choose(shape_of, values, message):
+    grouped = DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"}
+    shape_of(grouped | {"n_group": 16, "topk_group": 2})
+    with pytest.raises(ConfigError, match=message):
+        shape_of(grouped | values)
+
+
 def test_windows_of_some_layers(shape_of):
     """The window of Qwen2 begins at a layer: all layers have it, or none, or it is an error."""
     windowed = QWEN25 | {"use_sliding_window": True, "sliding_window": 256}
