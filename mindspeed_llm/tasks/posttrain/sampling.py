@@ -1,5 +1,6 @@
 """Sampled completions of prompts, and their rewards: the first half of a step of GRPO and PPO."""
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ from mindspeed_llm.tasks.posttrain.rows import Rows
 from mindspeed_llm.tasks.posttrain.scoring import TextScores, assign_rewards
 from mindspeed_llm.training.data import on_first_rank
 from mindspeed_llm.training.model import ModelRole
+
+logger = logging.getLogger(__name__)
 
 SAMPLED = "sampled_log_probs"
 """Where a micro-batch has the log-probabilities of sampling."""
@@ -127,7 +130,7 @@ class SamplingTrainer(ReferenceTrainer):
         self.rows = Rows.of(self.options, self.setup.shape, data)
         self._longest_prompt = max(one.longest for one in data)
         self.stop_ids = self._find_stop_ids(data)
-        self._after_answer = self._find_after_answer(data)
+        self._after_answer = find_after_answer(data) if self.options.reward_model else ()
         self._scores = None if self.options.reward_model else self._text_scores()
 
     @property
@@ -288,18 +291,6 @@ class SamplingTrainer(ReferenceTrainer):
             )
         return frozenset(found)
 
-    def _find_after_answer(self, data: Sequence[InstructionData]) -> tuple[int, ...]:
-        """Return what the chat template puts behind the stop token, for a reward model."""
-        if self.options.reward_model is None:
-            return ()
-        found = {tuple(one.facts.get("after_answer_ids", ())) for one in data}
-        if len(found) > 1:
-            raise ConfigError(
-                "--data-path: the data sets end answers differently, and a reward model scores the "
-                "last token: preprocess them with one --prompt-type"
-            )
-        return found.pop()
-
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
         size = self.options.micro_batch_size
         for start in range(0, len(rollouts), size):
@@ -368,3 +359,21 @@ class SamplingTrainer(ReferenceTrainer):
                 f"a prompt has {longest} tokens, and with its completion there may be "
                 f"{limit or allowed}: preprocess with a lower --seq-length, or raise --max-length"
             )
+
+
+def find_after_answer(data: Sequence[InstructionData]) -> tuple[int, ...]:
+    """Return what the chat template puts behind the stop token, for a reward model."""
+    known = [one.facts["after_answer_ids"] for one in data if "after_answer_ids" in one.facts]
+    if len(known) < len(data):
+        logger.warning(
+            "--data-path: prompts of an earlier version do not note what their chat template puts "
+            "behind an answer, so the reward model may score another token than in its own "
+            "training: preprocess them again"
+        )
+    found = set(map(tuple, known))
+    if len(found) > 1:
+        raise ConfigError(
+            "--data-path: the data sets end answers differently, and a reward model scores the "
+            "last token: preprocess them with one --prompt-type"
+        )
+    return found.pop() if found else ()

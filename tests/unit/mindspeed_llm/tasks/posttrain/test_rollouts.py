@@ -1,14 +1,18 @@
 """Prompts with the fields of their records."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.tasks.posttrain.rollouts import collate_prompts, split_prompts
+from mindspeed_llm.tasks.posttrain.sampling import find_after_answer
 from mindspeed_llm.tasks.posttrain.scoring import _check_finite
+from tests.llm import letters
 
 FIELDS = {"answer": "é", "level": 3}
 
@@ -41,3 +45,24 @@ def test_rewards_are_finite_as_they_are_shared() -> None:
     for reward in (1e39, -1e300, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="rewards must be finite"):
             _check_finite([1.0, reward])
+
+
+def _prompts(folder: Path, after: list[int] | None) -> InstructionData:
+    prefix = letters.write_prompts(folder / f"data_{after}")
+    if after is not None:
+        Path(f"{prefix}.summary.json").write_text(json.dumps({"after_answer_ids": after}))
+    return InstructionData(prefix)
+
+
+def test_prompts_that_do_not_note_how_answers_end_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of an earlier version are scored like the others, where there are any."""
+    old, new, other = (_prompts(tmp_path, after) for after in (None, [3, 6], []))
+    assert find_after_answer([new, new]) == (3, 6) and find_after_answer([other]) == ()
+    assert not caplog.records
+    assert find_after_answer([old]) == () and find_after_answer([old, new]) == (3, 6)
+    assert all("preprocess them again" in record.message for record in caplog.records)
+    assert len(caplog.records) == 2
+    with pytest.raises(ConfigError, match="end answers differently"):
+        find_after_answer([new, other])
