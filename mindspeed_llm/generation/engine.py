@@ -146,8 +146,9 @@ class Engine:
     ) -> None:
         self._model, self._cached = model, cached
         self._ranks = RankCoordinator(model)
-        can_be_static = cached and self._ranks.size == 1
-        self._decoders = static_decoders(model, static if can_be_static else False)
+        self._decoders = static_decoders(
+            model, static if cached else False, num_copies=self._ranks.num_copies
+        )
 
     @property
     def is_rank_zero(self) -> bool:
@@ -319,13 +320,18 @@ def sample_static(
     decoders.trim()
 
 
-def static_decoders(model: LoadedModel, wanted: bool | None) -> StaticDecoders | None:
+def static_decoders(
+    model: LoadedModel, wanted: bool | None, *, num_copies: int = 1
+) -> StaticDecoders | None:
     """Return what decodes on fixed buffers; by default where the device can record a step."""
     if wanted is None:
         wanted = device.current().can_record
     if not wanted:
         return None
-    if (reason := unsupported_reason(model)) is not None:
+    reason = unsupported_reason(model)
+    if num_copies > 1:  # they share every token with each other
+        reason = "copies of the model share the prompts"
+    if reason is not None:
         logger.warning("decoding is slower, its steps cannot be recorded: %s", reason)
         return None
     return StaticDecoders(model)

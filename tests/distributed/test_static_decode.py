@@ -186,3 +186,21 @@ def test_no_ops_are_passed_over_and_a_stream_is_read_token_by_token(folders):
     # A block of eight and the rest are queued when the first is read. In a stream the first token
     # is read at once, and each of the others while the next is sampled.
     assert found == [[12] * 12, [1, *range(3, 13), 12]]
+
+
+def reason_and_answers(folder):
+    """Return the answers of copies that were to decode on fixed buffers, and what was logged."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("mindspeed_llm.generation.engine").addHandler(handler)
+    return ours(folder, [request()], static=True), said
+
+
+def test_copies_of_a_model_say_why_nothing_is_recorded(tmp_path):
+    folder = tiny.save("qwen2", tmp_path)
+    ((answers,), said), _ = run_ranks(reason_and_answers, 2, str(folder))
+    assert [len(answer) for answer in answers] == [12] * len(PROMPTS)
+    assert said == [
+        "decoding is slower, its steps cannot be recorded: copies of the model share the prompts"
+    ]
