@@ -389,7 +389,7 @@ def test_an_engine_gets_the_weights_of_every_layout(task: _Task, tmp_path: Path)
 
 def _with_mtp(folder: Path) -> str:
     """Save a DeepSeek-V3 that predicts more tokens than the next."""
-    groups = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    groups = {"n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     sizes = tiny.MODELS["deepseek3"][1] | groups | {"vocab_size": 7}
     source = letters.save_model(folder / "deepseek", "DeepseekV3ForCausalLM", **sizes)
     mtp_model(Path(source), folder / "mtp")
