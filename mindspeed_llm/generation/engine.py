@@ -123,10 +123,13 @@ class RankCoordinator:
         here = device.current().torch_device
         message = torch.full((1 + torch.Size(shape).numel(),), -torch.inf, device=here)
         message[0] = float(is_stopped)
-        if choice is not None:
-            message[1:].view(shape)[slice(None) if rows is None else list(rows)] = choice
+        values = message[1:].view(shape)
+        if choice is not None and rows is not None and len(rows) < len(values):
+            values[list(rows)] = choice  # waits for the device, to which it brings the places
+        elif choice is not None:
+            values.copy_(choice)
         torch.distributed.all_reduce(message, torch.distributed.ReduceOp.MAX, group=self.group)
-        return message[1:].view(shape), bool(message[0])
+        return values, bool(message[0])
 
 
 def shares_experts() -> bool:
