@@ -98,6 +98,8 @@ OPTIONS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
         "grpo_beta": 0.0,
         "grpo_loss_type": "grpo",
         "no_scale_rewards": False,
+        "importance_sampling_level": "token",
+        "mask_truncated_completions": False,
     },
 }
 """The stages that read options, and the defaults of these, which every stage accepts."""

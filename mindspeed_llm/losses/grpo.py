@@ -27,6 +27,18 @@ def divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
     return ratios.exp() - ratios - 1
 
 
+def sequence_means(values: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """Return for every token the mean of the values of its completion, 0 outside of completions.
+
+    `numbers` says which completion a token is of: 1 to `count`, or 0. Sums have a fixed order.
+    """
+    each = torch.arange(1, count + 1, device=numbers.device).view(-1, *[1] * numbers.dim())
+    tokens = numbers == each
+    sums = values.where(tokens, 0.0).flatten(1).sum(1)
+    means = sums / tokens.flatten(1).sum(1).clamp(min=1)
+    return means.view_as(each).where(tokens, 0.0).sum(0)
+
+
 def token_weights(lengths: Tensor, kind: GrpoLoss, *, mean_length: float, longest: int) -> Tensor:
     """Return the weight of a token for each completion; the loss is the mean over completions.
 

@@ -5,3 +5,4 @@ from typing import Literal
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 SimpoLoss = Literal["sigmoid", "hinge", "ipo"]
 GrpoLoss = Literal["grpo", "dr_grpo", "dapo"]
+RatioLevel = Literal["token", "sequence"]

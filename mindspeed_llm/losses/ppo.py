@@ -34,13 +34,13 @@ def generalized_advantages(
 
 
 def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float, high: float
+    log_ratios: Tensor, advantages: Tensor, *, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of every token, and whether the clipped ratio is the one that counts.
 
     The ratio of probabilities, new to old, is clipped to 1 - low and 1 + high.
     """
-    ratios = (log_probs - old_log_probs).exp()
+    ratios = log_ratios.exp()
     clipped = ratios.clamp(1 - low, 1 + high)
     plain_loss, clipped_loss = -advantages * ratios, -advantages * clipped
     return torch.maximum(plain_loss, clipped_loss), clipped_loss > plain_loss

@@ -2,7 +2,7 @@
 
 from mindspeed.config import ConfigError, Options, Spelling
 from mindspeed.training.stages import ONLINE
-from mindspeed_llm.losses.kinds import GrpoLoss
+from mindspeed_llm.losses.kinds import GrpoLoss, RatioLevel
 from mindspeed_llm.training.preference_options import NOT_NEGATIVE, POSITIVE, Check
 
 
@@ -85,6 +85,11 @@ class GrpoOptions(Options):
     (dr_grpo)."""
     no_scale_rewards: bool = False
     """Do not divide advantages by the standard deviation of rewards."""
+    importance_sampling_level: RatioLevel = "token"
+    """Ratio of new to old probabilities that is clipped: that of each token, or for all tokens of a
+    completion the geometric mean of theirs (GSPO; use a --clip-ratio of about 3e-4)."""
+    mask_truncated_completions: bool = False
+    """Do not train completions that reach their limit without an end; they stay in their groups."""
 
 
 class AcceptedRolloutOptions(Options):

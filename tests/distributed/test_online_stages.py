@@ -21,6 +21,7 @@ from tests.unit.mindspeed_llm.training.tiny_run import (
 
 SEVERAL = {"ppo_epochs": 2, "num_mini_batches": 2, "lr": 5e-3, "clip_ratio": 0.1}
 VARIABLE = {"variable_seq_lengths": True}
+GSPO = {"importance_sampling_level": "sequence"}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 PPO = {"stage": "trl_ppo"}
@@ -61,7 +62,9 @@ def record(values: dict[str, Any]) -> list[list[Recorded]]:
     prepare, steps = trainer.prepare, []
 
     def prepare_recorded(rollouts: Any, batches: Any) -> Any:
-        steps.append([Recorded(r.prompt.tokens, r.completion.tokens, r.reward) for r in rollouts])
+        steps.append(
+            [Recorded(r.prompt.tokens, r.completion.tokens, r.reward, r.is_ended) for r in rollouts]
+        )
         return prepare(rollouts, batches)
 
     trainer.prepare = prepare_recorded
@@ -107,6 +110,9 @@ def check_lines(values: dict[str, Any], expected: list[dict[str, float]]) -> Non
         SEVERAL | {"grpo_beta": 0.1, "temperature": 0.7, **VARIABLE},
         {"grpo_loss_type": "dapo", "entropy_coeff": 0.02, "num_mini_batches": 2},
         {"grpo_loss_type": "dr_grpo", "no_scale_rewards": True, "clip_ratio_high": 0.3},
+        SEVERAL | GSPO | {"grpo_beta": 0.1, "clip_ratio": 0.01},
+        SEVERAL | GSPO | {"mask_truncated_completions": True, **VARIABLE},
+        {"grpo_loss_type": "dapo", "mask_truncated_completions": True, "num_mini_batches": 2},
     ],
 )
 def test_grpo_is_that_of_plain_torch(task: _Task, tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -192,6 +198,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp": (2, {"micro_batch_size": 1}, {"num_mini_batches": 2}),
     "tp": (2, TP2, PPO | {"kl_target": 0.1}),
     "pp, concatenated": (2, PP2 | VARIABLE, PPO),
+    "tp, completions": (2, TP2 | VARIABLE, SEVERAL | GSPO | {"mask_truncated_completions": True}),
     "tp, adapters": (2, TP2 | {"lora_r": 4}, {"lora_r": 4, "grpo_beta": 0.1}),
     "sp, temperature": (2, SP2, {"num_mini_batches": 2, "temperature": 0.7}),
     "sp, recompute": (2, SP2 | VARIABLE | RECOMPUTE, PPO),

@@ -15,6 +15,7 @@ class Recorded(NamedTuple):
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
     reward: float
+    is_ended: bool = True
 
 
 class Policy:
@@ -70,9 +71,9 @@ class Critic(Policy):
         return self.model.score(hidden)[0, len(one.prompt) - 1 : -1, 0]
 
 
-def surrogate(new: torch.Tensor, old: torch.Tensor, advantage: Any, low: float, high: float) -> Any:
-    """Return minus the clipped objective of tokens."""
-    ratio = torch.exp(new - old)
+def surrogate(log_ratio: torch.Tensor, advantage: Any, low: float, high: float) -> Any:
+    """Return minus the clipped objective of tokens, or of a completion."""
+    ratio = torch.exp(log_ratio)
     return -torch.min(ratio * advantage, torch.clip(ratio, 1 - low, 1 + high) * advantage)
 
 
@@ -107,17 +108,22 @@ def grpo_steps(
         updates = []
         for _ in range(values.get("ppo_epochs", 1)):
             for part in parts(rows, values):
-                total, kls, tokens = torch.zeros(()), [], sum(len(r[0].completion) for r in part)
+                total, kls = torch.zeros(()), []
+                skips = values.get("mask_truncated_completions")
+                tokens = sum(len(r[0].completion) for r in part if r[0].is_ended or not skips)
                 for one, advantage, old, far in part:
                     new, entropies = policy.distributions(one)
-                    losses = surrogate(new, old, advantage, low, high)
-                    losses = losses + beta * k3(new, far) - bonus * entropies
                     kls.append(k3(new.detach(), far))
+                    by_completion = values.get("importance_sampling_level") == "sequence"
+                    log_ratio = (new - old).mean() if by_completion else new - old
+                    losses = surrogate(log_ratio, advantage, low, high)
+                    losses = losses + beta * k3(new, far) - bonus * entropies
+                    losses = losses * float(one.is_ended or not skips)
                     total = (
                         total
                         + {
                             "grpo": losses.mean() / len(part),
-                            "dapo": losses.sum() / tokens,
+                            "dapo": losses.sum() / max(tokens, 1),
                             "dr_grpo": losses.sum() / values["max_new_tokens"] / len(part),
                         }[kind]
                     )
@@ -171,7 +177,7 @@ def ppo_steps(
                 losses, errors, kls = [], [], []
                 for one, mine, theirs, advantage, value, target in part:
                     new, entropies = policy.distributions(one)
-                    losses.append(surrogate(new, mine, advantage, clip, clip) - bonus * entropies)
+                    losses.append(surrogate(new - mine, advantage, clip, clip) - bonus * entropies)
                     kls.append(k3(new.detach(), theirs))
                     now = critic.values(one)
                     clipped = value + torch.clip(now - value, -near, near)

@@ -8,6 +8,7 @@ from mindspeed_llm.losses.grpo import group_advantages, token_weights
 from mindspeed_llm.tasks.posttrain.base import Batch
 from mindspeed_llm.tasks.posttrain.online import (
     ADVANTAGES,
+    COMPLETIONS,
     OLD,
     REFERENCE_TOKENS,
     WEIGHTS,
@@ -40,20 +41,21 @@ class GRPOTrainer(OnlineTrainer):
         rewards = torch.tensor([each.reward for each in rollouts])
         advantages = group_advantages(rewards, self.group_size, scaled=not options.no_scale_rewards)
         lengths = torch.tensor([len(each.completion.tokens) for each in rollouts])
-        means = self.mean_lengths(batches)
+        is_trained = torch.tensor([self._is_trained(each) for each in rollouts])
+        means = self.mean_lengths((lengths * is_trained).tolist())
         prepared: list[Batch] = []
         for number, batch in enumerate(batches):
             few = slice(number * size, (number + 1) * size)
             weights = token_weights(
                 lengths[few],
                 options.grpo_loss_type,
-                mean_length=means[number * len(means) // len(batches)],
+                mean_length=means[number],
                 longest=options.max_new_tokens,
             )
-            by_token = {
-                ADVANTAGES: advantages[few].repeat_interleave(lengths[few]),
-                WEIGHTS: weights.repeat_interleave(lengths[few]),
-            }
+            values = {ADVANTAGES: advantages[few], WEIGHTS: weights * is_trained[few]}
+            if options.importance_sampling_level == "sequence":
+                values[COMPLETIONS] = torch.arange(1, size + 1)
+            by_token = {k: v.repeat_interleave(lengths[few]) for k, v in values.items()}
             prepared.append({**batch, **{k: spread(v, batch) for k, v in by_token.items()}})
         if self.needs_reference:
             reference = self.reference_token_log_probs(batches)
@@ -61,6 +63,9 @@ class GRPOTrainer(OnlineTrainer):
         if options.ppo_epochs * options.num_mini_batches > 1:
             prepared = add_values(prepared, OLD, self.log_probs_of(self.primary, batches))
         return prepared
+
+    def _is_trained(self, rollout: Rollout) -> bool:
+        return rollout.is_ended or not self.options.mask_truncated_completions
 
     def report(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the metrics of rollouts: also the share of groups that nothing is learned from."""

@@ -7,14 +7,14 @@ updates the policy on them --ppo-epochs x --num-mini-batches times.
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.metrics import Metric, PendingStep, StepResult, StopCheck
-from mindspeed_llm.losses.grpo import divergence
+from mindspeed_llm.losses.grpo import divergence, sequence_means
 from mindspeed_llm.losses.log_probs import token_log_probs
 from mindspeed_llm.losses.ppo import policy_loss
 from mindspeed_llm.losses.vocab_parallel import entropy, label_losses
@@ -25,9 +25,12 @@ from mindspeed_llm.training.model import RoleModel
 from mindspeed_llm.training.step import BatchShape, train_on_batch
 from mindspeed_llm.training.trainer import repeated
 
+T = TypeVar("T")
 OLD, REFERENCE_TOKENS = "old_log_probs", "reference_token_log_probs"
 ADVANTAGES, WEIGHTS = "advantages", "weights"
 """Where a micro-batch has the values of tokens."""
+COMPLETIONS = "completions"
+"""Where it says which completion a token is of, from 1 on, if the ratio is that of completions."""
 
 
 class OnlineTrainer(SamplingTrainer):
@@ -109,8 +112,11 @@ class OnlineTrainer(SamplingTrainer):
             losses = label_losses(output_tensor, batch["labels"])
         log_probs, weights = token_log_probs(losses, batch), batch[WEIGHTS]
         old = batch[OLD] if OLD in batch else log_probs.detach()
+        ratios, sequences = log_probs - old, int(batch["num_sequences"])
+        if COMPLETIONS in batch:
+            ratios = sequence_means(ratios, batch[COMPLETIONS], sequences)
         low, high = self.options.clip_ratio, self._clip_high
-        found, is_clipped = policy_loss(log_probs, old, batch[ADVANTAGES], low=low, high=high)
+        found, is_clipped = policy_loss(ratios, batch[ADVANTAGES], low=low, high=high)
         if self.beta:
             found = found + self.beta * divergence(log_probs, batch[REFERENCE_TOKENS])
         if bonus is not None:
@@ -119,11 +125,11 @@ class OnlineTrainer(SamplingTrainer):
         values = {
             "entropy": -log_probs.detach() if bonus is None else bonus.detach(),
             "clip fraction": is_clipped,
-            "ratio": (log_probs.detach() - old).exp(),
+            "ratio": ratios.detach().exp(),
         }
         if self.needs_reference:
             values["kl"] = divergence(log_probs.detach(), batch[REFERENCE_TOKENS])
-        mask, count = batch["loss_mask"], loss.new_tensor(int(batch["num_sequences"]))
+        mask, count = batch["loss_mask"], loss.new_tensor(sequences)
         report = {name: masked_sum(each, mask) for name, each in values.items()}
         report["policy loss"] = torch.stack([loss.detach(), count])
         report["sampling difference"] = ((old - batch[SAMPLED]).abs() * mask).max()
@@ -160,19 +166,21 @@ class OnlineTrainer(SamplingTrainer):
             for hook in hooks:
                 hook.remove()
 
-    def mean_lengths(self, batches: Sequence[Batch]) -> list[float]:
-        """Return the mean length of completions in each update of a pass, over all ranks."""
-        totals = []
-        for part in self._parts(batches):
-            totals.append(float(sum(int(batch["loss_mask"].sum()) for batch in part)))
-            totals.append(float(len(part) * self.options.micro_batch_size))
-        sums = self.dp_sum(totals)
-        return [tokens / count for tokens, count in zip(sums[::2], sums[1::2])]
+    def mean_lengths(self, lengths: Sequence[int]) -> list[float]:
+        """Return the mean length of completions for each micro-batch: of its update, on all ranks.
 
-    def _parts(self, batches: Sequence[Batch]) -> list[Sequence[Batch]]:
-        """Return the micro-batches of every update of a pass."""
-        size = len(batches) // self.options.num_mini_batches
-        return [batches[start : start + size] for start in range(0, len(batches), size)]
+        `lengths` are the trained tokens of this rank's completions. A mean is not 0.
+        """
+        parts = self._parts(lengths)
+        sums = self.dp_sum([float(n) for part in parts for n in (sum(part), len(part))])
+        means = [max(tokens, 1.0) / count for tokens, count in zip(sums[::2], sums[1::2])]
+        per_update = len(lengths) // self.options.micro_batch_size // len(parts)
+        return [mean for mean in means for _ in range(per_update)]
+
+    def _parts(self, values: Sequence[T]) -> list[Sequence[T]]:
+        """Return what belongs to every update of a pass: its micro-batches, or completions."""
+        size = len(values) // self.options.num_mini_batches
+        return [values[start : start + size] for start in range(0, len(values), size)]
 
     @property
     def _entropy_coeff(self) -> float:

@@ -91,10 +91,10 @@ class PPOTrainer(OnlineTrainer):
             has_labels=False,
         )
         reference = self.reference_token_log_probs(batches) if self.needs_reference else old
-        means = self.mean_lengths(batches)
+        lengths = [len(each.completion.tokens) for each in rollouts]
+        means = self.mean_lengths(lengths)
         if not old:  # not a rank of the last pipeline stage: no loss is computed here
             return batches
-        lengths = [len(each.completion.tokens) for each in rollouts]
         advantages, returns = self._advantages(rollouts, lengths, old, reference, values)
         batches = add_values(batches, OLD, old)
         batches = add_values(batches, OLD_VALUES, values)
@@ -105,8 +105,7 @@ class PPOTrainer(OnlineTrainer):
         batches = add_values(batches, RETURNS, returns.split(tokens))
         prepared: list[Batch] = []
         for number, batch in enumerate(batches):
-            weight = 1 / means[number * len(means) // len(batches)]
-            weights = spread(torch.full((tokens[number],), weight), batch)
+            weights = spread(torch.full((tokens[number],), 1 / means[number]), batch)
             prepared.append({**batch, WEIGHTS: weights})
         return prepared
 

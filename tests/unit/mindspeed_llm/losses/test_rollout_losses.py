@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from mindspeed_llm.losses.grpo import divergence, group_advantages, token_weights
+from mindspeed_llm.losses.grpo import (
+    divergence,
+    group_advantages,
+    sequence_means,
+    token_weights,
+)
 from mindspeed_llm.losses.ppo import (
     adapted_kl_coef,
     generalized_advantages,
@@ -47,9 +52,7 @@ def test_scores_come_with_the_last_token() -> None:
 @pytest.mark.parametrize("ratio", [0.5, 0.95, 1.05, 1.5])
 def test_a_ratio_is_clipped_where_it_would_gain(ratio: float, advantage: float) -> None:
     new = torch.tensor([ratio], dtype=torch.float64).log().requires_grad_()
-    loss, is_clipped = policy_loss(
-        new, torch.zeros(1), torch.tensor([advantage]), low=0.2, high=0.3
-    )
+    loss, is_clipped = policy_loss(new, torch.tensor([advantage]), low=0.2, high=0.3)
     expected = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3))
     assert loss.item() == pytest.approx(expected)
     loss.backward()
@@ -85,6 +88,18 @@ def test_weights_make_means() -> None:
     for kind, expected in kinds.items():
         found = token_weights(lengths, kind, mean_length=4.0, longest=8)
         assert found.tolist() == pytest.approx(expected)
+
+
+def test_tokens_have_the_mean_of_their_completion() -> None:
+    """Rows of one completion each, and a row of several; other tokens have and get nothing."""
+    numbers = torch.tensor([[0, 1, 1, 0], [2, 2, 2, 0]])
+    values = torch.tensor([[9.0, 1, 2, torch.inf], [3, 4, 8, 9]]).double().requires_grad_()
+    found = sequence_means(values, numbers, 3)
+    assert found.tolist() == [[0, 1.5, 1.5, 0], [5, 5, 5, 0]]
+    (found * torch.tensor([[7.0, 1, 3, 7], [0, 6, 0, 7]])).sum().backward()
+    assert values.grad.tolist() == [[0, 2, 2, 0], [2, 2, 2, 0]]
+    packed = sequence_means(values.detach().view(1, 8), numbers.view(1, 8), 2)
+    assert torch.equal(packed.view(2, 4), found)
 
 
 def test_the_weight_of_the_divergence_follows_the_target() -> None:
