@@ -1,15 +1,13 @@
 """The log of a run: Megatron's line on rank 0, JSON lines, TensorBoard, and a progress bar."""
 
-import json
 import logging
-import os
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed.config import parse_json
+from mindspeed.training.json_lines import JsonLines
 from mindspeed.training.metrics import MeanMetrics, StepResult
 from mindspeed.training.trackers import WandbRun, open_board
 from mindspeed.tune.flop_meter import HARDWARE, MODEL, FlopMeter
@@ -73,7 +71,7 @@ class TrainingLog:
         self._log_interval, self._total, self._global_batch = interval, total, global_batch
         self.is_writer, self._world_size, self._flops = is_writer, world_size, flops_per_token
         self._meter = meter
-        self._file = file if is_writer else None
+        self._file = JsonLines(file) if is_writer and file is not None else None
         self.board = open_board(tensorboard_dir) if tensorboard_dir and is_writer else None
         self._tracker = tracker
         self._interval = Interval(time.perf_counter())
@@ -83,15 +81,8 @@ class TrainingLog:
     def start(self, iteration: int) -> None:
         """Start after an iteration; lines that an earlier run wrote beyond it are dropped."""
         self._interval = Interval(time.perf_counter())
-        if self._file is None:
-            return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        if self._file.is_file():
-            lines = self._file.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if _iteration(line) <= iteration] if iteration else []
-            temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(temporary, self._file)
+        if self._file is not None:
+            self._file.start(iteration)
 
     def add(
         self, iteration: int, consumed: int, rate: float, result: StepResult, finished: float
@@ -175,11 +166,7 @@ class TrainingLog:
 
     def _append(self, numbers: dict[str, Any]) -> None:
         if self._file is not None:
-            try:
-                with self._file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(numbers) + "\n")
-            except OSError as error:  # a full disk does not stop a run until it has to save
-                logger.warning("%s: no line is written (%s)", self._file, error.strerror)
+            self._file.append(numbers)
 
     def _send(self, numbers: dict[str, Any]) -> None:
         if self.board is not None:
@@ -221,13 +208,6 @@ def format_line(numbers: dict[str, Any], total: int) -> str:
         if name != "iteration":
             fields.append(f"{name}: " + FORMATS.get(name, "{:.6E}").format(value))
     return " | ".join(fields) + " |"
-
-
-def _iteration(line: str) -> float:
-    try:
-        return float(parse_json(line)["iteration"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that a killed run left unfinished
 
 
 class ProgressBar:
