@@ -54,8 +54,11 @@ class RewardFunction:
 
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, list[Any]]
-    ) -> list[float]:
-        """Return the reward of every completion; `fields` are those of the records."""
+    ) -> dict[str, list[float]]:
+        """Return the rewards of all completions by the names of their parts, whose sum counts.
+
+        A function that returns one list has one part, named "". `fields` are those of the records.
+        """
         arguments = {**fields, "prompts": list(prompts), "completions": list(completions)}
         try:
             worker.send(self._channel, arguments)
@@ -63,20 +66,10 @@ class RewardFunction:
             raise self._timed_out("did not answer") from None
         except OSError:
             raise self._ended() from None
-        rewards: list[float] = self._receive("did not answer")["rewards"]
-        if len(rewards) != len(completions):
-            raise ConfigError(
-                f"--reward-fn {self._spec}: returned {len(rewards)} rewards for "
-                f"{len(completions)} completions: return one for each"
-            )
-        for text, reward in zip(completions, rewards):
-            if not math.isfinite(reward):
-                shown = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
-                raise ConfigError(
-                    f"--reward-fn {self._spec}: the reward of {shown!r} is {reward}: rewards must "
-                    "be finite numbers"
-                )
-        return rewards
+        parts: dict[str, list[float]] = self._receive("did not answer")["rewards"]
+        for name, rewards in parts.items():
+            self._check(name, rewards, completions)
+        return parts
 
     def close(self) -> None:
         """End the process."""
@@ -84,6 +77,21 @@ class RewardFunction:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _check(self, name: str, rewards: Sequence[float], completions: Sequence[str]) -> None:
+        of = f" of {name!r}" if name else ""
+        if len(rewards) != len(completions):
+            raise ConfigError(
+                f"--reward-fn {self._spec}: returned {len(rewards)} rewards{of} for "
+                f"{len(completions)} completions: return one for each"
+            )
+        for text, reward in zip(completions, rewards):
+            if not math.isfinite(reward):
+                shown = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
+                raise ConfigError(
+                    f"--reward-fn {self._spec}: the reward{of} of {shown!r} is {reward}: rewards "
+                    "must be finite numbers"
+                )
 
     def _receive(self, what: str) -> Any:
         try:

@@ -74,18 +74,30 @@ def explain(error: BaseException, path: str) -> str:
     )
 
 
-def as_numbers(found: Any) -> list[float]:
-    """Return rewards as numbers; they may be tensors or arrays, but no text that holds numbers."""
+def as_parts(found: Any) -> dict[str, list[float]]:
+    """Return rewards by the names of their parts: "" for those without a name."""
     try:
-        if isinstance(found, NO_LIST):
-            raise TypeError
-        return [_as_number(value) for value in found]
+        if isinstance(found, dict) and found and all(_is_name(name) for name in found):
+            return {name: _as_numbers(values) for name, values in found.items()}
+        return {"": _as_numbers(found)}
     except (TypeError, ValueError):
         shown = repr(found)
         shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
         raise TypeError(
-            f"returned {shown}: return a list with a number for each completion"
+            f"returned {shown}: return a list with a number for each completion, or a dict of such "
+            "lists by name"
         ) from None
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and bool(name)
+
+
+def _as_numbers(found: Any) -> list[float]:
+    """Return rewards as numbers; they may be tensors or arrays, but no text that holds numbers."""
+    if isinstance(found, NO_LIST):
+        raise TypeError
+    return [_as_number(value) for value in found]
 
 
 def _as_number(value: Any) -> float:
@@ -109,7 +121,7 @@ def serve(channel: socket.socket, path: str, name: str) -> None:
         except EOFError:
             return
         try:
-            answer = {"rewards": as_numbers(function(**arguments))}
+            answer = {"rewards": as_parts(function(**arguments))}
         except BaseException as error:  # noqa: BLE001
             answer = {"error": explain(error, path)}  # type: ignore[dict-item]
         send(channel, answer)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.llm import letters, tiny
 from tests.llm.plain_rl import Recorded, grpo_steps, ppo_steps
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
 from tests.unit.mindspeed_llm.training.tiny_run import (
     OWN_REFERENCE,
@@ -269,6 +269,44 @@ def test_a_resumed_run_is_bit_exact(task: _Task, tmp_path: Path, stage: dict[str
     assert one.keys() == other.keys()
     assert all(torch.equal(values, other[name]) for name, values in one.items())
     assert any(name.startswith("critic.") for name in one) == ("stage" in stage)
+
+
+PARTS = '''
+def parts(prompts, completions, answer):
+    """Return what makes a reward."""
+    right = [text.count(letter) / 4 for text, letter in zip(completions, answer)]
+    return {"right": right, "brief": [-len(text) / 16 for text in completions]}
+def whole(prompts, completions, answer):
+    found = parts(prompts, completions, answer)
+    return [sum(each) for each in zip(*found.values())]
+def by_rank(prompts, completions, answer):
+    return {prompts[0][-1]: [1.0] * len(completions)}
+'''
+
+
+def test_parts_of_rewards_are_logged_and_added_up(task: _Task, tmp_path: Path) -> None:
+    path = letters.write_function(tmp_path, PARTS, "parts").rpartition(":")[0]
+    runs = {
+        name: task.settings(tmp_path / name, reward_fn=f"{path}:{function}", **layout)
+        for name, function, layout in (
+            ("whole", "whole", {}),
+            ("parts", "parts", {}),
+            ("dp", "parts", {"micro_batch_size": 1}),
+            ("pp", "parts", PP2),
+        )
+    }
+    run_ranks(train_all, 1, [runs["whole"], runs["parts"]])
+    run_ranks(train_all, 2, [runs["dp"], runs["pp"]], timeout=600)
+    whole, *others = (letters.read_log(values) for values in runs.values())
+    for lines in others:
+        for line, expected in zip(lines, whole, strict=True):
+            for name in ("reward", "reward std", "policy loss", "grad norm"):
+                assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-5), name
+            both = line["rewards/right"] + line["rewards/brief"]
+            assert both == pytest.approx(line["reward"], rel=1e-6)
+    wrong = task.settings(tmp_path / "wrong", reward_fn=f"{path}:by_rank", micro_batch_size=1)
+    with pytest.raises(RankFailed, match="rewards named . on one rank and . on another"):
+        run_ranks(letters.train, 2, wrong)
 
 
 BAD_UPDATE = 1

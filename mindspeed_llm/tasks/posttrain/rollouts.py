@@ -52,6 +52,8 @@ class Rollout:
     is_ended: bool
     """Whether it ends with a stop token."""
     reward: float = field(default=0.0)
+    parts: dict[str, float] = field(default_factory=dict)
+    """The rewards that it is the sum of, where a function names them."""
 
     def sample(self, after_answer: Sequence[int] = ()) -> Sample:
         """Return the whole sequence, of which the completion is trained.

@@ -33,7 +33,7 @@ from mindspeed_llm.tasks.posttrain.rollouts import (
     spread,
 )
 from mindspeed_llm.tasks.posttrain.rows import Rows
-from mindspeed_llm.tasks.posttrain.scoring import TextScores, assign_rewards
+from mindspeed_llm.tasks.posttrain.scoring import Parts, TextScores, assign_rewards
 from mindspeed_llm.training.data import on_first_rank
 from mindspeed_llm.training.model import ModelRole
 
@@ -194,7 +194,7 @@ class SamplingTrainer(ReferenceTrainer):
         conversation, which may be a line break behind the stop token.
         """
 
-        def by_model(rollouts: Sequence[Rollout]) -> list[float] | None:
+        def by_model(rollouts: Sequence[Rollout]) -> Parts | None:
             def last_values(batch: Batch, values: torch.Tensor) -> torch.Tensor:
                 return values.flatten()[batch[LAST_TOKENS]].float().cpu()
 
@@ -205,7 +205,7 @@ class SamplingTrainer(ReferenceTrainer):
                     for few in self._micro_batches(rollouts)
                 ]
             found = self.collect(self.model("reward"), rated, last_values, has_labels=False)
-            return torch.cat(found).tolist() if found else None
+            return {"": torch.cat(found).tolist()} if found else None
 
         assign_rewards(
             rollouts,
@@ -217,15 +217,17 @@ class SamplingTrainer(ReferenceTrainer):
         """Return the metrics of rollouts, over all ranks."""
         rewards = [each.reward for each in rollouts]
         lengths = [len(each.completion.tokens) for each in rollouts]
+        names = list(dict.fromkeys(name for each in rollouts for name in each.parts))
         sums = self.dp_sum(
             [
                 float(len(rollouts)),
                 math.fsum(rewards),
                 float(sum(lengths)),
                 float(sum(each.is_ended for each in rollouts)),
+                *(math.fsum(each.parts.get(name, 0.0) for each in rollouts) for name in names),
             ]
         )
-        mean, length, ended = (total / sums[0] for total in sums[1:])
+        mean, length, ended, *parts = (total / sums[0] for total in sums[1:])
         # Ranks add up float32 numbers: squares of large rewards would hide their differences.
         (spread_sum,) = self.dp_sum([math.fsum((reward - mean) ** 2 for reward in rewards)])
         return {
@@ -233,6 +235,7 @@ class SamplingTrainer(ReferenceTrainer):
             "reward std": math.sqrt(spread_sum / sums[0]),
             "completion length": length,
             "ended": ended,
+            **{f"rewards/{name}": part for name, part in zip(names, parts)},
         }
 
     def evaluate(self) -> dict[str, float] | None:

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from mindspeed_llm.tasks.posttrain.rollouts import Rollout
 
 logger = logging.getLogger(__name__)
 
-Scores = Callable[[Sequence[Rollout]], Sequence[float] | None]
+Parts = Mapping[str, Sequence[float]]
+"""Rewards by the names of their parts, whose sum counts; one part without a name is named ""."""
+Scores = Callable[[Sequence[Rollout]], Parts | None]
 """Returns the rewards on one rank of those that share a model, and nothing on the others."""
 
 
@@ -38,7 +41,7 @@ class TextScores:
             error = caught
         raise_on_all(error)
 
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[float] | None:
+    def __call__(self, rollouts: Sequence[Rollout]) -> Parts | None:
         """Return the rewards."""
         if self._function is None:
             return None
@@ -73,7 +76,7 @@ def assign_rewards(
 
     What goes wrong on one rank is raised on all.
     """
-    found: Sequence[float] | None = None
+    found: Parts | None = None
     error: ConfigError | None = None
     try:
         found = scores(rollouts)
@@ -83,35 +86,50 @@ def assign_rewards(
     except Exception as caught:  # noqa: BLE001  # the other ranks wait for the rewards
         logger.debug("rewards", exc_info=True)
         error = ConfigError(f"rewards were not computed: {type(caught).__name__}: {caught}")
-    raise_on_all(error)
-    for rollout, reward in zip(rollouts, _share(found, len(rollouts))):
-        rollout.reward = reward - (0.0 if rollout.is_ended else missing_eos_penalty)
+    given = raise_on_all(error, None if found is None else sorted(found))
+    names = _common_names([each for each in given if each is not None])
+    for rollout, rewards in zip(rollouts, _share(found, names, len(rollouts))):
+        rollout.reward = sum(rewards) - (0.0 if rollout.is_ended else missing_eos_penalty)
+        rollout.parts = {name: reward for name, reward in zip(names, rewards) if name}
 
 
-def _check_finite(rewards: Sequence[float] | None) -> None:
-    for reward in rewards or ():
+def _common_names(given: Sequence[list[str]]) -> list[str]:
+    """Return the names of parts, which all ranks that compute rewards have to give."""
+    for names in given:
+        if names != given[0]:
+            raise ConfigError(
+                f"--reward-fn returned rewards named {', '.join(names)} on one rank and "
+                f"{', '.join(given[0])} on another: return the same names in every call"
+            )
+    return given[0]
+
+
+def _check_finite(parts: Parts | None) -> None:
+    for reward in chain(*(parts or {}).values()):
         # Ranks share them as float32.
         if not abs(reward) <= torch.finfo(torch.float32).max:
             raise ConfigError(f"a reward is {reward}: rewards must be finite numbers of 32 bits")
 
 
-def raise_on_all(error: ConfigError | None) -> None:
-    """Raise on all ranks what the first of them has to raise, if any has."""
-    found: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, None if error is None else str(error))
-    for text in filter(None, found):
-        raise ConfigError(text)
+def raise_on_all(error: ConfigError | None, value: Any = None) -> list[Any]:
+    """Raise on all ranks what the first of them has to raise, if any has; return all values."""
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, (None if error is None else str(error), value))
+    for text, _ in found:
+        if text is not None:
+            raise ConfigError(text)
+    return [value for _, value in found]
 
 
-def _share(rewards: Sequence[float] | None, count: int) -> list[float]:
-    """Return the rewards of the rank that has them."""
+def _share(parts: Parts | None, names: Sequence[str], count: int) -> list[list[float]]:
+    """Return the rewards of the rank that has them: those of all parts for each completion."""
     from megatron.core import parallel_state
 
-    row = torch.full((count,), -math.inf)
-    if rewards is not None:
-        row = torch.tensor(list(rewards), dtype=torch.float32)
-    row = row.to(device.current().torch_device)
+    rows = torch.full((count, len(names)), -math.inf)
+    if parts is not None:
+        rows = torch.tensor([list(parts[name]) for name in names], dtype=torch.float32).T
+    rows = rows.contiguous().to(device.current().torch_device)
     group: Any = parallel_state.get_model_parallel_group()
-    torch.distributed.all_reduce(row, torch.distributed.ReduceOp.MAX, group=group)
-    shared: list[float] = row.tolist()
+    torch.distributed.all_reduce(rows, torch.distributed.ReduceOp.MAX, group=group)
+    shared: list[list[float]] = rows.tolist()
     return shared

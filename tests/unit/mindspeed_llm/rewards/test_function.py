@@ -42,7 +42,7 @@ def test_it_gets_texts_and_fields(tmp_path: Path) -> None:
     function = make(tmp_path, body)
     fields = {"answer": ["4", "\u00e9"], "level": [1, None]}
     for _ in range(2):
-        assert function(["2+2", "x"], ["4", "e"], fields) == [1.0, 0.0]
+        assert function(["2+2", "x"], ["4", "e"], fields) == {"": [1.0, 0.0]}
     function.close()
 
 
@@ -58,7 +58,18 @@ def test_the_folder_of_a_file_is_searched_only_while_it_runs(tmp_path: Path) -> 
 def test_it_may_import_when_it_is_called(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("BONUS = 2\n")
     function = make(tmp_path, "def f(**x):\n    from beside import BONUS\n    return [BONUS]\n")
-    assert function(*CALL) == [2.0]
+    assert function(*CALL) == {"": [2.0]}
+    function.close()
+
+
+def test_it_may_name_the_parts_of_rewards(tmp_path: Path) -> None:
+    body = (
+        "import array\n"
+        "def f(prompts, completions):\n"
+        "    return {'right': [1] * len(prompts), 'brief': array.array('f', [0.5])}\n"
+    )
+    function = make(tmp_path, body)
+    assert function(*CALL) == {"right": [1.0], "brief": [0.5]}
     function.close()
 
 
@@ -74,6 +85,12 @@ def test_it_may_import_when_it_is_called(tmp_path: Path) -> None:
         ("def f(**x): return '1'", "returned '1': return a list with a number for each"),
         ("def f(**x): return ['1.0']", "returned ['1.0']: return a list with a number for each"),
         ("def f(**x): return {1.0: 'answer'}", "returned {1.0: 'answer'}: return a list"),
+        ("def f(**x): return {1: [1.0]}", "or a dict of such lists by name"),
+        ("def f(**x): return {'': [1.0]}", "or a dict of such lists by name"),
+        ("def f(**x): return {}", "returned {}: return a list with a number"),
+        ("def f(**x): return {'right': 1.0}", "returned {'right': 1.0}: return a list"),
+        ("def f(**x): return {'a': [1.0], 'b': []}", "0 rewards of 'b' for 1 completions"),
+        ("def f(**x): return {'a': [float('inf')]}", "the reward of 'a' of 'answer' is inf"),
         ("def f(): return [1]", "TypeError"),
         ("import sys\ndef f(**x): sys.exit(3)", "SystemExit"),
         ("import os\ndef f(**x): os._exit(3)", "its process ended with exit code 3"),
@@ -135,7 +152,7 @@ def test_signals_that_stop_the_run_do_not_end_it(tmp_path: Path) -> None:
     function = make(tmp_path, "def f(**x): return [1]")
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(function._process.pid, number)
-    assert function(*CALL) == [1.0]
+    assert function(*CALL) == {"": [1.0]}
     function.close()
 
 
@@ -149,7 +166,7 @@ def test_what_a_function_starts_is_ended_with_it(tmp_path: Path) -> None:
         "    return [children[0].pid]\n"
     )
     function = make(tmp_path, body)
-    (pid,) = map(int, function(*CALL))
+    (pid,) = map(int, function(*CALL)[""])
     give_a_second(function)
     with pytest.raises(ConfigError, match="did not answer within 1 s"):
         function(*CALL)

@@ -41,10 +41,10 @@ def test_damaged_fields_are_named(damage: int) -> None:
 
 def test_rewards_are_finite_as_they_are_shared() -> None:
     """Ranks share them as float32, in which 1e39 is infinite."""
-    _check_finite([1.0, -3e38])
+    _check_finite({"": [1.0, -3e38], "other": [2.0]})
     for reward in (1e39, -1e300, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="rewards must be finite"):
-            _check_finite([1.0, reward])
+            _check_finite({"": [1.0], "other": [reward]})
 
 
 def _prompts(folder: Path, after: list[int] | None) -> InstructionData:
