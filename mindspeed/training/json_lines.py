@@ -22,7 +22,7 @@ class JsonLines:
         path = self._path
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
             kept = [line for line in lines if _iteration(line) <= iteration] if iteration else []
             temporary = path.with_name(f".{path.name}.{os.getpid()}")
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
@@ -31,8 +31,9 @@ class JsonLines:
     def append(self, *lines: dict[str, Any]) -> None:
         """Write lines at the end."""
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lines))
+            # Half of a surrogate pair, which is no UTF-8, is written as JSON escapes it.
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         except OSError as error:  # a full disk does not stop a run until it has to save
             logger.warning("%s: no line is written (%s)", self._path, error.strerror)
 

@@ -78,6 +78,7 @@ OPTIONS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
         "top_p": 1.0,
         "rollout_batch_size": None,
         "rollout_engine": None,
+        "log_completions": 0,
         "ppo_epochs": 1,
         "num_mini_batches": 1,
         "clip_ratio": 0.2,

@@ -411,6 +411,10 @@ def check(options: TrainOptions, stage: str | None = None) -> None:
     check_run(options)
     check_preferences(options, stage)
     check_rollouts(options, stage, options.distributed_timeout_minutes)
+    if options.log_completions and options.save is None:
+        raise ConfigError(
+            f"--log-completions {options.log_completions}: its file is in --save, which is missing"
+        )
     if options.load is None and not options.from_scratch:
         raise ConfigError(
             "--load is missing: give a model or a checkpoint, or --from-scratch for random weights"

@@ -42,6 +42,9 @@ class RolloutOptions(Options):
     rollout_engine: str | None = None
     """Function that makes another engine to sample with, as path.py:function; the file is run. It
     is called with the policy, and returns an object that has the method generate."""
+    log_completions: int = 0
+    """Completions of each step that are written to completions.jsonl in --save, with their prompts
+    and rewards."""
     ppo_epochs: int = 1
     """Passes over the completions of a step."""
     num_mini_batches: int = 1
@@ -112,7 +115,9 @@ RANGES: dict[str, Check] = {
     **dict.fromkeys(("max_prompt_length", "max_new_tokens", "max_length"), COUNT),
     **dict.fromkeys(("rollout_batch_size", "ppo_epochs", "num_mini_batches"), COUNT),
     **dict.fromkeys(("temperature", "reward_timeout", "kl_target", "kl_horizon"), POSITIVE),
-    **dict.fromkeys(("top_k", "clip_ratio", "clip_ratio_high", "kl_coef"), NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("top_k", "log_completions", "clip_ratio", "clip_ratio_high", "kl_coef"), NOT_NEGATIVE
+    ),
     **dict.fromkeys(("grpo_beta", "cliprange_value", "entropy_coeff"), NOT_NEGATIVE),
     "missing_eos_penalty": NOT_NEGATIVE,
     **dict.fromkeys(("gamma", "lam"), SHARE),

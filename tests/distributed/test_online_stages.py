@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mindspeed_llm.tasks.posttrain.completion_log import FILE_NAME
 from tests.llm import letters, tiny
 from tests.llm.plain_rl import Recorded, grpo_steps, ppo_steps
 from tests.ranks import RankFailed, run_ranks
@@ -255,7 +256,11 @@ def test_layouts_give_the_numbers_of_one_rank(layouts: Any, name: str) -> None:
 def test_a_resumed_run_is_bit_exact(task: _Task, tmp_path: Path, stage: dict[str, Any]) -> None:
     runs = {
         name: task.settings(
-            tmp_path / name, save=str(tmp_path / name / "saved"), train_iters=4, **stage
+            tmp_path / name,
+            save=str(tmp_path / name / "saved"),
+            train_iters=4,
+            log_completions=3,
+            **stage,
         )
         for name in ("whole", "resumed")
     }
@@ -269,6 +274,21 @@ def test_a_resumed_run_is_bit_exact(task: _Task, tmp_path: Path, stage: dict[str
     assert one.keys() == other.keys()
     assert all(torch.equal(values, other[name]) for name, values in one.items())
     assert any(name.startswith("critic.") for name in one) == ("stage" in stage)
+    said, again = (Path(values["save"], FILE_NAME).read_text() for values in runs.values())
+    assert again == said
+    check_completions([json.loads(line) for line in said.splitlines()])
+
+
+def check_completions(lines: list[dict[str, Any]]) -> None:
+    """Check that each is what was rewarded: texts with special tokens, which count for nothing."""
+    assert [line["iteration"] for line in lines] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    for line in lines:
+        answer, text = line["fields"]["answer"], line["completion"]
+        assert line["prompt"].startswith("<ask>") and line["prompt"].endswith(answer)
+        assert line["ended"] == text.endswith("<eos>")
+        for special in letters.SPECIAL:
+            text = text.replace(special, "")
+        assert line["reward"] == text.count(answer) / 4
 
 
 PARTS = '''

@@ -51,6 +51,7 @@ class OnlineTrainer(SamplingTrainer):
         rollouts = self.roll_out(self._batches, state.consumed_samples)
         batches = self.make_batches(rollouts)
         self.score(rollouts, batches)
+        self.log_completions(state.iteration + 1, rollouts)
         batches = self.prepare(rollouts, batches)
         results = [
             self.update(part, stop)

@@ -16,11 +16,12 @@ from mindspeed.config import ConfigError, one_of
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.stream import Sample
-from mindspeed_llm.data.tokenizer import load_facts
+from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
 from mindspeed_llm.generation.rollout import MegatronRollout, RolloutEngine, Sampling
 from mindspeed_llm.generation.text import eos_ids
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.tasks.posttrain.base import Batch
+from mindspeed_llm.tasks.posttrain.completion_log import CompletionLog
 from mindspeed_llm.tasks.posttrain.reference import ReferenceTrainer
 from mindspeed_llm.tasks.posttrain.rollout_engine import EngineMaker, RolloutPolicy
 from mindspeed_llm.tasks.posttrain.rollouts import (
@@ -52,6 +53,8 @@ class SamplingTrainer(ReferenceTrainer):
     data_kind: ClassVar[str] = "prompts"
     _scores: TextScores | None = None
     """What computes rewards, None for a reward model."""
+    _completion_log: CompletionLog | None = None
+    """What writes completions on the first rank, if they are asked for."""
 
     # Models and data.
 
@@ -132,6 +135,8 @@ class SamplingTrainer(ReferenceTrainer):
         self.stop_ids = self._find_stop_ids(data)
         self._after_answer = find_after_answer(data) if self.options.reward_model else ()
         self._scores = None if self.options.reward_model else self._text_scores()
+        if self.options.log_completions:
+            self._completion_log = self._make_completion_log()
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -153,6 +158,8 @@ class SamplingTrainer(ReferenceTrainer):
 
     def train(self) -> TrainState:
         """Train to the last step."""
+        if self._completion_log is not None:
+            self._completion_log.start(self.training.state.iteration)
         try:
             return super().train()
         finally:
@@ -212,6 +219,11 @@ class SamplingTrainer(ReferenceTrainer):
             self._scores or by_model,
             missing_eos_penalty=self.options.missing_eos_penalty,
         )
+
+    def log_completions(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
+        """Write some of the completions of an iteration, where they are asked for."""
+        if self._completion_log is not None:
+            self._completion_log.add(iteration, rollouts)
 
     def report(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the metrics of rollouts, over all ranks."""
@@ -279,9 +291,12 @@ class SamplingTrainer(ReferenceTrainer):
             or self.setup.shape.max_position_embeddings
         )
 
-    def _tokenizer_folder(self) -> str | None:
+    @cached_property
+    def _tokenizer_facts(self) -> TokenizerFacts:
+        """The tokenizer, which the first rank reads before the others do."""
         folder = self.options.tokenizer_name_or_path or self.setup.config_folder
-        return None if folder is None else str(folder)
+        path = None if folder is None else str(folder)
+        return on_first_rank(partial(load_facts, path, cache_dir=self.options.cache_dir))
 
     def _find_stop_ids(self, data: Sequence[InstructionData]) -> frozenset[int]:
         """Return the tokens that end a completion: those of the model and of the chat template."""
@@ -302,9 +317,15 @@ class SamplingTrainer(ReferenceTrainer):
     def _text_scores(self) -> TextScores:
         options = self.options
         assert options.reward_fn is not None  # check_rollouts: one of the two is given
-        folder = self._tokenizer_folder()
-        facts = on_first_rank(partial(load_facts, folder, cache_dir=options.cache_dir))
-        return TextScores(options.reward_fn, options.reward_timeout, facts, self.stop_ids)
+        return TextScores(
+            options.reward_fn, options.reward_timeout, self._tokenizer_facts, self.stop_ids
+        )
+
+    def _make_completion_log(self) -> CompletionLog | None:
+        folder, count = self.options.save, self.options.log_completions
+        assert folder is not None  # refused by options.check
+        facts = self._tokenizer_facts  # by all ranks together
+        return CompletionLog(folder, facts, count) if self.setup.dims.rank == 0 else None
 
     def _reward_shape(self) -> ModelConfig:
         from mindspeed.checkpoint.detection import detect

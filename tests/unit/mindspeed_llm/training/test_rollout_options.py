@@ -40,6 +40,8 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
             "--rollout-batch-size 2: has no effect with --rollout-engine",
         ),
         ({"reward_fn": "a.py:f", "missing_eos_penalty": float("nan")}, "--missing-eos-penalty"),
+        ({"reward_fn": "a.py:f", "log_completions": -1}, "--log-completions -1: give "),
+        ({"reward_fn": "a.py:f", "log_completions": 2}, "its file is in --save, which is missing"),
         ({"stage": "dpo", "simpo_beta": 2.0}, "--simpo-beta 2.0: is for --stage simpo, not dpo"),
         (
             {"stage": "kto", "pref_ftx": 0.1},

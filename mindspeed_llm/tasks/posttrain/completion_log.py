@@ -1,0 +1,45 @@
+"""What the policy says while it is trained: completions of each step as lines of JSON."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed.training.json_lines import JsonLines
+from mindspeed_llm.data.tokenizer import TokenizerFacts
+from mindspeed_llm.tasks.posttrain.rollouts import Rollout
+
+FILE_NAME = "completions.jsonl"
+
+
+class CompletionLog:
+    """Writes the first completions of every step, with their prompts and rewards."""
+
+    def __init__(self, folder: str, facts: TokenizerFacts, count: int) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer, self._count = Tokenizer.from_str(facts.backend), count
+        self._lines = JsonLines(Path(folder, FILE_NAME))
+
+    def start(self, iteration: int) -> None:
+        """Start after an iteration; lines that an earlier run wrote beyond it are dropped."""
+        self._lines.start(iteration)
+
+    def add(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
+        """Write the completions of an iteration."""
+        self._lines.append(*(self._line(iteration, each) for each in rollouts[: self._count]))
+
+    def _line(self, iteration: int, rollout: Rollout) -> dict[str, Any]:
+        line = {
+            "iteration": iteration,
+            "prompt": self._text(rollout.prompt.tokens),
+            "completion": self._text(rollout.completion.tokens),
+            "reward": rollout.reward,
+            "ended": rollout.is_ended,
+            "fields": rollout.prompt.fields,
+        }
+        return line | ({"rewards": rollout.parts} if rollout.parts else {})
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Return the text with its special tokens: what the model reads and says."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
