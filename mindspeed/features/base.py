@@ -80,6 +80,8 @@ class Feature:
     """Megatron's own flags that belong to it; the first one switches it on."""
     megatron_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Values that it adds to Megatron's own flags, by the name of the argument."""
+    shared_fields: ClassVar[tuple[str, ...]] = ()
+    """Options that Megatron's own parser has as well; their defaults become ours."""
     is_native: ClassVar[bool] = False
     """Megatron does it all; whether it is on depends on Megatron's arguments only."""
     devices: ClassVar[tuple[str, ...]] = ALL_DEVICES

@@ -18,6 +18,7 @@ from mindspeed import device
 from mindspeed.checkpoint.commit import atomic_write_text
 from mindspeed.config import ConfigError
 from mindspeed.config.yaml_file import read_yaml
+from mindspeed.profiling import Trace
 from mindspeed.training.checkpoint_dir import TrainState, latest_finite
 from mindspeed.training.entry import RunFailed, Stopped, StopRequest
 from mindspeed.training.log import ProgressBar, StepClock, TrainingLog
@@ -104,11 +105,12 @@ class TrainLoop:
         flops_per_token: float | None = None,
         meter: FlopMeter | None = None,
         report: StepReport | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._options, self._checkpoints = options, checkpoints
         self._optimizers, self._initial_state = optimizers, state
         self._global_batch, self._meter = global_batch, meter
-        self._report = report
+        self._report, self._trace = report, trace
         self.steps, self.rank = steps, rank
         self._schedule = make_schedule(options, steps)
         file = options.log_file or (f"{options.save}/log.jsonl" if options.save else None)
@@ -148,6 +150,8 @@ class TrainLoop:
                     raise self._stopped(state, request.signal or signal.SIGTERM)
         finally:
             gc.unfreeze()
+            if self._trace is not None:
+                self._trace.end()
             self._bar.stop()
             self.log.finish()
         if self.rank == 0:
@@ -212,7 +216,10 @@ class TrainLoop:
         rate = 0.0
         for optimizer in self._optimizers:
             rate = self._schedule.apply(optimizer, state.iteration)
-        with self._meter.step() if self._meter else nullcontext():
+        with (
+            self._meter.step() if self._meter else nullcontext(),
+            self._trace.step(state.iteration + 1) if self._trace else nullcontext(),
+        ):
             pending = trainer.train_step(state, stop)
         consumed = state.consumed_samples + self._global_batch
         after = trainer.state(state.iteration + 1, consumed)

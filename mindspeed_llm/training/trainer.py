@@ -21,6 +21,7 @@ from mindspeed.checkpoint.digests import write_digests
 from mindspeed.config import ConfigError
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.ops.linear_cross_entropy.megatron import losses_of
+from mindspeed.profiling.options import trace_of
 from mindspeed.training.checkpoint_dir import TrainState
 from mindspeed.training.loop import TrainLoop, num_steps, run_config
 from mindspeed.training.metrics import MeanMetrics, Metric, PendingStep, StopCheck
@@ -456,6 +457,7 @@ class Trainer(ABC):
             flops_per_token=self._flops_per_token() if options.log_throughput else None,
             meter=FlopMeter() if options.op_cal_tflops else None,
             report=expert_load_report(self.primary, options),
+            trace=trace_of(options, dims.rank),
         )
 
     @property

@@ -14,7 +14,7 @@ from mindspeed.training.metrics import PendingStep, StopCheck
 from mindspeed_mm.training.arguments import FILES, FSDP2
 from mindspeed_mm.training.batches import Batches
 from mindspeed_mm.training.callbacks import Callbacks, NumSamples
-from mindspeed_mm.training.profile import Trace
+from mindspeed_mm.training.profile import trace_of
 from mindspeed_mm.training.setup import Setup, adapters
 from mindspeed_mm.training.step import FsdpStep
 
@@ -42,6 +42,7 @@ class FsdpTrainer:
             global_batch=dims.global_batch_size,
             rank=dims.rank,
             world_size=dims.world,
+            trace=trace_of(setup.run.mm.tool, dims.rank),
         )
         self._step = FsdpStep(
             setup.model,
@@ -55,18 +56,15 @@ class FsdpTrainer:
         if self._show is not None and options.tensorboard_dir is None:
             logger.warning("process_non_loss_data_func is not called without --tensorboard-dir")
             self._show = None
-        self._trace = Trace(setup.run.mm.tool, dims.rank)
         self._batches = self._train.endless(setup.state.consumed_samples)
 
     def train(self) -> TrainState:
         """Train to the last step; then evaluate on the test data, if there is any."""
         try:
             state = self.loop.run(self)
-        except Stopped as stopped:
-            self._trace.end(stopped.iteration)
+        except Stopped:
             self._train.finish(is_complete=False)
             raise
-        self._trace.end(state.iteration)
         self._train.finish()
         if self._test is not None:
             means = self._step.evaluate(self._to_evaluate(self._test))
@@ -79,8 +77,7 @@ class FsdpTrainer:
         iteration, args = state.iteration + 1, self._setup.args
         args.iteration, args.consumed_train_samples = iteration, state.consumed_samples
         seed_step(self._options.seed, iteration, self._setup.dims.dp_rank)
-        with self._trace.step(iteration):
-            return self._step.train(self._batches, stop)
+        return self._step.train(self._batches, stop)
 
     def evaluate(self) -> dict[str, float] | None:
         """Return the mean metrics on the validation data; pass on what else is to be shown."""

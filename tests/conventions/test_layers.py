@@ -8,7 +8,15 @@ BELOW = {
     "mindspeed/config": (),
     "mindspeed/distributed": ("config",),
     "mindspeed/checkpoint": ("config",),
-    "mindspeed/features": ("config", "distributed", "patching", "device", "compat", "tune"),
+    "mindspeed/features": (
+        "config",
+        "distributed",
+        "patching",
+        "device",
+        "compat",
+        "tune",
+        "profiling",
+    ),
     "mindspeed/ops": ("device", "distributed"),
     "mindspeed/parallel": ("ops", "device", "distributed", "config"),
     "mindspeed/optim": ("ops", "parallel", "device"),
@@ -19,7 +27,10 @@ BELOW = {
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
     "mindspeed/tune": ("config", "device", "distributed"),
-    "mindspeed/training": ("checkpoint", "config", "device", "distributed", "tune"),
+    "mindspeed/profiling": ("config",),
+    "mindspeed/training": (
+        *("checkpoint", "config", "device", "distributed", "profiling", "tune"),
+    ),
     "mindspeed/core": (),
     "mindspeed/doctor": (
         *("config", "device", "distributed", "launch", "compat", "ops"),

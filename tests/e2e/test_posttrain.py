@@ -84,7 +84,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(inputs: list[str], tmp_path: Path
     flags = [*inputs, "--train-iters", str(STEPS), "--global-batch-size", "4"]
     flags += "--save-interval 2 --keep-last 2 --use-distributed-optimizer".split()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    code, output = _run("posttrain_gpt.py", *flags, "--save", str(whole), nproc=2)
+    traces = f"--profile --profile-step-start 2 --profile-step-end 4 --profile-save-path {tmp_path}"
+    code, output = _run("posttrain_gpt.py", *flags, *traces.split(), "--save", str(whole), nproc=2)
+    assert {f"trace_rank{rank}_step4.json" for rank in (0, 1)} <= set(os.listdir(tmp_path))
     assert code == 0, output
     process = _start("posttrain_gpt.py", *flags, "--save", str(broken), nproc=2, dies=True)
     _wait_for(broken / "log.jsonl", 5, process)

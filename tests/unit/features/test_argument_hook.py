@@ -22,6 +22,8 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     parser.add_argument("--overlap-param-gather", action="store_true")
     parser.add_argument("--swiglu", action="store_true")
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile-ranks", nargs="+", type=int, default=[0])
     parser.add_argument("--yaml-cfg")
     if extra_args_provider is not None:
         parser = extra_args_provider(parser)
@@ -37,6 +39,12 @@ def validate_args(args, defaults={}):
 TRAINING = """
 def num_floating_point_operations(args, batch_size):
     return batch_size
+
+def train():
+    pass
+
+def train_step():
+    pass
 
 def setup_model_and_optimizer(model_provider_func, model_type, checkpointing_context=None):
     return None
@@ -106,6 +114,9 @@ CASES = {
     "preset": {"line": "--swiglu", "enable": {"use_fused_swiglu": True}},
     "preset undone": {"line": "--no-use-fused-swiglu", "enable": {"use_fused_swiglu": True}},
     "after the preset": {"line": "--swiglu"},
+    "shared flag": {"line": "--profile --profile-level level1"},
+    "shared flag given": {"line": "--profile --profile-ranks 0 --profile-with-cpu"},
+    "shared preset": {"line": "", "enable": {"profile": True, "profile_ranks": (0,)}},
     "yaml": {"line": "--yaml-cfg x.yaml", "enable": {"noop_layers": (0,)}},
 }
 
@@ -234,6 +245,13 @@ def test_options_from_python_are_the_defaults_of_the_flags(results):
     assert "fused_swiglu" in results["preset"]["on"]
     assert "fused_swiglu" not in results["preset undone"]["on"]
     assert "fused_swiglu" not in results["after the preset"]["on"]
+
+
+def test_flags_that_megatron_has_too_have_our_defaults(results):
+    cases = ("plain", "shared flag", "shared flag given", "shared preset")
+    ranks = [results[case]["args"]["profile_ranks"] for case in cases]
+    assert ranks == [[-1], [-1], [0], [0]]
+    assert ["profile" in results[case]["on"] for case in cases] == [False, True, True, True]
 
 
 def test_megatrons_own_yaml_is_left_alone(results):

@@ -1,26 +1,17 @@
-"""Traces of steps: written when they end, and when the run ends before that."""
+"""The trace that a tool section asks for."""
 
-import json
 from pathlib import Path
 
-import torch
-
-from mindspeed_mm.training.profile import ProfileOptions, ToolConfig, Trace, TraceOptions
+from mindspeed_mm.training.profile import ProfileOptions, ToolConfig, TraceOptions, trace_of
 
 
-def traces(folder: Path, rank: int = 0) -> list[str]:
-    """Run three steps, of which the second is to be the first of eight that are traced."""
-    steps = TraceOptions(start_step=2, end_step=10, save_path=str(folder))
-    trace = Trace(ToolConfig(profile=ProfileOptions(enable=True, static_param=steps)), rank)
-    for number in range(1, 4):
-        with trace.step(number):
-            torch.ones(2).add_(number)
-    trace.end(3)
-    trace.end(3)  # once is enough
-    return [path.name for path in folder.iterdir()]
-
-
-def test_a_run_that_ends_within_a_trace_writes_it(tmp_path: Path) -> None:
-    assert traces(tmp_path, rank=1) == []
-    assert traces(tmp_path) == ["trace_rank0_step3.json"]
-    assert json.loads((tmp_path / "trace_rank0_step3.json").read_text())["traceEvents"]
+def test_its_steps_and_ranks(tmp_path: Path) -> None:
+    steps = TraceOptions(start_step=2, end_step=10, save_path=str(tmp_path), with_stack=True)
+    asked = ToolConfig(profile=ProfileOptions(enable=True, static_param=steps))
+    trace = trace_of(asked, 0)
+    assert trace is not None
+    assert (trace.first, trace.last, trace.folder) == (2, 9, str(tmp_path))
+    assert (trace.with_cpu, trace.with_stack, trace.with_memory) == (True, True, False)
+    assert trace_of(asked, 1) is None
+    assert trace_of(ToolConfig(), 0) is None
+    assert trace_of(None, 0) is None
