@@ -2,5 +2,6 @@
 
 from mindspeed.device.base import Device, DeviceError
 from mindspeed.device.choice import current, known
+from mindspeed.device.tracing import TraceContent, Tracer
 
-__all__ = ["Device", "DeviceError", "current", "known"]
+__all__ = ["Device", "DeviceError", "TraceContent", "Tracer", "current", "known"]

@@ -6,9 +6,12 @@ import abc
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+
+from mindspeed.device.tracing import TorchTracer, TraceContent, Tracer
 
 
 class DeviceError(RuntimeError):
@@ -139,6 +142,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def event(self, timing: bool = False) -> Any:
         """Create an event."""
+
+    def tracer(self, folder: Path, rank: int, content: TraceContent) -> Tracer:
+        """Return what records some steps of a rank, and writes to a folder."""
+        return TorchTracer(folder, rank, content)
 
     def group_options(self, buffer_mib: int, options: Any = None) -> Any:
         """Return process-group options that bound the buffer of a communicator.

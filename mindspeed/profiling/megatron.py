@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from mindspeed.profiling.options import trace_of
@@ -13,7 +14,8 @@ from mindspeed.profiling.trace import Trace
 _NSYS = "NSYS_PROFILING_SESSION_ID"
 """Set by Nsight Systems in what it runs."""
 
-_running: Trace | None = None
+_running: ContextVar[Trace | None] = ContextVar("trace", default=None)
+"""The trace of the train loop that is running."""
 
 
 def wrap_train(original: Callable[..., Any], options: Any) -> Callable[..., Any]:
@@ -21,20 +23,22 @@ def wrap_train(original: Callable[..., Any], options: Any) -> Callable[..., Any]
 
     @functools.wraps(original)
     def train(*args: Any, **kwargs: Any) -> Any:
-        global _running
         from megatron.training import get_args
 
         parsed, given = get_args(), get_args().profile_ranks
         if parsed.use_pytorch_profiler or _NSYS in os.environ:
             parsed.profile_ranks = range(parsed.world_size) if -1 in given else given
             return original(*args, **kwargs)
-        parsed.profile, _running = False, trace_of(options, parsed.rank)
+        trace = trace_of(options, parsed.rank)
+        token = _running.set(trace)
+        parsed.profile = False
         try:
             return original(*args, **kwargs)
         finally:
-            if _running is not None:
-                _running.end()
-            parsed.profile, _running = True, None
+            parsed.profile = True
+            _running.reset(token)
+            if trace is not None:
+                trace.end()
 
     return train
 
@@ -44,11 +48,11 @@ def wrap_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        if _running is None:
+        if (trace := _running.get()) is None:
             return original(*args, **kwargs)
         from megatron.training import get_args
 
-        with _running.step(get_args().curr_iteration + 1):
+        with trace.step(get_args().curr_iteration + 1):
             return original(*args, **kwargs)
 
     return train_step

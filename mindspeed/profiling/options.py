@@ -18,7 +18,7 @@ class TraceOptions(Options):
     profile_ranks: tuple[int, ...] = (-1,)
     """Ranks that are traced; -1 for all."""
     profile_level: Literal["level0", "level1", "level2"] = "level0"
-    """Accepted: torch's profiler has no levels, it always records kernels and communication."""
+    """How much the profiler of an NPU records; torch's records kernels and communication."""
     profile_with_cpu: bool = False
     """Record what the processor does, too."""
     profile_with_stack: bool = False
@@ -35,13 +35,18 @@ def trace_of(options: Any, rank: int) -> Trace | None:
     """Return the trace of a rank, if it is one of those that are traced."""
     if not options.profile or not {rank, -1}.intersection(options.profile_ranks):
         return None
+    from mindspeed.device import TraceContent  # reading options needs no torch
+
     return Trace(
         first=options.profile_step_start + 1,
         last=options.profile_step_end,
         folder=options.profile_save_path,
         rank=rank,
-        with_cpu=options.profile_with_cpu,
-        with_stack=options.profile_with_stack,
-        with_memory=options.profile_with_memory,
-        record_shapes=options.profile_record_shapes,
+        content=TraceContent(
+            level=options.profile_level,
+            with_cpu=options.profile_with_cpu,
+            with_stack=options.profile_with_stack,
+            with_memory=options.profile_with_memory,
+            record_shapes=options.profile_record_shapes,
+        ),
     )

@@ -1,34 +1,30 @@
-"""The trace of a rank: one file that Perfetto and chrome://tracing open."""
+"""The steps of a rank that are traced."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed.config import ConfigError
 
 if TYPE_CHECKING:
-    from torch import profiler
+    from mindspeed.device import TraceContent, Tracer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class Trace:
-    """Traces the steps `first` to `last` of a rank and writes `folder`/trace_rank*_step*.json."""
+    """Traces the steps `first` to `last` of a rank, and writes to `folder`."""
 
     first: int
     last: int
     folder: str
     rank: int
-    with_cpu: bool
-    """False: the device only, where there is one."""
-    with_stack: bool
-    with_memory: bool
-    record_shapes: bool
-    _running: "profiler.profile | None" = None
+    content: "TraceContent"
+    _running: "Tracer | None" = None
     _started: int = 0
     _step: int = 0
 
@@ -45,14 +41,9 @@ class Trace:
     def step(self, iteration: int) -> Iterator[None]:
         """Trace around a step, if it is one of those."""
         if self._running is None and self.first <= iteration <= self.last:
-            from torch import profiler  # reading options needs no torch
+            from mindspeed import device  # reading options needs no torch
 
-            self._running = profiler.profile(
-                activities=None if self.with_cpu else _without_cpu(),
-                record_shapes=self.record_shapes,
-                profile_memory=self.with_memory,
-                with_stack=self.with_stack,
-            )
+            self._running = device.current().tracer(Path(self.folder), self.rank, self.content)
             self._running.start()
             self._started = iteration
         self._step = iteration
@@ -67,15 +58,6 @@ class Trace:
                 self._started = -1  # warn once
                 logger.warning("no trace: steps %d to %d were not run", self.first, self.last)
             return
-        self._running.stop()
-        file = Path(self.folder) / f"trace_rank{self.rank}_step{self._step}.json"
-        self._running.export_chrome_trace(str(file))
-        logger.info("trace of steps %d to %d in %s", self._started, self._step, file)
+        written = self._running.stop(self._step)
+        logger.info("trace of steps %d to %d in %s", self._started, self._step, written)
         self._running = None
-
-
-def _without_cpu() -> list[Any] | None:
-    from torch import profiler
-
-    known = profiler.supported_activities()
-    return [kind for kind in known if kind is not profiler.ProfilerActivity.CPU] or None

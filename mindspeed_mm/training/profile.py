@@ -28,8 +28,8 @@ class TraceOptions(Options):
     """Record shapes."""
     with_cpu: bool = True
     """Record what the processor does, too; false: the device only, where there is one."""
-    level: str | None = None
-    """Accepted: torch's profiler has no levels."""
+    level: Literal["level_none", "level0", "level1", "level2"] = "level0"
+    """How much the profiler of an NPU records; torch's records kernels and communication."""
     aic_metrics_type: str | None = None
     """Accepted: it belongs to the profiler of one device."""
     data_simplification: bool = False
@@ -120,14 +120,19 @@ def trace_of(tool: Any, rank: int) -> Trace | None:
     profile: Any = getattr(tool, "profile", None)
     if not getattr(profile, "enable", False) or not {rank, -1}.intersection(profile.ranks):
         return None
+    from mindspeed.device import TraceContent  # reading options needs no torch
+
     how = profile.static_param
     return Trace(
         first=how.start_step,
         last=how.end_step - 1,
         folder=how.save_path,
         rank=rank,
-        with_cpu=how.with_cpu,
-        with_stack=how.with_stack,
-        with_memory=how.with_memory,
-        record_shapes=how.record_shapes,
+        content=TraceContent(
+            level=how.level,
+            with_cpu=how.with_cpu,
+            with_stack=how.with_stack,
+            with_memory=how.with_memory,
+            record_shapes=how.record_shapes,
+        ),
     )

@@ -27,7 +27,7 @@ BELOW = {
     "mindspeed/fsdp": ("config", "device"),
     "mindspeed/launch": ("config", "device"),
     "mindspeed/tune": ("config", "device", "distributed"),
-    "mindspeed/profiling": ("config",),
+    "mindspeed/profiling": ("config", "device"),
     "mindspeed/training": (
         *("checkpoint", "config", "device", "distributed", "profiling", "tune"),
     ),
