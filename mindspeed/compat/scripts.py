@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from megatron.core import datasets
 
 _FSDP_FLAGS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 
@@ -21,6 +25,18 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(args, *others, **kwargs)
 
     return validate_args
+
+
+def wrap_compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
+    """Compile nothing where megatron-core came with the compiled module instead of its makefile."""
+
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        has_makefile = Path(datasets.__file__).with_name("Makefile").is_file()
+        if has_makefile or importlib.util.find_spec(f"{datasets.__name__}.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
 
 
 def load_no_kernels(args: Namespace) -> None:

@@ -136,6 +136,17 @@ TABLE = (
         ),
     ),
     Entry(
+        name="compiled_helpers",
+        reason="compile_helpers() ends a run: wheels have the compiled module but no makefile.",
+        patches=(
+            Patch.wrap(
+                "megatron.core.datasets.utils:compile_helpers",
+                "mindspeed.compat.scripts:wrap_compile_helpers",
+                why="it runs make where there is nothing to make",
+            ),
+        ),
+    ),
+    Entry(
         name="context_parallel_lists",
         reason="A cp_comm_type for each layer ends in an IndexError: layers count from 1.",
         versions="before 0.19",

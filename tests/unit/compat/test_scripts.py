@@ -7,10 +7,15 @@ import types
 from argparse import Namespace
 from importlib.machinery import ModuleSpec
 
+import megatron.core.datasets
 import megatron.core.utils
 import pytest
 
-from mindspeed.compat.scripts import load_no_kernels, wrap_validate_args
+from mindspeed.compat.scripts import (
+    load_no_kernels,
+    wrap_compile_helpers,
+    wrap_validate_args,
+)
 from mindspeed.compat.table import TABLE
 from mindspeed.patching import Patcher
 
@@ -72,3 +77,23 @@ def test_an_installed_one_is_compared(flash_attn):
     assert megatron.core.utils.is_fa_min_version("2.6.3")
     assert not megatron.core.utils.is_fa_min_version("2.6.3", check_equality=False)
     assert not megatron.core.utils.is_fa_min_version("2.7.3")
+
+
+@pytest.mark.parametrize(
+    ("files", "compiles"),
+    [
+        ([], True),
+        (["Makefile"], True),
+        (["Makefile", "helpers_cpp.py"], True),  # a checkout: make knows what is out of date
+        (["helpers_cpp.py"], False),
+    ],
+)
+def test_helpers_are_compiled_where_they_can_be(monkeypatch, tmp_path, files, compiles):
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(megatron.core.datasets, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(megatron.core.datasets, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "megatron.core.datasets.helpers_cpp", raising=False)
+    calls = []
+    wrap_compile_helpers(lambda: calls.append(1))()
+    assert bool(calls) == compiles
