@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from mindspeed_llm.tasks.posttrain import launcher
 from tests.small_tokenizers import byte_level
 from tests.sockets import free_ports
 
@@ -107,6 +108,20 @@ def test_from_data_to_a_talking_model(place):
         MAX_NEW_TOKENS="4",
     )
     assert said.strip()
+
+
+def test_the_guides_trainers():
+    names = (
+        "SFTTrainer",
+        "DPOTrainer",
+        "ORMTrainer",
+        "PRMTrainer",
+        "SimPOTrainer",
+        "TrlPPOTrainer",
+    )
+    stages = ("sft", "dpo", "orm", "prm", "simpo", "trl_ppo")
+    assert [launcher.TRAINERS[stage].__name__ for stage in stages] == list(names)
+    assert all(hasattr(launcher, name) for name in names)
 
 
 def test_the_guides_own_entry_script(place):

@@ -10,7 +10,7 @@ from mindspeed_llm.tasks.posttrain.dpo import DPOTrainer
 from mindspeed_llm.tasks.posttrain.grpo import GRPOTrainer
 from mindspeed_llm.tasks.posttrain.kto import KTOTrainer
 from mindspeed_llm.tasks.posttrain.orm import ORMTrainer
-from mindspeed_llm.tasks.posttrain.ppo import PPOTrainer
+from mindspeed_llm.tasks.posttrain.ppo import TrlPPOTrainer
 from mindspeed_llm.tasks.posttrain.prm import PRMTrainer
 from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
 from mindspeed_llm.tasks.posttrain.simpo import SimPOTrainer
@@ -23,7 +23,7 @@ TRAINERS: dict[str, type[BaseTrainer]] = {
     "kto": KTOTrainer,
     "orm": ORMTrainer,
     "prm": PRMTrainer,
-    "trl_ppo": PPOTrainer,
+    "trl_ppo": TrlPPOTrainer,
     "grpo": GRPOTrainer,
 }
 

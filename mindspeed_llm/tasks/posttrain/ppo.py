@@ -37,7 +37,7 @@ KL_COEF = "kl_coef"
 EPSILON = 1e-8
 
 
-class PPOTrainer(OnlineTrainer):
+class TrlPPOTrainer(OnlineTrainer):
     """Trains an actor on advantages that a critic gives its tokens, and the critic on returns."""
 
     entropy_coeff = 0.001
