@@ -321,13 +321,18 @@ def _in_two_parts(values: Mapping[str, Any], options: RunOptions) -> str:
 
 def _log_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Name the options that a resumed run has other values for."""
-    changes = [
-        f"{name} {_shown(before.get(name))} -> {_shown(value)}"
-        for name, value in after.items()
-        if name in before and before[name] != value
-    ]
-    if changes:
+    if changes := list(_changes(before, after)):
         logger.info("resumed with other options than before: %s", ", ".join(changes))
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for name, value in after.items():
+        if name not in before or before[name] == value:
+            continue
+        if isinstance(before[name], dict) and isinstance(value, dict):
+            yield from _changes(before[name], value, f"{path}{name}.")
+        else:
+            yield f"{path}{name} {_shown(before[name])} -> {_shown(value)}"
 
 
 def _shown(value: Any) -> str:

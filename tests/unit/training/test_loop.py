@@ -20,7 +20,7 @@ from mindspeed.training.checkpoint_dir import (
     read_state,
 )
 from mindspeed.training.entry import Stopped, run_rank
-from mindspeed.training.loop import NotFinite, TrainLoop
+from mindspeed.training.loop import NotFinite, TrainLoop, _log_changes
 from mindspeed.training.metrics import PendingStep, StepResult, StopCheck
 from mindspeed.training.options import RunOptions
 from mindspeed.tune.flop_meter import FlopMeter
@@ -425,6 +425,14 @@ def test_a_resumed_run_names_its_other_options(tmp_path, caplog):
     resumed = Recorded(save=str(tmp_path), start=3, min_lr=0.5)
     resumed.loop.run(resumed)
     assert "resumed with other options than before: min_lr 0.0 -> 0.5" in caplog.text
+    caplog.clear()
+    before = {"training": {"lr": 1, "min_lr": 0.5, "deep": {"a": None, "b": 2}}, "model": None}
+    after = {"training": {"lr": 1, "min_lr": 0.1, "deep": {"a": 1, "b": 2}}, "model": {"new": 1}}
+    _log_changes(before, after)
+    changes = (
+        "training.min_lr 0.5 -> 0.1, training.deep.a default -> 1, model default -> {'new': 1}"
+    )
+    assert caplog.messages == [f"resumed with other options than before: {changes}"]
     done = Recorded(save=str(tmp_path), start=STEPS, min_lr=0.25)
     done.loop.run(done)
     assert "min_lr: 0.5" in (tmp_path / "config.yaml").read_text()  # no step had the other value
