@@ -19,7 +19,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         usage="mindspeed run [--nproc N] [options] script.py|-m module [arguments]",
         allow_abbrev=False,
     )
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="number of ranks (1)")
+    torchruns = ("--nproc-per-node", "--nproc_per_node")
+    parser.add_argument(
+        "--nproc", *torchruns, type=int, default=1, metavar="N", help="number of ranks (1)"
+    )
     parser.add_argument(
         "--timeout",
         type=float,

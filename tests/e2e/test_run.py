@@ -84,9 +84,10 @@ def _until_nothing_is_left(folder: Path) -> None:
     _until(lambda: not any(map(running, _pids(folder))))
 
 
-def test_ranks_meet_and_rank_0_is_shown_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--nproc", "--nproc-per-node", "--nproc_per_node"])
+def test_ranks_meet_and_rank_0_is_shown_as_it_is(tmp_path: Path, flag: str) -> None:
     body = _GLOO + "total = torch.ones(2); dist.all_reduce(total); print(rank, total.tolist())"
-    code, out, err = _run(tmp_path, body, "--nproc", "2")
+    code, out, err = _run(tmp_path, body, flag, "2")
     assert (code, out) == (0, "0 [2.0, 2.0]\n"), err
 
 
