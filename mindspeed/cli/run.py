@@ -30,7 +30,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="stop, and show where each rank is, after S seconds",
     )
     parser.add_argument(
-        "--all-ranks", action="store_true", help="show the output of every rank, not only rank 0"
+        "--all-ranks",
+        action="store_true",
+        help="show every rank, not only rank 0 (Megatron-LM prints its losses on the last)",
     )
     parser.add_argument(
         "--host", default=LOOPBACK, help=f"address the ranks' store listens on ({LOOPBACK})"
