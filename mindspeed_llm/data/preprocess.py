@@ -120,8 +120,8 @@ class _Run:
     def _encode(self) -> Generator[None, None, None]:
         """Write block after block; yield after each."""
         columns = [*self._plan.columns.names.values(), *self._plan.columns.media]
-        if self._plan.handler in HANDLERS and HANDLERS[self._plan.handler].keeps_fields:
-            columns = []
+        if handler := HANDLERS.get(self._plan.handler):
+            columns = [] if handler.keeps_fields else [*columns, *handler.checked]
         todo = islice(blocks(self._sources, columns, self._block_bytes), self._done, None)
         release = self._workspace.release
         saved = logged = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -91,6 +91,8 @@ class Handler(ABC):
     """Whether numbers are stored for every record, as the last track of the outputs."""
     keeps_fields: ClassVar[bool] = False
     """Whether all columns are read, not only those with a role."""
+    checked: ClassVar[Collection[str]] = ()
+    """Columns without a role that a record is refused for."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

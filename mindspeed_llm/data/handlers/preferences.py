@@ -28,6 +28,7 @@ QUESTIONS = {
     "conversations": "SharegptStylePairwiseHandler",
     "question": "",
     "query": "",
+    "input": "",
 }
 """Columns that other layouts have questions in, and the handlers of these."""
 PREFERRED = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
@@ -82,6 +83,7 @@ class OpenAIPairwiseHandler(PreferenceHandler):
         "tools": "tools",
     }
     required = ("chosen", "rejected")
+    checked = tuple(QUESTIONS)
 
     @classmethod
     def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
@@ -179,6 +181,8 @@ def _split_prompt(
         start = commonprefix(texts)
         # A word belongs to one side as a whole, together with the space before it.
         start = start[:-1] if start.endswith(" ") else start
+        if not start and "prompt" not in names:  # not switched off
+            raise UnusableRecord(PROMPTS_DIFFER)
         ends = [[{"role": "assistant", "content": text[len(start) :]}] for text in texts]
         return [{"role": "user", "content": start}], ends
     prompts = [entries[:-1] for entries in sides]

@@ -302,6 +302,32 @@ def test_a_question_in_a_column_that_is_not_read_is_not_lost(run, write_lines):
     assert summary.written == 1
 
 
+@pytest.mark.parametrize("column", ["question", "input"])
+def test_tables_do_not_hide_a_question_that_is_not_read(run, tmp_path, column):
+    """Of a table only the columns that are used are read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from mindspeed.config import ConfigError
+
+    record = {"system": "", column: "why", "chosen": "It is so.", "rejected": "It is not."}
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "pairs.parquet")
+    values = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
+    with pytest.raises(ConfigError, match=f"row 1: has no prompt, and {column} is not read: name"):
+        run(str(tmp_path / "pairs.parquet"), **values)
+
+
+def test_texts_without_a_common_beginning_are_no_answers_to_nothing(run, write_lines):
+    records = [{"chosen": f"\n\nHuman: Hi\n\nAssistant: {n}", "rejected": "Bye"} for n in range(2)]
+    records.append({"chosen": "Human: Hi\nAssistant: yes", "rejected": "Human: Hi\nAssistant: no"})
+    values = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "chatml"}
+    summary, _ = run(write_lines(records), **values)
+    assert summary.written == 1
+    assert summary.skipped["the prompts of chosen and rejected differ"].count == 2
+    switched_off, _ = run(write_lines(records), map_keys='{"prompt": ""}', name="off", **values)
+    assert switched_off.written == 3
+
+
 @pytest.mark.parametrize("prompt_type", ["chatml", "tokenizer"])
 @pytest.mark.parametrize("handler", ["OpenAIPairwiseHandler", "OpenAIKTOHandler"])
 def test_packing_is_left_to_training(run, write_lines, handler, prompt_type):
