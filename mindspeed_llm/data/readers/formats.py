@@ -15,6 +15,7 @@ CHUNK = 1 << 20
 LOOKAHEAD_CHARS = 64
 """A mistake this close to the end of the text that was read may be only an incomplete value."""
 _SPACE = re.compile(r"[ \t\r\n]*")
+RENDERED = ("tools", "tool_calls", "function_call")
 MAX_FIELD_CHARS = 64 << 20
 """Without a limit a quote that is never closed would consume the rest of the file."""
 
@@ -165,6 +166,20 @@ def _header(path: str, names: list[str]) -> list[str]:
     return names
 
 
+def _without_filled(value: Any, is_json: bool = False) -> Any:
+    """Leave out null fields of what is rendered as JSON.
+
+    All structs of a column have the same fields: a table fills in those of other records.
+    """
+    if isinstance(value, dict):
+        return {
+            name: _without_filled(inner, is_json or name in RENDERED)
+            for name, inner in value.items()
+            if inner is not None or not is_json
+        }
+    return [_without_filled(each, is_json) for each in value] if isinstance(value, list) else value
+
+
 def read_parquet(path: str, columns: Sequence[str] = ()) -> Iterator[tuple[int, Row]]:
     """Yield the length (an average) and the row of every row; rows are numbered from 1."""
     import pyarrow as pa
@@ -179,7 +194,7 @@ def read_parquet(path: str, columns: Sequence[str] = ()) -> Iterator[tuple[int, 
                 length = max(1, facts.total_byte_size // max(1, facts.num_rows))
                 rows, end = max(1, BLOCK_BYTES // length), number + facts.num_rows
                 for batch in file.iter_batches(rows, row_groups=[group], columns=known or None):
-                    for record in batch.to_pylist():
+                    for record in map(_without_filled, batch.to_pylist()):
                         number += 1
                         yield length, (number, record or Problem("has no columns"))
                 if number != end:  # a damaged page ends a row group without an error

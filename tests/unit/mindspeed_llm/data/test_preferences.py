@@ -317,6 +317,31 @@ def test_tables_do_not_hide_a_question_that_is_not_read(run, tmp_path, column):
         run(str(tmp_path / "pairs.parquet"), **values)
 
 
+def test_tables_fill_no_fields_into_tools_and_calls(run, write_lines, tmp_path):
+    """All structs of a column of parquet have the same fields, null where a record has none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def record(name, kind):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": {name: "x"}}}]
+        parameters = {"type": "object", "properties": {name: {"type": kind, "enum": ["x", None]}}}
+        return {
+            "prompt": "why",
+            "chosen": [{"role": "assistant", "content": None, "tool_calls": calls}],
+            "rejected": [{"role": "assistant", "content": "no"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+        }
+
+    records = [record("city", "string"), record("unit", "null")]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "calls.parquet")
+    values = {"handler_name": "OpenAIPairwiseHandler", "prompt_type": "qwen"}
+    _, table = run(str(tmp_path / "calls.parquet"), name="table", **values)
+    _, lines = run(write_lines(records), name="lines", **values)
+    for one, other in zip(InstructionData(table), InstructionData(lines), strict=True):
+        for key in ("chosen_input_ids", "chosen_labels", "rejected_input_ids"):
+            assert one[key].tolist() == other[key].tolist()
+
+
 def test_texts_without_a_common_beginning_are_no_answers_to_nothing(run, write_lines):
     records = [{"chosen": f"\n\nHuman: Hi\n\nAssistant: {n}", "rejected": "Bye"} for n in range(2)]
     records.append({"chosen": "Human: Hi\nAssistant: yes", "rejected": "Human: Hi\nAssistant: no"})
