@@ -33,6 +33,9 @@ from mindspeed_llm.training.rollout_options import (
     check_rollouts,
 )
 
+TOKEN_STAGES = ("pretraining", "sft", "prm")
+"""The tasks whose loss is a mean over the tokens of a micro-batch, or of a step."""
+
 
 class ModelOptions(Options):
     """The model; every size is read from its config.json, and only checked where given here."""
@@ -136,8 +139,8 @@ class DataOptions(Options):
     """Pair packed rows of much and of little attention, and put equal pairs into a step, so that no
     rank waits for another; needs an even number of micro-batches a step."""
     calculate_per_token_loss: bool = False
-    """Mean loss over all tokens of a step; without it the mean over micro-batches of the mean over
-    their tokens, so that short samples weigh more."""
+    """Mean loss over all tokens of a step (pretraining, --stage sft and prm); without it the mean
+    over micro-batches of the mean over their tokens, so that short samples weigh more."""
     no_shuffle: bool = False
     """Read samples in the order of the files."""
     padded_samples: bool = False
@@ -414,6 +417,12 @@ def check(options: TrainOptions, stage: str | None = None) -> None:
     if options.log_completions and options.save is None:
         raise ConfigError(
             f"--log-completions {options.log_completions}: its file is in --save, which is missing"
+        )
+    if options.calculate_per_token_loss and stage not in TOKEN_STAGES:
+        hint = ", and give --grpo-loss-type dapo for such a mean" if stage == "grpo" else ""
+        raise ConfigError(
+            "--calculate-per-token-loss: is for pretraining and --stage sft and prm, not "
+            f"{stage}: drop it{hint}"
         )
     if options.load is None and not options.from_scratch:
         raise ConfigError(

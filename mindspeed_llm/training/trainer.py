@@ -213,11 +213,8 @@ class Trainer(ABC):
         and the part of the gradient that is by their own tokens.
         """
         count = losses.new_full((), len(losses), dtype=torch.int32)  # no copy from the host
-        dims = self.setup.dims
-        if dims.cp == 1:
+        if self.setup.dims.cp == 1:
             return losses.sum(), count, report
-        if self.options.calculate_per_token_loss:
-            return losses.sum(), count * (dims.cp_rank == 0), report
         return losses.mean(), report  # Megatron multiplies the only number by the ranks
 
     @property

@@ -57,6 +57,14 @@ GIVEN = {"load": "m", "data_path": ("d",), "train_iters": 1, "lr": 1e-5, "stage"
         ),
         ({"stage": "orm", "no_overlap_reference": True}, "is for --stage dpo and kto, not orm"),
         ({"stage": "orm", "no_post_layer_norm": True}, "follows the final norm"),
+        (
+            {"stage": "dpo", "calculate_per_token_loss": True},
+            "--calculate-per-token-loss: is for pretraining and --stage sft and prm, not dpo: drop",
+        ),
+        (
+            {"reward_fn": "a.py:f", "calculate_per_token_loss": True},
+            "not grpo: drop it, and give --grpo-loss-type dapo",
+        ),
         ({"stage": "sft", "no_scale_rewards": True}, "--no-scale-rewards: is for --stage grpo"),
     ],
 )
@@ -70,4 +78,7 @@ def test_what_is_refused(changes: dict[str, Any], expected: str) -> None:
 def test_what_is_accepted() -> None:
     check(TrainOptions(**GIVEN, reward_fn="a.py:f"))
     check(TrainOptions(**GIVEN | {"stage": "kto", "kto_desirable_weight": 0.0}))
+    for stage in ("pretraining", "sft", "prm"):
+        tokens = TrainOptions(**GIVEN | {"stage": "sft", "calculate_per_token_loss": True})
+        check(tokens, stage)
     check(TrainOptions(**GIVEN | {"stage": "trl_ppo", "reward_model": "m", "ref_model": "m"}))
