@@ -25,7 +25,7 @@ def take_added_losses(model: RoleModel, num_micro_batches: int) -> dict[str, Sum
     """
     config = model.config
     found: dict[str, SumAndCount] = {}
-    routed = model.num_routers * num_micro_batches
+    routed = len(model.routers) * num_micro_batches
     if config.num_moe_experts is not None and config.moe_router_load_balancing_type != "none":
         # Each of the ranks that share a sequence has a part of the sum over its experts.
         ranks = config.tensor_model_parallel_size * config.context_parallel_size

@@ -58,12 +58,9 @@ class RoleModel:
     optimizer: Any = None
 
     @cached_property
-    def num_routers(self) -> int:
-        """Layers of experts on this rank, also those of multi-token prediction."""
-        from megatron.core.transformer.moe.router import Router
-
-        modules = (module for chunk in self.chunks for module in chunk.modules())
-        return sum(isinstance(module, Router) for module in modules)
+    def routers(self) -> list[Any]:
+        """Return the routers of this rank, also those of multi-token prediction."""
+        return routers(self.chunks)
 
 
 def with_grouped_experts(options: TrainOptions, shape: ModelConfig) -> TrainOptions:
@@ -208,12 +205,16 @@ def freeze(chunks: list[Any], config: Any) -> list[Any]:
 
 def set_routers_trained(chunks: list[Any], is_trained: bool) -> None:
     """Train the weights of all routers, or keep them as they are."""
+    for router in routers(chunks):
+        router.requires_grad_(is_trained)
+
+
+def routers(chunks: list[Any]) -> list[Any]:
+    """Return the routers of some chunks, also those of multi-token prediction."""
     from megatron.core.transformer.moe.router import Router
 
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, Router):
-                module.requires_grad_(is_trained)
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return [module for module in modules if isinstance(module, Router)]
 
 
 def freeze_further_tokens(chunks: list[Any]) -> None:
@@ -224,10 +225,20 @@ def freeze_further_tokens(chunks: list[Any]) -> None:
 
 
 def _in_precision(chunks: list[Any], config: Any) -> list[Any]:
+    """Convert weights to half precision, but not the buffers of routers.
+
+    Rounded, the biases by which experts are chosen would choose others, and tokens be miscounted.
+    """
     from megatron.core.transformer.module import Float16Module
 
-    is_half = config.bf16 or config.fp16
-    return [Float16Module(config, chunk) for chunk in chunks] if is_half else chunks
+    if not (config.bf16 or config.fp16):
+        return chunks
+    kept = [(router, dict(router.named_buffers())) for router in routers(chunks)]
+    halved = [Float16Module(config, chunk) for chunk in chunks]
+    for router, buffers in kept:
+        for name, buffer in buffers.items():
+            setattr(router, name, buffer)
+    return halved
 
 
 def make_optimizer(wrapped: list[Any], options: TrainOptions) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mindspeed_llm.training.added_losses import MTP_LOSS
 from tests.llm import tiny
@@ -190,3 +190,33 @@ def test_heads_of_all_ranks_count_in_the_gradient_of_keys(
     expected = first_steps(1, one)["local"]
     for kind, found in first_steps(2, two).items():
         assert found == pytest.approx(expected, rel=1e-5), kind
+
+
+Biases = dict[int, torch.Tensor]
+"""By number of the layer, from 1 on."""
+
+
+def biases_of_routers(values: dict[str, Any]) -> Biases:
+    """Return the biases by which experts are chosen."""
+    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+    from mindspeed_llm.training.options import TrainOptions
+
+    trainer = SFTTrainer(TrainOptions(**values))
+    routers = [layer.mlp.router for layer in trainer.primary.chunks[0].decoder.layers[1:]]
+    assert all(each.dtype == torch.float32 for router in routers for each in router.buffers())
+    return {router.layer_number: router.expert_bias for router in routers}
+
+
+def loaded_biases(inputs: tuple[Path, str, str]) -> Biases:
+    tensors = load_file(Path(inputs[1]) / "model.safetensors")
+    name = "model.layers.{}.mlp.gate.e_score_correction_bias"
+    return {number: tensors[name.format(number - 1)] for number in (2, 3, 4)}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_biases_of_routers_are_not_rounded(inputs: tuple[Path, str, str], precision: str) -> None:
+    values = run_of(inputs, precision, **{precision: True})
+    (found,) = run_ranks(biases_of_routers, 1, values)
+    expected = loaded_biases(inputs)
+    assert any(not torch.equal(bias, bias.bfloat16().float()) for bias in expected.values())
+    assert all(torch.equal(found[number], bias) for number, bias in expected.items())
