@@ -62,6 +62,13 @@ class RoleModel:
         """Return the routers of this rank, also those of multi-token prediction."""
         return routers(self.chunks)
 
+    @property
+    def router_biases(self) -> list[torch.Tensor]:
+        """The biases by which routers choose experts, which no optimizer trains."""
+        if not self.config.moe_router_enable_expert_bias:
+            return []
+        return [router.expert_bias for router in self.routers]
+
 
 def with_grouped_experts(options: TrainOptions, shape: ModelConfig) -> TrainOptions:
     """Decide whether a mixture multiplies by all experts at once, where that was left open.

@@ -196,12 +196,24 @@ Biases = dict[int, torch.Tensor]
 """By number of the layer, from 1 on."""
 
 
-def biases_of_routers(values: dict[str, Any]) -> Biases:
-    """Return the biases by which experts are chosen."""
+def biases_of_routers(values: dict[str, Any], bad_step: int | None = None) -> Biases:
+    """Return the biases by which experts are chosen, after a training with `bad_step`.
+
+    The loss of that step, where there is one, is not a number.
+    """
     from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
     from mindspeed_llm.training.options import TrainOptions
 
     trainer = SFTTrainer(TrainOptions(**values))
+    if values["train_iters"]:
+        loss_func, calls = trainer.loss_func, iter(range(100))
+
+        def spoiled(batch: Any, output: torch.Tensor) -> Any:
+            is_bad = next(calls) // values["global_batch_size"] == bad_step
+            return loss_func(batch, output * float("nan") if is_bad else output)
+
+        trainer.loss_func = spoiled  # type: ignore[method-assign]
+        trainer.train()
     routers = [layer.mlp.router for layer in trainer.primary.chunks[0].decoder.layers[1:]]
     assert all(each.dtype == torch.float32 for router in routers for each in router.buffers())
     return {router.layer_number: router.expert_bias for router in routers}
@@ -215,8 +227,21 @@ def loaded_biases(inputs: tuple[Path, str, str]) -> Biases:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_biases_of_routers_are_not_rounded(inputs: tuple[Path, str, str], precision: str) -> None:
-    values = run_of(inputs, precision, **{precision: True})
+    values = run_of(inputs, precision, train_iters=0, **{precision: True})
     (found,) = run_ranks(biases_of_routers, 1, values)
     expected = loaded_biases(inputs)
     assert any(not torch.equal(bias, bias.bfloat16().float()) for bias in expected.values())
     assert all(torch.equal(found[number], bias) for number, bias in expected.items())
+
+
+def test_a_skipped_step_changes_no_bias_of_a_router(inputs: tuple[Path, str, str]) -> None:
+    """Not one whose loss is not finite, nor one that overflows in half precision."""
+    before = loaded_biases(inputs)
+    one, bad, half = (run_of(inputs, name) for name in ("one", "bad", "half"))
+    half |= {"fp16": True, "train_iters": 3}
+    (once,) = run_ranks(biases_of_routers, 1, one)
+    (twice,) = run_ranks(biases_of_routers, 1, bad | {"train_iters": 2}, 1)
+    (never,) = run_ranks(biases_of_routers, 1, half)
+    assert not any(torch.equal(once[number], bias) for number, bias in before.items())
+    assert all(torch.equal(twice[number], bias) for number, bias in once.items())
+    assert all(torch.equal(never[number], bias) for number, bias in before.items())
