@@ -63,11 +63,9 @@ class RoleModel:
         return routers(self.chunks)
 
     @property
-    def router_biases(self) -> list[torch.Tensor]:
-        """The biases by which routers choose experts, which no optimizer trains."""
-        if not self.config.moe_router_enable_expert_bias:
-            return []
-        return [router.expert_bias for router in self.routers]
+    def biased_routers(self) -> list[Any]:
+        """The routers that choose experts by scores and a bias, which no optimizer trains."""
+        return self.routers if self.config.moe_router_enable_expert_bias else []
 
 
 def with_grouped_experts(options: TrainOptions, shape: ModelConfig) -> TrainOptions:
@@ -113,7 +111,6 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             bias_dropout_fusion=not options.no_bias_dropout_fusion
             and not _has_biased_experts(shape),
             **_auxiliary_losses(options, shape, dims),
-            **_frozen_bias(options, shape),
             **_further_tokens(options),
             **_fused_router(options, shape),
         )
@@ -335,12 +332,6 @@ def _auxiliary_losses(
         "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",
         "moe_z_loss_coeff": z_loss * shares if z_loss else None,  # Megatron divides by it
     }
-
-
-def _frozen_bias(options: TrainOptions, shape: ModelConfig) -> dict[str, float]:
-    """Keep the bias of routers where they are not trained: it is a buffer that steps change."""
-    is_frozen = shape.moe is not None and has_frozen_routers(options)
-    return {"moe_router_bias_update_rate": 0.0} if is_frozen else {}
 
 
 def _further_tokens(options: TrainOptions) -> dict[str, float]:

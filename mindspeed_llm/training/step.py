@@ -66,7 +66,7 @@ def train_on_batch(
             after.wait()
         return output
 
-    biases = [bias.clone() for bias in model.router_biases]
+    biases = [router.expert_bias.clone() for router in model.biased_routers]
     reports = forward_backward(model, forward, batches, shape)
     # With --fp16 overflows are usual, and the loss scaler handles them.
     is_fp16 = model.config.fp16
@@ -78,9 +78,10 @@ def train_on_batch(
     # The copy is queued before the update, so that reading it does not wait for the update.
     read = totals.start_read(norm, optimizer.get_loss_scale())
     is_queued = not is_skipped and update(optimizer, norm, is_good)
-    for bias, before in zip(model.router_biases, biases, strict=True):
-        # Megatron changes them where it reduces gradients.
-        bias.copy_(torch.where(is_good & is_queued, bias, before))
+    for router, before in zip(model.biased_routers, biases, strict=True):
+        # Megatron changes the biases of all routers where it reduces gradients.
+        is_changed = is_good & (is_queued and router.weight.requires_grad)
+        router.expert_bias.copy_(torch.where(is_changed, router.expert_bias, before))
 
     def result() -> StepResult:
         reduced, (grad_norm, loss_scale) = read.wait()

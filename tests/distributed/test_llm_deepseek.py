@@ -193,7 +193,7 @@ def test_heads_of_all_ranks_count_in_the_gradient_of_keys(
 
 
 Biases = dict[int, torch.Tensor]
-"""By number of the layer, from 1 on."""
+"""By number of the layer, from 1 on; the last is that of multi-token prediction."""
 
 
 def biases_of_routers(values: dict[str, Any], bad_step: int | None = None) -> Biases:
@@ -201,10 +201,10 @@ def biases_of_routers(values: dict[str, Any], bad_step: int | None = None) -> Bi
 
     The loss of that step, where there is one, is not a number.
     """
-    from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
+    from mindspeed_llm.tasks.posttrain.launcher import AutoTrainer
     from mindspeed_llm.training.options import TrainOptions
 
-    trainer = SFTTrainer(TrainOptions(**values))
+    trainer = AutoTrainer(TrainOptions(**values)).trainer
     if values["train_iters"]:
         loss_func, calls = trainer.loss_func, iter(range(100))
 
@@ -214,15 +214,15 @@ def biases_of_routers(values: dict[str, Any], bad_step: int | None = None) -> Bi
 
         trainer.loss_func = spoiled  # type: ignore[method-assign]
         trainer.train()
-    routers = [layer.mlp.router for layer in trainer.primary.chunks[0].decoder.layers[1:]]
+    routers = trainer.primary.routers
     assert all(each.dtype == torch.float32 for router in routers for each in router.buffers())
-    return {router.layer_number: router.expert_bias for router in routers}
+    return {number: router.expert_bias for number, router in enumerate(routers, 2)}
 
 
 def loaded_biases(inputs: tuple[Path, str, str]) -> Biases:
     tensors = load_file(Path(inputs[1]) / "model.safetensors")
     name = "model.layers.{}.mlp.gate.e_score_correction_bias"
-    return {number: tensors[name.format(number - 1)] for number in (2, 3, 4)}
+    return {number: tensors[name.format(number - 1)] for number in (2, 3, 4, 5)}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -245,3 +245,17 @@ def test_a_skipped_step_changes_no_bias_of_a_router(inputs: tuple[Path, str, str
     assert not any(torch.equal(once[number], bias) for number, bias in before.items())
     assert all(torch.equal(twice[number], bias) for number, bias in once.items())
     assert all(torch.equal(never[number], bias) for number, bias in before.items())
+
+
+def test_the_biases_of_routers_that_are_not_trained_stay(inputs: tuple[Path, str, str]) -> None:
+    before = loaded_biases(inputs)
+    data = write_pairs(inputs[0] / "pairs of biases", make_pairs())
+    kinds = {
+        "frozen": {"freeze_router": True},
+        "adapters": {"lora_r": 4},
+        "pairs of biases": {"stage": "simpo", "data_path": (data,)},
+    }
+    for name, changes in kinds.items():
+        (found,) = run_ranks(biases_of_routers, 1, run_of(inputs, name, **changes))
+        moved = {n for n, bias in before.items() if not torch.equal(found[n], bias)}
+        assert moved == ({2, 3, 4} if "stage" in changes else set()), name

@@ -294,13 +294,6 @@ def test_factors_of_experts_are_finite_and_not_negative(name: str, value: float)
         TrainOptions(load="m", **{name: value})
 
 
-@pytest.mark.parametrize("changes", [{"freeze_router": True}, {"lora_r": 4}, {}])
-def test_the_bias_of_routers_that_are_not_trained_stays(changes: dict[str, Any]) -> None:
-    options = TrainOptions(load="m", **changes)
-    config = make_config(options, EXPERTS, parallel_dims(options, EXPERTS))
-    assert (config.moe_router_bias_update_rate == 0) == bool(changes)
-
-
 @pytest.mark.parametrize(
     ("given", "devices", "expected"),
     [(None, (), False), (True, (), True), (None, ("cpu",), True), (False, ("cpu",), False)],
