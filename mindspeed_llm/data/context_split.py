@@ -24,7 +24,7 @@ from mindspeed_llm.data.shared_prompts import KEY_BOUNDS
 logger = logging.getLogger(__name__)
 
 MAX_PADDING = 0.1
-"""Share of a packed batch that padding may have without a warning."""
+"""Share of a batch that padding may have without a warning."""
 ROWS = ("tokens", "labels", "loss_mask", "position_ids", "is_last")
 """Tensors of a batch whose second dimension is the sequence."""
 
@@ -111,30 +111,38 @@ class ContextSplit:
 
 
 class PaddingWatch:
-    """Warns once if much of a packed batch is padding."""
+    """Warns once if much of a packed batch is padding, or of any batch if it is routed."""
 
-    def __init__(self, split: ContextSplit) -> None:
-        self._split, self._has_warned = split, False
+    def __init__(self, split: ContextSplit, *, is_routed: bool = False) -> None:
+        self._split, self._is_routed = split, is_routed
+        self._has_warned = False
 
     def watch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a rank's share of a micro-batch as it is."""
-        if "cu_seqlens" in batch and not self._has_warned:
-            tokens = batch["tokens"].numel() * self._split.size
-            share = 1 - _used_rows(batch) / tokens
-            if share > MAX_PADDING:
-                self._has_warned = True
-                logger.warning("%s", self._text(share, tokens))
+        is_counted = self._is_routed and "real_tokens" in batch  # prompts are not: they are sampled
+        if self._has_warned or not (is_counted or "cu_seqlens" in batch):
+            return batch
+        tokens = batch["tokens"].numel() * self._split.size
+        share = 1 - _used_rows(batch) / tokens
+        if share > MAX_PADDING:
+            self._has_warned = True
+            logger.warning("%s", self._text(share, tokens, is_packed="cu_seqlens" in batch))
         return batch
 
-    def _text(self, share: float, tokens: int) -> str:
+    def _text(self, share: float, tokens: int, *, is_packed: bool) -> str:
         size, is_zigzag = self._split.size, self._split.document_layout == "zigzag"
-        is_padded = size > 1 and is_zigzag
+        is_padded = is_packed and size > 1 and is_zigzag
         reason = f"; {CP} {size} pads each document to a multiple of {2 * size}" * is_padded
-        return (
-            f"{share:.0%} of the {tokens} tokens of a packed batch are padding{reason}: give a "
-            "larger --micro-batch-size where training joins samples, and fill rows by preprocess "
-            "where it does not"
-        )
+        if self._is_routed:
+            reason += "; routers send it to experts, and count it in loads, losses and biases"
+        advice = "give --variable-seq-lengths or a smaller --seq-length, or fill rows by preprocess"
+        if is_packed:
+            advice = (
+                "give a larger --micro-batch-size where training joins samples, and fill rows by "
+                "preprocess where it does not"
+            )
+        kind = "packed batch" if is_packed else "batch"
+        return f"{share:.0%} of the {tokens} tokens of a {kind} are padding{reason}: {advice}"
 
 
 def _used_rows(batch: Mapping[str, torch.Tensor]) -> int:

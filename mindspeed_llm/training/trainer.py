@@ -92,7 +92,8 @@ class Trainer(ABC):
         """Init the process groups, open the data, build the models and load their weights."""
         self.setup = prepare(self.options, splits_sequences=self.splits_sequences)
         self.context_split = ContextSplit.of(self.setup.dims, document_layout(self.options))
-        self._padding = PaddingWatch(self.context_split)
+        is_routed = self.setup.shape.moe is not None
+        self._padding = PaddingWatch(self.context_split, is_routed=is_routed)
         with release_on_error(self.setup.save_dir_lock):
             self.data_path = token_prefixes(
                 self.options, self.handler, self.setup.config_folder, self.longest_sample

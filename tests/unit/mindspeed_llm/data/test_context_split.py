@@ -101,6 +101,21 @@ def test_much_padding_is_reported_once(caplog):
     )
 
 
+def test_padding_that_routers_count_is_reported_of_any_rows(caplog):
+    rows = Rows(length=16, multiple=1, pad_id=0, kind="fixed")
+    batch = rows.collate(samples([9, 11]))
+    with caplog.at_level(logging.WARNING):
+        PaddingWatch(ContextSplit()).watch(batch)
+        PaddingWatch(ContextSplit(), is_routed=True).watch({"tokens": batch["tokens"]})
+        assert not caplog.records
+        PaddingWatch(ContextSplit(), is_routed=True).watch(batch)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "38% of the 32 tokens of a batch are padding; routers send it to experts, and count it in "
+        "loads, losses and biases: give --variable-seq-lengths"
+    )
+
+
 def test_padding_is_that_of_rows_with_shared_prompts(caplog):
     """Nine rows of 16: whole sequences have 15 tokens, but the six of the prompt are there once."""
     ids, labels = np.arange(1, 9), np.array([-100] * 7 + [8])
