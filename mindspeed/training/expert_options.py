@@ -28,6 +28,9 @@ class ExpertOptions(Options):
     moe_z_loss_coeff: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Factor of the router z-loss, the mean squared logsumexp of a token's router logits, which
     keeps them small. Default: none."""
+    moe_router_bias_update_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """What a step adds to or takes from the biases by which routers of DeepSeek-V3 choose experts,
+    for even loads; 0 keeps them. Default: Megatron's, 0.001."""
     moe_shared_expert_overlap: bool = False
     """Run shared experts beside the collectives of the alltoall dispatcher."""
     moe_router_fusion: bool | None = None

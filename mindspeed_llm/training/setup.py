@@ -243,7 +243,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         _check_capacity(options, shape.moe)
         _check_local_experts(options)
         _check_biases(options, shape)
-        _check_router(options)
+        _check_router(options, shape.moe, shape.family)
         _check_shared_experts(options, shape.moe, shape.family)
         check_shared_sequence(options.tensor_model_parallel_size, options.sequence_parallel)
 
@@ -270,7 +270,12 @@ def _check_biases(options: TrainOptions, shape: ModelConfig) -> None:
         )
 
 
-def _check_router(options: TrainOptions) -> None:
+def _check_router(options: TrainOptions, moe: MoEConfig, family: str) -> None:
+    if options.moe_router_bias_update_rate is not None and not moe.expert_bias:
+        raise ConfigError(
+            f"--moe-router-bias-update-rate {options.moe_router_bias_update_rate:g}: routers of "
+            f"this {family} model choose experts without a bias: drop it"
+        )
     if options.moe_router_fusion and not model.has_fused_router():
         raise ConfigError(
             "--moe-router-fusion: this megatron-core has no fused router: use 0.16, or drop it"

@@ -253,6 +253,7 @@ def test_the_biases_of_routers_that_are_not_trained_stay(inputs: tuple[Path, str
     kinds = {
         "frozen": {"freeze_router": True},
         "adapters": {"lora_r": 4},
+        "rate": {"moe_router_bias_update_rate": 0.0},
         "pairs of biases": {"stage": "simpo", "data_path": (data,)},
     }
     for name, changes in kinds.items():

@@ -285,6 +285,15 @@ def test_a_dense_model_has_no_options_of_experts(name: str) -> None:
     setup.check_experts(TrainOptions(load="m"), SHAPE)
 
 
+def test_a_router_without_a_bias_has_no_rate_of_it() -> None:
+    options = TrainOptions(load="m", moe_router_bias_update_rate=0.0)
+    words = "--moe-router-bias-update-rate 0: .* choose experts without a bias: drop it"
+    unbiased = SHAPE.model_copy(update={"moe": ROUTED.model_copy(update={"expert_bias": False})})
+    setup.check_experts(options, EXPERTS)
+    with pytest.raises(ConfigError, match=words):
+        setup.check_experts(options, unbiased)
+
+
 @pytest.mark.parametrize(
     "name", ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor"]
 )
