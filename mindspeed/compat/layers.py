@@ -246,3 +246,21 @@ def wrap_allreduce_word_embedding_grads(original: Callable[..., None]) -> Callab
         original(model, *args, **kwargs)
 
     return allreduce_word_embedding_grads
+
+
+def wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Count the tokens that chose an expert, without those that pad it to its capacity."""
+
+    @functools.wraps(original)
+    def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        config = self.config
+        is_padded = self.enable_expert_bias and config.moe_pad_expert_input_to_capacity
+        if not (is_padded and torch.is_grad_enabled()):
+            return original(self, logits, *args, **kwargs)
+        counts = self.local_tokens_per_expert.clone()
+        probs, routing_map = original(self, logits, *args, **kwargs)
+        # Padding is in the map, without weight.
+        self.local_tokens_per_expert.copy_(counts + (routing_map & (probs > 0)).sum(0))
+        return probs, routing_map
+
+    return routing

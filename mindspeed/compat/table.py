@@ -113,6 +113,17 @@ TABLE = (
         ),
     ),
     Entry(
+        name="biases_of_padded_experts",
+        reason="Biases by which routers choose never move where experts are padded to a capacity.",
+        patches=(
+            Patch.wrap(
+                "megatron.core.transformer.moe.router:TopKRouter.routing",
+                "mindspeed.compat.layers:wrap_routing",
+                why="it counts the padding of each expert as tokens, so that all loads are equal",
+            ),
+        ),
+    ),
+    Entry(
         name="checkpoint_writer",
         reason="Distributed checkpoints fail on newer torch and numpy, and leave a process behind "
         "when a run is stopped.",

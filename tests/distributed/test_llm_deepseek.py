@@ -260,3 +260,13 @@ def test_the_biases_of_routers_that_are_not_trained_stay(inputs: tuple[Path, str
         (found,) = run_ranks(biases_of_routers, 1, run_of(inputs, name, **changes))
         moved = {n for n, bias in before.items() if not torch.equal(found[n], bias)}
         assert moved == ({2, 3, 4} if "stage" in changes else set()), name
+
+
+def test_experts_padded_to_a_capacity_move_the_biases(inputs: tuple[Path, str, str]) -> None:
+    dropped = run_of(inputs, "dropped", moe_expert_capacity_factor=1.0)
+    padded = run_of(inputs, "padded", moe_expert_capacity_factor=1.0)
+    padded |= {"moe_pad_expert_input_to_capacity": True}
+    (expected,), (found,) = (run_ranks(biases_of_routers, 1, each) for each in (dropped, padded))
+    for number, bias in loaded_biases(inputs).items():
+        assert torch.equal(found[number], expected[number])
+        assert not torch.equal(found[number], bias)
