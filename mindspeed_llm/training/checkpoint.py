@@ -172,6 +172,8 @@ class MegatronCheckpoints:
             chunks = (chunk.sharded_state_dict(metadata=metadata) for chunk in model.chunks)
             state: dict[str, Any] = dict(zip(names.chunks, chunks))
             if with_optimizer and model.optimizer is not None:
+                if not is_loading:
+                    _init_moments(model.optimizer)
                 state[names.optimizer] = model.optimizer.sharded_state_dict(
                     state, is_loading, **_reshardable()
                 )
@@ -181,6 +183,16 @@ class MegatronCheckpoints:
         if not is_loading:
             _copy_strided(whole)
         return whole
+
+
+def _init_moments(optimizer: Any) -> None:
+    """Give an optimizer that has not updated anything yet the state that it would begin with.
+
+    All steps may have been skipped, as the first ones with --fp16 are.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(part, "is_stub_optimizer", False) and not part.optimizer.state:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def _copy_strided(state: dict[str, Any]) -> None:

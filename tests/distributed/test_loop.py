@@ -114,6 +114,23 @@ def test_half_precision_finds_its_scale_and_trains(inputs: tuple[str, str], tmp_
     assert rates[0]["lm loss"] - rates[-1]["lm loss"] > 0.02
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_run_that_has_only_skipped_steps_is_saved_and_resumed(
+    inputs: tuple[str, str], tmp_path: Path, is_shared: bool
+) -> None:
+    """The moments that it saves are those with which the optimizer begins."""
+    half = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1}
+    half |= {"use_distributed_optimizer": is_shared, "train_iters": 12}
+    whole = settings(*inputs, tmp_path / "whole", **half)
+    parts = settings(*inputs, tmp_path / "parts", **half, save=str(tmp_path / "saved"))
+    run_ranks(_train_only, 1, whole)
+    run_ranks(_train_only, 1, parts | {"train_iters": 2})
+    assert _lines(parts)[-1]["number of skipped iterations"] == 2
+    run_ranks(_train_only, 1, parts)
+    found, expected = ([x["lm loss"] for x in _lines(each)] for each in (parts, whole))
+    assert found == expected and len(set(expected)) > 6
+
+
 def _train_with_bad_step(values: dict[str, Any], is_asynchronous: bool) -> dict[str, Any]:
     """Train with a loss that is not finite in the third step; return the trained weights."""
     from mindspeed import device
