@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ class LossHead:
         self._head, self._config = head, config
         self._forward = head.forward
         self._targets: torch.Tensor | None = None
+        self._made: torch.Tensor | None = None
         # FSDP2 gathers the weight only while the layer itself runs: the loss is computed there.
         head.forward = self._losses_or_logits  # type: ignore[method-assign, assignment]
 
@@ -56,12 +58,25 @@ class LossHead:
         try:
             yield
         finally:
-            self._targets = None
+            self._targets = self._made = None
+
+    def check(self, returned: torch.Tensor, model: nn.Module) -> None:
+        """Reject a model that changes what its output layer returns: those were no logits."""
+        if self._made is None or not _is_same(returned, self._made):
+            raise ConfigError(
+                f"compute_mode: {self._config.compute_mode} needs the logits as the output layer "
+                f"computes them, {type(model).__name__} changes them (a scale, a cap, masked "
+                "tokens): use default"
+            )
 
     def _losses_or_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._targets is None:
             return self._forward(hidden)
-        targets, size = self._targets, self._config.chunk
+        self._made = self._token_losses(hidden, self._targets)
+        return self._made
+
+    def _token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        shape, size = targets.shape, self._config.chunk
         if self._is_fused(hidden):
             rows = size if self._config.compute_mode == "dynamic_chunk" else size * len(hidden)
             memory = rows * len(self._head.weight) * hidden.element_size()
@@ -76,9 +91,7 @@ class LossHead:
         ]
         losses = torch.cat(chunks, 1)
         # Behind a view, FSDP2 could not hook into the backward pass.
-        return (
-            losses if losses.shape == self._targets.shape else losses.view_as(self._targets).clone()
-        )
+        return losses if losses.shape == shape else losses.view(shape).clone()
 
     def _is_fused(self, hidden: torch.Tensor) -> bool:
         """Return whether a kernel is available that never materializes all logits."""
@@ -88,6 +101,21 @@ class LossHead:
     def _losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         weight, bias = self._head.weight, self._head.bias
         return checkpoint(_losses, hidden, weight, bias, targets, use_reentrant=False)
+
+
+def _is_same(returned: torch.Tensor, made: torch.Tensor) -> bool:
+    """Return whether a tensor is another one, or a cast of it; without waiting for the device."""
+    if returned.dtype == made.dtype and returned.grad_fn is None:
+        return returned is made
+    return returned.shape == made.shape and _uncast(returned) is _uncast(made)
+
+
+def _uncast(tensor: torch.Tensor) -> Any:
+    """Return what computed a tensor before it was cast."""
+    node = tensor.grad_fn
+    while node is not None and node.name() == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    return node
 
 
 def _losses(

@@ -45,6 +45,7 @@ class TransformersModel(MultiModalModule):
             self.model = _build(model_class, hf_config, config.init_from_hf_path)
             if not _is_on_meta(self.model):
                 load_pretrained(self.model, config.init_from_hf_path)
+        _check_loss(self.model)
         self.model.register_forward_hook(_drop_features)
         self.model.train()
         if is_enabled(config.fused_ops):
@@ -54,7 +55,6 @@ class TransformersModel(MultiModalModule):
         self._head: LossHead | None = None
         loss = config.loss_cfg
         if loss.compute_mode != "default":
-            _check_no_softcapping(self.model)
             self._head = LossHead(self.model.get_output_embeddings(), loss)
 
     def unwrapped(self) -> nn.Module:
@@ -103,7 +103,8 @@ class TransformersModel(MultiModalModule):
         else:
             with self._head.losses_of(targets):
                 outputs = self.model(**batch, use_cache=False)
-            losses = outputs.logits
+                losses = outputs.logits
+                self._head.check(losses, self.model)
         result = {
             "loss": reduce_loss(losses, targets, self.config.loss_cfg.loss_type),
             "token_nums": (targets != IGNORED).sum(),
@@ -177,6 +178,19 @@ def _check_weights(model_class: Any, hf_config: Any, folder: str) -> None:
             check_pretrained(_build(model_class, hf_config, folder), folder)
 
 
+def _check_loss(model: Any) -> None:
+    """Reject classes that are not trained to predict the next token of their input."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    is_next_token = getattr(model, "loss_function", ForCausalLMLoss) is ForCausalLMLoss
+    if not is_next_token or getattr(model.config, "is_encoder_decoder", False):
+        kind = "has an encoder and a decoder" if is_next_token else "has another loss"
+        raise ConfigError(
+            f"{type(model).__name__} {kind}: models that predict the next token of their input are "
+            "supported (..ForCausalLM, most ..ForConditionalGeneration)"
+        )
+
+
 def _drop_features(model: nn.Module, args: Any, output: Any) -> Any:
     """In training, drop features, which FSDP2 would otherwise prepare a backward pass for."""
     if not model.training or not isinstance(output, dict):
@@ -197,11 +211,3 @@ def _attention(config: ModelConfig, hf_config: Any) -> Any:
 
 def _is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _check_no_softcapping(model: Any) -> None:
-    if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
-        raise ConfigError(
-            "compute_mode: chunk and dynamic_chunk do not support final_logit_softcapping of this "
-            "config.json: use default"
-        )

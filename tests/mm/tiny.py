@@ -125,3 +125,23 @@ def batch(name: str, rows: int = 2, length: int = 16, seed: int = 3) -> dict[str
         size = 8 if name == "llava" else 16
         found["pixel_values"] = torch.randn(rows, 3, size, size, generator=generator)
     return found
+
+
+def save_text(class_name: str, folder: Path, **values: Any) -> Any:
+    """Write a text model, and return it; values replace those of TEXT."""
+    import transformers
+
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(11)
+    model = model_class(model_class.config_class(**{**TEXT, **values}))
+    model.save_pretrained(folder)
+    return model.train()
+
+
+def text_batch(rows: int = 2, length: int = 16, padding: int = 3) -> dict[str, torch.Tensor]:
+    """Make a batch without images, with padding at the end of its last row."""
+    found = batch("text", rows, length)
+    found["input_ids"][:, 1:5] = 7
+    found["attention_mask"][-1, length - padding :] = 0
+    found["labels"][-1, length - padding :] = -100
+    return found

@@ -50,6 +50,52 @@ def test_the_loss_equals_transformers(folders, name, mode):
     torch.testing.assert_close(model(**batch)["logits"], expected.logits)
 
 
+CHANGED_LOGITS = {
+    "CohereForCausalLM": {"logit_scale": 0.5},
+    "GraniteForCausalLM": {"logits_scaling": 2.0},
+    "Gemma2ForCausalLM": {"final_logit_softcapping": 5.0, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_LOGITS)
+def test_logits_that_the_model_changes_are_not_chunked(tmp_path, name):
+    plain = tiny.save_text(name, tmp_path, **CHANGED_LOGITS[name])
+    batch = tiny.text_batch()
+    expected = plain(**batch).loss
+    found = new(str(tmp_path))(**batch)["loss"]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for mode in ("chunk", "dynamic_chunk"):
+        model = new(str(tmp_path), loss_cfg={"compute_mode": mode})
+        message = f"compute_mode: {mode} needs the logits .*, {name} changes them .*: use default"
+        with pytest.raises(ConfigError, match=message):
+            model(**batch)
+        with pytest.raises(ConfigError, match=message), torch.no_grad():
+            model.eval()(**batch)
+
+
+def test_token_losses_may_be_cast(folders):
+    model = new(folders["internvl"], loss_cfg={"compute_mode": "chunk", "chunk_size": 5})
+    expected = model(**tiny.batch("internvl"))["loss"]
+    cast = lambda module, args, output: output.to(torch.float64)  # as FSDP2 does  # noqa: E731
+    model.model.lm_head.register_forward_hook(cast)
+    found = model(**tiny.batch("internvl"))["loss"]
+    torch.testing.assert_close(found, expected.double())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("BartForConditionalGeneration", "has an encoder and a decoder"),
+        ("BertForMaskedLM", "has another loss"),
+    ],
+)
+def test_classes_that_do_not_predict_the_next_token_raise(tmp_path, name, message):
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    tiny.save_text(name, tmp_path, **sizes)
+    with pytest.raises(ConfigError, match=f"{name} {message}: models that predict the next token"):
+        new(str(tmp_path))
+
+
 class Rows(TorchDispatchMode):
     """Records the largest number of vocabulary-sized rows of any tensor."""
 
