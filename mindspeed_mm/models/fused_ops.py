@@ -50,21 +50,43 @@ def fuse(model: nn.Module) -> Counter[str]:
 
 def _fuse_attention(model: nn.Module) -> int:
     """Set our attention in the configs; return the number of configs."""
+    found = 0
     users: dict[int, list[Any]] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) == PLAIN:
             users.setdefault(id(config), []).append(module)
     for modules in users.values():
+        if any(depends_on_name(type(module)) for module in modules):
+            continue
         config = modules[0].config
         config._attn_implementation_internal = register_attention(FUSED, _attend, PLAIN)
+        found += 1
         if any(map(_takes_packed, modules)):
             # In a copy: no model can be built from a config with an unknown `flash` name.
             config = copy.copy(config)
             config._attn_implementation_internal = register_attention(PACKED, _attend_packed, PLAIN)
             for module in modules:
                 module.config = config
-    return len(users)
+    return found
+
+
+def depends_on_name(module_class: type) -> bool:
+    """Return whether the code of a class compares the attention's name with `sdpa`.
+
+    Under another name it computes something else, such as attention without its own mask.
+    """
+    codes = [
+        inspect.unwrap(value).__code__
+        for base in module_class.__mro__
+        for value in vars(base).values()
+        if inspect.isfunction(value) and not base.__module__.startswith("transformers.modeling_")
+    ]
+    return any(
+        "_attn_implementation" in code.co_names
+        and any(PLAIN in (c if isinstance(c, tuple) else (c,)) for c in code.co_consts)
+        for code in codes
+    )
 
 
 def _fused_norm(module: Any, plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -115,6 +137,8 @@ _OPERATORS = (("RMSNorm", _is_rms_norm, _fused_norm), ("SwiGLU", _is_swiglu, _fu
 def _matches(module: nn.Module, fake: Any, fused: Callable[[Tensor], Tensor]) -> bool:
     """Run the forward of a module's class on a fake module, and compare."""
     sample = torch.linspace(-3, 4, 3 * _SIZE).view(3, _SIZE)
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return False  # it takes more than one input, such as the gate of a gated norm
     try:
         found = type(module).forward(fake, sample)
     except (AttributeError, TypeError, RuntimeError):
@@ -154,7 +178,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend (B, N, S, H) like transformers' sdpa; unmasked sequences by the fastest backend."""
     is_unmasked = attention_mask is None and query.shape[2] == key.shape[2]
-    if not is_unmasked or kwargs.get("softcap") is not None:
+    is_plain = all(kwargs.get(name) is None for name in ("softcap", "position_bias"))
+    if not is_unmasked or not is_plain:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         plain = ALL_ATTENTION_FUNCTIONS[PLAIN]

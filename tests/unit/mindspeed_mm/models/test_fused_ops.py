@@ -1,11 +1,13 @@
 """Fused operators do not change a model's results, and only matching modules are fused."""
 
+from pydoc import locate
+
 import pytest
 import torch
 from torch import nn
 
 from mindspeed_mm.models import weights
-from mindspeed_mm.models.fused_ops import fuse
+from mindspeed_mm.models.fused_ops import _attend, depends_on_name, fuse
 from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.models.transformers_model import TransformersModel
 from tests.mm import tiny
@@ -53,6 +55,43 @@ def test_a_fused_model_loads_weights(name, tmp_path):
     torch.testing.assert_close(model(**batch)["loss"], loss, rtol=1e-5, atol=0)
 
 
+FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48}
+
+
+def test_a_model_that_compares_the_name_of_its_attention_keeps_it(tmp_path):
+    plain = tiny.save_text("FalconForCausalLM", tmp_path, **FALCON)
+    expected = plain(**tiny.text_batch()).loss
+    found = fuse(plain)
+    assert found["attention"] == 0 and plain.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(plain(**tiny.text_batch()).loss, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("falcon.modeling_falcon.FalconAttention", True),
+        ("deepseek_v32.modeling_deepseek_v32.DeepseekV32Attention", True),
+        ("glm5_next.modeling_glm5_next.Glm5NextTextAttention", True),
+        ("llama.modeling_llama.LlamaAttention", False),
+        ("gpt2.modeling_gpt2.GPT2Attention", False),
+        ("llama.modeling_llama.LlamaForCausalLM", False),
+    ],
+)
+def test_classes_that_compare_the_name(name, expected):
+    assert depends_on_name(locate(f"transformers.models.{name}")) == expected
+
+
+def test_a_position_bias_is_added():
+    torch.manual_seed(0)
+    q, k, v, bias = (torch.randn(2, 4, 6, n) for n in (8, 8, 8, 6))
+    module = nn.Module()
+    module.is_causal = True
+    found, _ = _attend(module, q, k, v, None, position_bias=bias)
+    scores = q @ k.mT / 8**0.5 + bias
+    scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(found, (scores.softmax(-1) @ v).transpose(1, 2))
+
+
 def test_only_matching_modules_are_fused():
     class OnePlus(nn.Module):
         """Has the attributes of an RMSNorm, but scales by 1 + weight."""
@@ -75,7 +114,18 @@ def test_only_matching_modules_are_fused():
         def forward(self, x):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
-    assert not fuse(nn.ModuleList([OnePlus(), Gelu(), nn.LayerNorm(8), nn.Linear(8, 8)]))
+    class Gated(nn.Module):
+        """An RMSNorm that may get a gate, as in Mamba layers."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x, gate=None):
+            x = x if gate is None else x * gate
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+    assert not fuse(nn.ModuleList([OnePlus(), Gelu(), Gated(), nn.LayerNorm(8), nn.Linear(8, 8)]))
 
 
 def test_a_norm_of_another_dtype_than_its_input_is_unchanged():
