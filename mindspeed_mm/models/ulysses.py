@@ -7,17 +7,20 @@ Heads need not divide by the ranks: the first ranks get one more.
 Shapes: B batch, N heads, S sequence, D head size; s = S / ranks, n heads of a rank.
 """
 
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map
 
 from mindspeed.config import ConfigError
 from mindspeed.parallel.context.exchange import Members
 from mindspeed.parallel.context.layout import Layout
 from mindspeed.parallel.context.ulysses import HeadSplit, to_heads, to_rows
-from mindspeed_mm.models.fused_ops import register_attention
+from mindspeed_mm.models.fused_ops import depends_on_name, register_attention
 
 PREFIX = "ulysses_"
 PADDING = {"labels": -100}
@@ -32,8 +35,8 @@ class ContextParallel:
         self.group = group
         self.size, self.rank = group.size(), group.rank()
         decoder = model.get_decoder()
+        self._check(decoder)
         config = decoder.config
-        self._check(decoder, config)
         if self.size == 1:
             return
         config._attn_implementation_internal = _wrap_attention(config._attn_implementation)
@@ -43,6 +46,9 @@ class ContextParallel:
         for number, layer in enumerate(decoder.layers):
             hook = self._split_positions if number else self._split_sequence
             layer.register_forward_pre_hook(hook, with_kwargs=True)
+            for part in layer.modules():
+                if part is not layer and "position_ids" in signature(type(part).forward).parameters:
+                    part.register_forward_pre_hook(self._split_position_ids, with_kwargs=True)
 
     def local(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this rank's part of a full sequence."""
@@ -93,11 +99,17 @@ class ContextParallel:
 
     def _split_positions(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         local = {
-            name: tuple(self.local(t, dim=-2) for t in value)
+            name: tree_map(partial(self.local, dim=-2), value)
             for name, value in kwargs.items()
             if name.startswith("position_embeddings") and value is not None
         }
         return args, kwargs | local
+
+    def _split_position_ids(self, attention: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Keep the positions of this rank's rows, where an attention scales its queries by them."""
+        if (positions := kwargs.get("position_ids")) is None:
+            return args, kwargs
+        return args, kwargs | {"position_ids": self.local(positions, dim=-1)}
 
     def _split_visual_features(self, decoder: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Qwen3-VL adds visual features between layers: keep those of this rank's tokens."""
@@ -111,23 +123,33 @@ class ContextParallel:
         changed = {"visual_pos_masks": self.local(mask), "deepstack_visual_embeds": kept}
         return args, kwargs | changed
 
-    def _check(self, decoder: Any, config: Any) -> None:
-        heads = config.num_attention_heads
+    def _check(self, decoder: Any) -> None:
+        where, name = f"context_parallel_size={self.size}", type(decoder).__name__
+        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+            raise ConfigError(f"{where}: {name} has no `layers`: use 1")
+        config = decoder.config
+        heads = getattr(config, "num_attention_heads", 0)
         if heads < self.size:
             raise ConfigError(
-                f"context_parallel_size={self.size}: the text decoder has {heads} attention heads, "
-                f"fewer than ranks: use 1 to {heads}"
+                f"{where}: the text decoder has {heads} attention heads, fewer than ranks: use 1"
+                + (f" to {heads}" if heads > 1 else "")
             )
         kinds = set(getattr(config, "layer_types", None) or ())
-        if unknown := kinds - {"full_attention", "sliding_attention"}:
-            raise ConfigError(
-                f"context_parallel_size={self.size}: layers of {min(unknown)} need the full "
-                "sequence: use 1"
-            )
-        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
-            raise ConfigError(
-                f"context_parallel_size={self.size}: {type(decoder).__name__} has no `layers`"
-            )
+        unknown = kinds - {"full_attention", "sliding_attention"}
+        if not unknown:
+            unknown = {type(m).__name__ for m in decoder.modules() if _needs_full_sequence(m)}
+        if unknown:
+            raise ConfigError(f"{where}: layers of {min(unknown)} need the full sequence: use 1")
+
+
+def _needs_full_sequence(module: nn.Module) -> bool:
+    """Return whether a module computes more than attention from other rows of the sequence."""
+    is_cross_attention = "cross_attention_states" in signature(type(module).forward).parameters
+    return (
+        isinstance(module, nn.Conv1d)
+        or is_cross_attention
+        or depends_on_name(type(module))  # it makes its own mask
+    )
 
 
 class _GroupedHeads:

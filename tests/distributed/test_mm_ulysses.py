@@ -111,11 +111,82 @@ def test_impossible_sizes_raise(tmp_path):
     run_ranks(too_many, 2, tiny.save("internvl", tmp_path))
 
 
+def full_sequences(folders):
+    for name, kind in NEED_FULL_SEQUENCES.items():
+        model = TransformersModel(build(ModelConfig, {"init_from_hf_path": folders[name]}))
+        with pytest.raises(ConfigError, match=f"context_parallel_size=2: .*{kind}.*: use 1"):
+            model.set_context_parallel_group(dist.group.WORLD)
+
+
+CROSS = {
+    "text_config": {**tiny.TEXT, "cross_attention_layers": [1]},
+    "vision_config": {"num_hidden_layers": 1, "num_global_layers": 1, "hidden_size": 32},
+}
+SPARSE = {"moe_intermediate_size": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+NEED_FULL_SEQUENCES = {
+    "RecurrentGemmaForCausalLM": "Conv1d",
+    "MllamaForConditionalGeneration": "MllamaCrossAttentionDecoderLayer",
+    "GPT2LMHeadModel": "has no `layers`",
+    "MiniMaxM3VLForCausalLM": "MiniMaxM3VLAttention",
+}
+SIZES = {
+    "MllamaForConditionalGeneration": CROSS,
+    "MiniMaxM3VLForCausalLM": SPARSE,
+    "RecurrentGemmaForCausalLM": {"lru_width": 32},
+}
+
+
+def test_layers_that_need_the_full_sequence_raise(tmp_path):
+    folders = {name: str(tmp_path / name) for name in NEED_FULL_SEQUENCES}
+    for name, folder in folders.items():
+        tiny.save_text(name, folder, **SIZES.get(name, {}))
+    run_ranks(full_sequences, 2, folders)
+
+
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "llama_4_scaling_beta": 0.5}
+LATENT = {
+    **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 2, "head_dim": 4},
+}
+POSITIONS = {
+    # Queries are scaled by their positions; positions are one complex tensor.
+    "Ministral3ForCausalLM": {
+        "head_dim": 8,
+        "rope_parameters": {**ROPE, "original_max_position_embeddings": 4},
+    },
+    "DeepseekV2ForCausalLM": LATENT,
+}
+
+
+def text_models(folders):
+    return {name: half_gradients(folder) for name, folder in folders.items()}
+
+
+def half_gradients(folder):
+    model = TransformersModel(build(ModelConfig, {"init_from_hf_path": folder}))
+    model.set_context_parallel_group(dist.group.WORLD)
+    return summed_gradients(model, model(**tiny.text_batch()))
+
+
+def test_positions_of_other_forms(tmp_path):
+    folders = {name: str(tmp_path / name) for name in POSITIONS}
+    models = {n: tiny.save_text(n, folders[n], **values) for n, values in POSITIONS.items()}
+    for model in models.values():
+        model(**tiny.text_batch(), use_cache=False).loss.backward()
+    for found in run_ranks(text_models, 2, folders):
+        for name, model in models.items():
+            expected = {n: p.grad for n, p in model.named_parameters()}
+            torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6)
+
+
 def three_ranks(folder):
     """Four query heads and two key heads on three ranks: 2, 1 and 1 heads of fifteen tokens."""
     model = TransformersModel(build(ModelConfig, {"init_from_hf_path": folder}))
     model.set_context_parallel_group(dist.group.WORLD)
-    result = model(**tiny.batch("internvl", 2, 15))
+    return summed_gradients(model, model(**tiny.batch("internvl", 2, 15)))
+
+
+def summed_gradients(model, result):
     total = result["loss"] * result["token_nums"]
     count = result["token_nums"].clone()
     dist.all_reduce(count)
