@@ -119,9 +119,10 @@ def conversions(
     found: dict[str, Conversion] = {}
     converted: dict[str, _Converter] = {}
     for source in sorted(sources, key=dot_natural_key):
-        name, pattern = rename_source_key(
-            source, renamings, converters, upstream.base_model_prefix, known
-        )
+        prefix = upstream.base_model_prefix
+        name, pattern = rename_source_key(source, renamings, converters, prefix, known)
+        if name not in known and source in known:  # a rule for the same name elsewhere
+            name, pattern = rename_source_key(source, [], [], prefix, known)
         if pattern is None:
             found[source] = Conversion([source], name)
             continue

@@ -123,6 +123,17 @@ def test_buffers_of_older_files_are_ignored(tmp_path):
     assert model.model.language_model.rotary_emb.inv_freq.all()
 
 
+def test_a_rule_for_a_name_elsewhere_does_not_rename_a_name_of_the_model(tmp_path):
+    # In DeepSeek-V4, `norm` becomes `kv_norm` in attention, but not at the end of the model.
+    sizes = {"num_key_value_heads": 1, "head_dim": 8, "q_lora_rank": 8, "o_lora_rank": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    index = {"index_n_heads": 2, "index_head_dim": 8, "o_groups": 2}
+    plain = tiny.save_text("DeepseekV4ForCausalLM", tmp_path, **sizes, **experts, **index)
+    model = type(plain)(plain.config)
+    load_pretrained(model, tmp_path)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
 def test_non_strict_loads_matching_tensors(tmp_path):
     def change(tensors):
         tensors.pop("multi_modal_projector.linear_1.bias")
