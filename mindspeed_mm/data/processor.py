@@ -26,6 +26,11 @@ from mindspeed_mm.transformers_errors import one_line
 
 CLASS_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 TOKENS = ("input_ids", "attention_mask")
+WHOLE_TEXT = {
+    *("bbox", "cross_attention_mask", "image_attention_mask", "image_embeds_position_mask"),
+    *("labels", "position_ids", "qformer_input_ids"),
+}
+"""What some processors compute from the whole text around an image: its tokens have a row each."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,18 @@ class MediaProcessor:
             ) from None
 
     def check(self, modality: Modality) -> None:
-        """Reject a modality that the processor does not support."""
+        """Reject a modality that the processor does not support, or not by itself."""
+        kind = type(self._processor).__name__
+        if names := sorted(WHOLE_TEXT & self._names):
+            raise ConfigError(
+                f"{self.facts.source}: its {kind} computes {names[0]} from the whole text, but "
+                f"here it gets one {modality} at a time: use a dataset of your own"
+            )
         if modality in self.tokens:
             return
         if modality == "video" and (problem := torchvision_problem()):
             raise ConfigError(f"the data has videos, but {problem}: {install_command()}")
-        name = type(self._processor).__name__
-        raise ConfigError(f"{self.facts.source}: its {name} does not support {modality}s")
+        raise ConfigError(f"{self.facts.source}: its {kind} does not support {modality}s")
 
     def blank(self, modality: Modality) -> Expansion:
         """Return the expansion of a white image or video."""

@@ -125,6 +125,16 @@ def llava_next():
     return LlavaNextProcessor(images, tokenizer("<s>", image_token="<image>"), **LLAVA)
 
 
+def paligemma():
+    """Return a processor that computes labels of a whole prompt and its answer."""
+    from transformers import PaliGemmaProcessor
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    images = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    images.image_seq_length = 16
+    return PaliGemmaProcessor(images, tokenizer("<s>", image_token="<image>"))
+
+
 MAKERS = {
     "qwen2_5_vl": qwen2_5_vl,
     "internvl": internvl,

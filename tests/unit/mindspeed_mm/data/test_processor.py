@@ -8,6 +8,7 @@ import pytest
 from mindspeed.config import ConfigError, build
 from mindspeed_mm.data.options import ProcessorOptions
 from mindspeed_mm.data.processor import MediaProcessor, load_processor
+from tests.mm import processors
 
 
 def change(folder, name, **values):
@@ -50,3 +51,10 @@ def test_padding_with_the_image_token_raises(folder):
     expected = r"model: the pad token '<\|image_pad\|>' of its tokenizer is also the image token"
     with pytest.raises(ConfigError, match=expected):
         opened(folder)
+
+
+def test_a_processor_that_needs_the_whole_text_is_rejected_for_images(tmp_path):
+    processor = processors.paligemma()
+    made = MediaProcessor(processor, ProcessorOptions(model_name_or_path=str(tmp_path)))
+    with pytest.raises(ConfigError, match="PaliGemmaProcessor computes labels from the whole text"):
+        made.check("image")
