@@ -16,8 +16,10 @@ PROJECTORS = (
     "visual.merger_list",
     "visual.deepstack_merger_list",
     "mlp1",
+    "connector",
+    "aligner",
 )
-DECODER, HEAD = ("language_model",), ("lm_head",)
+DECODER, HEAD = ("language_model", "text_model"), ("lm_head",)
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:

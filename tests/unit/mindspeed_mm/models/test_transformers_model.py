@@ -179,6 +179,21 @@ def test_freeze_options_of_the_document(folders, name):
     assert every - left == {n for n in every if n.startswith("model.language_model.layers.0.")}
 
 
+def test_freeze_options_know_the_names_of_smolvlm(tmp_path):
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+    text = {**tiny.TEXT, "model_type": "llama"}
+    folder = str(tmp_path)
+    tiny.save_text(
+        "SmolVLMForConditionalGeneration", folder, vision_config=vision, text_config=text
+    )
+    frozen = {"freeze": True}
+    image = {"vision_encoder": frozen, "vision_projector": frozen}
+    left = {name.split(".")[1] for name in trained(new(folder, image_encoder=image))}
+    assert left == {"text_model", "weight"}
+    left = {name.split(".")[1] for name in trained(new(folder, text_decoder=frozen))}
+    assert left == {"vision_model", "connector"}
+
+
 def test_only_adapters_are_trained_and_their_output_starts_at_zero(folders):
     batch = tiny.batch("internvl")
     plain = new(folders["internvl"])(**batch)["loss"]
