@@ -93,16 +93,16 @@ class TransformersModel(MultiModalModule):
         if self.config.loss_cfg.router_aux_loss_coef:
             batch["output_router_logits"] = True
         if labels is None:
-            return {"logits": self.model(**batch, use_cache=False).logits}
+            return {"logits": self._run(batch).logits}
         targets = next_tokens(labels)
         if parallel is not None:
             targets = parallel.local(targets)
         if self._head is None:
-            outputs = self.model(**batch, use_cache=False)
+            outputs = self._run(batch)
             losses = cross_entropy(outputs.logits, targets, ignore_index=IGNORED)
         else:
             with self._head.losses_of(targets):
-                outputs = self.model(**batch, use_cache=False)
+                outputs = self._run(batch)
                 losses = outputs.logits
                 self._head.check(losses, self.model)
         result = {
@@ -110,6 +110,15 @@ class TransformersModel(MultiModalModule):
             "token_nums": (targets != IGNORED).sum(),
         }
         return result | self._extras(outputs)
+
+    def _run(self, batch: dict[str, Any]) -> Any:
+        outputs = self.model(**batch, use_cache=False)
+        if getattr(outputs, "logits", None) is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} computes no logits: name a class with an output "
+                "layer in architectures of config.json, such as ..ForCausalLM"
+            )
+        return outputs
 
     def _extras(self, outputs: Any) -> dict[str, torch.Tensor]:
         extras = {} if self._head is not None else {"logits": outputs.logits}

@@ -96,6 +96,12 @@ def test_classes_that_do_not_predict_the_next_token_raise(tmp_path, name, messag
         new(str(tmp_path))
 
 
+def test_a_class_without_an_output_layer_raises(tmp_path):
+    tiny.save_text("LlamaModel", tmp_path)
+    with pytest.raises(ConfigError, match="LlamaModel computes no logits: name a class with"):
+        new(str(tmp_path))(**tiny.text_batch())
+
+
 class Rows(TorchDispatchMode):
     """Records the largest number of vocabulary-sized rows of any tensor."""
 
