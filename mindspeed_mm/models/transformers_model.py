@@ -126,7 +126,7 @@ class TransformersModel(MultiModalModule):
             if getattr(outputs, "aux_loss", None) is None:
                 raise ConfigError(
                     f"router_aux_loss_coef: {coefficient}: {type(self.model).__name__} has no "
-                    "experts, so no auxiliary loss: use 0"
+                    "experts, or no auxiliary loss of them: use 0"
                 )
             extras["aux_loss"] = coefficient * outputs.aux_loss
         return extras
