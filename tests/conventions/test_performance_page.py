@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,17 @@ def test_the_page_is_what_the_script_writes(path):
 
 def test_a_missed_target_says_why():
     assert "missed: |" not in page.PAGES[0].read_text(), "write why into benchmarks/op_targets.csv"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks/results").glob("*.csv")), ids=lambda path: path.name
+)
+def test_rows_have_their_values_in_the_columns_of_the_header(path):
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            assert None not in row and None not in row.values(), row
+            assert row["device"] in ("cpu", "NVIDIA H200"), row
+            assert re.match(r"[0-9a-f]{7,}( with local edits)?$", row["commit"]), row
 
 
 def measurement(peers, shape="8x4", which="full", commit="abc"):
