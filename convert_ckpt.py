@@ -1,9 +1,6 @@
 """Convert weights between HF and Megatron: `mindspeed-llm convert` under its old name."""
 
-import sys
-
-from mindspeed.cli.main import exit_process
-from mindspeed_llm.cli.main import main
+from mindspeed.cli.main import run_script
 
 if __name__ == "__main__":
-    exit_process(main(["convert", *sys.argv[1:]]))
+    run_script("mindspeed_llm", "convert")

@@ -1,9 +1,6 @@
 """Train a model on documents: `mindspeed-llm pretrain` under its old name."""
 
-import sys
-
-from mindspeed.cli.main import exit_process
-from mindspeed_llm.cli.main import main
+from mindspeed.cli.main import run_script
 
 if __name__ == "__main__":
-    exit_process(main(["pretrain", *sys.argv[1:]]))
+    run_script("mindspeed_llm", "pretrain")

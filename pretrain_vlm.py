@@ -1,9 +1,6 @@
 """Train a vision-language model with FSDP2: `mindspeed-mm train` under its old name."""
 
-import sys
-
-from mindspeed.cli.main import exit_process
-from mindspeed_mm.cli.main import main
+from mindspeed.cli.main import run_script
 
 if __name__ == "__main__":
-    exit_process(main(["train", *sys.argv[1:]]))
+    run_script("mindspeed_mm", "train")

@@ -1,5 +1,5 @@
 """The LLM suite: data, checkpoints, training, chat, evaluation."""
 
-from mindspeed.compat import megatron
+from mindspeed.compat.stand_ins import serve
 
-megatron.serve_training()
+serve.serve_training()

@@ -1,5 +1,5 @@
 """The multimodal suite: bring a model, shard it with FSDP2 from a YAML file."""
 
-from mindspeed.compat import megatron
+from mindspeed.compat.stand_ins import serve
 
-megatron.serve_training()
+serve.serve_training()

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -47,6 +48,9 @@ def main() -> int:
             console.print(f'Step "{title}" failed. The commands above can be run alone.')
             return done.returncode
     console.print(f"\nAll done in {time.perf_counter() - began:.0f} s.")
+    if shutil.which("mindspeed") is None:
+        activate = Path(sys.prefix) / "bin" / "activate"
+        console.print(f"For commands of your own: source {activate}", soft_wrap=True)
     return 0
 
 

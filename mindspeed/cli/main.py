@@ -13,7 +13,8 @@ import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -21,6 +22,12 @@ import mindspeed.cli
 
 MISUSE = 2
 INTERRUPTED = 130
+REQUIRED = frozenset(
+    ("torch", "megatron", "numpy", "packaging", "pydantic", "rich", "xxhash", "yaml")
+    + ("PIL", "gigatoken", "jinja2", "orjson", "peft", "pyarrow", "safetensors", "tensorboard")
+    + ("tokenizers", "transformers")
+)
+"""What `pip install -e ".[llm,mm]"` installs, by the names of modules."""
 
 
 def main(
@@ -29,15 +36,47 @@ def main(
     description: str = "Megatron on any device, fast.",
 ) -> int:
     """Run one sub-command of a package and return its exit code."""
-    try:
-        return _run(sys.argv[1:] if argv is None else argv, package, description)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    arguments = sys.argv[1:] if argv is None else argv
+    return _guard(_prog(package.__name__), lambda: _run(arguments, package, description))
 
 
 def script() -> NoReturn:
     """Be the process of the `mindspeed` command."""
     exit_process(main())
+
+
+def run_script(suite: str, command: str) -> NoReturn:
+    """Be the process of a script of the root, which is a sub-command of a suite.
+
+    The suite is imported here, where a missing package gets one line and Ctrl-C is quiet.
+    """
+
+    def run() -> int:
+        code: int = importlib.import_module(f"{suite}.cli.main").main([command, *sys.argv[1:]])
+        return code
+
+    exit_process(_guard(_prog(suite), run))
+
+
+def _guard(prog: str, call: Callable[[], int]) -> int:
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if error.name not in REQUIRED:
+            raise
+        activate = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "activate"
+        source = f" (source {activate})" if activate.is_file() else ""
+        sys.stderr.write(
+            f"{prog}: error: {sys.executable} has no {error.name}: activate the environment that "
+            f"has it{source}, or pip install -e '.[llm,mm]' into this one\n"
+        )
+        return MISUSE
+
+
+def _prog(package: str) -> str:
+    return package.partition(".")[0].replace("_", "-")
 
 
 def exit_process(code: int) -> NoReturn:
@@ -101,8 +140,9 @@ def build_parser(
     """Build the parser of the command and of its sub-commands, or of the chosen one only."""
     from mindspeed.config import suggest_flags
 
-    prog = package.__name__.partition(".")[0].replace("_", "-")
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=_prog(package.__name__), description=description, allow_abbrev=False
+    )
     suggest_flags(parser)
     parser.set_defaults(run=None, parser=parser)
     subparsers = parser.add_subparsers(title="commands", metavar="command")

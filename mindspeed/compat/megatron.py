@@ -7,8 +7,6 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from mindspeed.patching import Aliases
-
 OLDEST = Version("0.12.1")
 NEWEST_WITHOUT_TRITON = Version("0.16.1")
 """Later releases may import triton on every machine; their files are searched for it."""
@@ -85,14 +83,6 @@ def config_fields() -> set[str]:
 
     configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     return {field.name for config in configs for field in dataclasses.fields(config)}
-
-
-def serve_training() -> None:
-    """Serve `megatron.training` to scripts that import a suite and not the adaptor.
-
-    Where that package is installed it is left alone.
-    """
-    Aliases().serve("megatron.training", "mindspeed.compat.stand_ins.megatron_training")
 
 
 def _importer_of(package: str) -> Path | None:

@@ -1,13 +1,18 @@
 """The command: finds its sub-commands, exits with 2 on misuse, suggests the nearest word."""
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mindspeed.cli import main as command
-from mindspeed.cli.main import commands, main
+from mindspeed.cli.main import REQUIRED, commands, main
+
+ROOT = Path(__file__).resolve().parents[3]
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
@@ -31,6 +36,39 @@ def test_without_a_command_the_help_goes_to_stderr(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "features" in captured.err
+
+
+@pytest.mark.parametrize(
+    "words, prog",
+    [
+        (["preprocess_data.py", "--input", "x.jsonl"], "mindspeed-llm"),
+        (["pretrain_vlm.py"], "mindspeed-mm"),
+        (["-m", "mindspeed", "doctor"], "mindspeed"),
+        (["-m", "mindspeed_llm", "plot"], "mindspeed-llm"),
+        (["-m", "mindspeed_mm", "plan"], "mindspeed-mm"),
+    ],
+)
+def test_a_python_without_packages_is_named_in_one_line(words, prog):
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", *words]  # -S: without the packages that are installed
+    done = subprocess.run(command, env=plain, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{prog}: error: {sys.executable} has no ")
+    assert line.endswith("or pip install -e '.[llm,mm]' into this one")
+
+
+def test_packages_that_a_command_misses_by_name_are_those_of_the_distribution():
+    modules = importlib.metadata.packages_distributions()
+    for line in importlib.metadata.requires("mindspeed"):
+        if "extra" not in line or re.search(r"extra == .(llm|mm)\b", line):
+            name = re.match(r"[\w-]+", line)[0].lower().replace("_", "-")
+            found = {
+                module
+                for module, owners in modules.items()
+                if name in (owner.lower().replace("_", "-") for owner in owners)
+            }
+            assert found & REQUIRED, line
 
 
 def test_every_file_is_a_command():
