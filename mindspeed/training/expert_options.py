@@ -25,6 +25,8 @@ class ExpertOptions(Options):
     moe_aux_loss_coeff: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Factor of the loss that balances the load of experts. Default: that of the model's
     config.json."""
+    moe_router_load_balancing_type: Literal["aux_loss", "none"] | None = None
+    """Whether that loss balances the load. Default: where its factor is not 0."""
     moe_z_loss_coeff: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Factor of the router z-loss, the mean squared logsumexp of a token's router logits, which
     keeps them small. Default: none."""

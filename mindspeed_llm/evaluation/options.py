@@ -7,6 +7,7 @@ from mindspeed.config import ConfigError, Options, Spelling
 from mindspeed.features.registry import registry
 from mindspeed.training.options import check_precision
 from mindspeed_llm.generation.options import CheckpointOptions, ScriptOptions, can_be_written
+from mindspeed_llm.training.architecture_options import ArchitectureOptions
 from mindspeed_llm.training.options import ModelOptions
 
 
@@ -39,7 +40,7 @@ class EvaluationOptions(Options):
     """File for each question with what the model said, one object a line (.jsonl)."""
 
 
-SECTIONS = (EvaluationOptions, CheckpointOptions, ModelOptions, ScriptOptions)
+SECTIONS = (EvaluationOptions, CheckpointOptions, ModelOptions, ArchitectureOptions, ScriptOptions)
 
 if TYPE_CHECKING:
     FeatureOptions = Options
@@ -48,7 +49,12 @@ else:  # the switches of mindspeed's features (--use-fused-rmsnorm and the like)
 
 
 class EvaluateOptions(
-    EvaluationOptions, CheckpointOptions, ModelOptions, ScriptOptions, FeatureOptions
+    EvaluationOptions,
+    CheckpointOptions,
+    ModelOptions,
+    ArchitectureOptions,
+    ScriptOptions,
+    FeatureOptions,
 ):
     """All options of an evaluation."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from mindspeed.config import ConfigError, Options, Spelling
 from mindspeed.features.registry import registry
 from mindspeed.training.options import check_precision
+from mindspeed_llm.training.architecture_options import ArchitectureOptions
 from mindspeed_llm.training.options import AcceptedOptions, ModelOptions, TrainOptions
 
 Task = Literal["greedy", "do_sample", "beam_search", "beam_search_with_sampling", "chat"]
@@ -110,6 +111,7 @@ SECTIONS = (
     ConversationOptions,
     CheckpointOptions,
     ModelOptions,
+    ArchitectureOptions,
     ScriptOptions,
 )
 
@@ -125,6 +127,7 @@ class GenerateOptions(
     ConversationOptions,
     CheckpointOptions,
     ModelOptions,
+    ArchitectureOptions,
     ScriptOptions,
     FeatureOptions,
 ):

@@ -248,6 +248,9 @@ SWITCHES = {
     "add_dense_bias": "linear_bias",
     "qk_layernorm": "qk_layernorm",
     "disable_bias_linear": "no_linear_bias",
+    "multi_latent_attention": "mla",
+    "moe_router_enable_expert_bias": "moe.expert_bias",
+    "norm_topk_prob": "moe.normalize_topk",
 }
 """Options that assert a property of the model, each with the field that must be true."""
 
@@ -255,7 +258,7 @@ SWITCHES = {
 def contradictions(options: Options, model: ModelConfig) -> list[str]:
     """Return the switches that are on in the options of a command and do not fit the model."""
     return [
-        f"{Spelling.FLAG.name_of(name)} (not in this model)"
+        f"{Spelling.FLAG.name_of(options.name_given(name))} (not in this model)"
         for name, field in SWITCHES.items()
         if getattr(options, name, False) and not model.get(field)
     ]

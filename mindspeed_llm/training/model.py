@@ -327,6 +327,8 @@ def _auxiliary_losses(
         return {}
     given, z_loss = options.moe_aux_loss_coeff, options.moe_z_loss_coeff
     coefficient = shape.moe.aux_loss_coeff if given is None else given
+    if options.moe_router_load_balancing_type == "none":
+        coefficient = 0.0
     return {
         "moe_aux_loss_coeff": coefficient * shares,
         "moe_router_load_balancing_type": "aux_loss" if coefficient else "none",

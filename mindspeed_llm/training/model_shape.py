@@ -1,6 +1,5 @@
-"""The shape of the model to train, and whether flags that name sizes agree with it."""
+"""The shape of the model to train."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +7,13 @@ from mindspeed.checkpoint.detection import CheckpointDir, detect
 from mindspeed.checkpoint.digests import verify_small
 from mindspeed.config import ConfigError, Spelling
 from mindspeed.distributed.parallel_dims import padded_vocabulary
-from mindspeed_llm.models.config import (
-    ModelConfig,
-    RotaryConfig,
-    contradictions,
-    refuse_contradictions,
-)
+from mindspeed_llm.models.config import ModelConfig, RotaryConfig
 from mindspeed_llm.models.registry import read_model_config
+from mindspeed_llm.training.architecture_options import check_architecture, given_architecture
 from mindspeed_llm.training.options import TrainOptions
 
 NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 """Flags that are needed where there is no config.json."""
-SAME_NAME = (
-    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
-    *("kv_channels", "vocab_size", "norm_epsilon"),
-)
 
 
 def find_shape(options: TrainOptions) -> tuple[ModelConfig, Path | None]:
@@ -37,7 +28,7 @@ def find_shape(options: TrainOptions) -> tuple[ModelConfig, Path | None]:
         shape = read_model_config(folder, named=options.model_type_hf)
     else:
         shape = _of_weights(found, folder, options)
-    check_flags(options, shape)
+    check_architecture(options, shape)
     return shape, folder
 
 
@@ -81,6 +72,9 @@ def _from_flags(options: TrainOptions) -> ModelConfig:
             f"--num-experts {options.num_experts}: there is no config.json, which says what a "
             "mixture of experts is like: give --hf-cfg-dir"
         )
+    for name in given_architecture(options):
+        flag = Spelling.FLAG.name_of(options.name_given(name))
+        raise ConfigError(f"{flag}: such models have a config.json: give --hf-cfg-dir")
     sizes: Any = options  # what is needed is given
     heads = sizes.num_attention_heads
     return ModelConfig(
@@ -99,26 +93,6 @@ def _from_flags(options: TrainOptions) -> ModelConfig:
         qk_layernorm=options.qk_layernorm,
         rotary=RotaryConfig(base=options.rotary_base or 10000.0),
     )
-
-
-def check_flags(options: TrainOptions, shape: ModelConfig) -> None:
-    """Raise, naming each, if a size that was given is not the model's."""
-    wrong: list[str] = []
-
-    def compare(name: str, given: Any, real: Any) -> None:
-        # A GGUF file keeps 1e-05 in 32 bits, and a config made of one has 9.9999997e-06.
-        if given is not None and not math.isclose(given, real, rel_tol=1e-6):
-            wrong.append(f"{Spelling.FLAG.with_value(name, given)} (the model has {real})")
-
-    for name in SAME_NAME:
-        compare(name, getattr(options, name), getattr(shape, name))
-    compare("num_layers", options.num_layers, shape.num_layers + len(options.noop_layers))
-    compare("rotary_base", options.rotary_base, shape.rotary.base)
-    moe = shape.moe
-    compare("num_experts", options.num_experts, moe.num_experts if moe else 0)
-    compare("moe_router_topk", options.moe_router_topk, moe.topk if moe else 0)
-    compare("moe_ffn_hidden_size", options.moe_ffn_hidden_size, moe.ffn_hidden_size if moe else 0)
-    refuse_contradictions(wrong + contradictions(options, shape))
 
 
 def vocabulary(options: TrainOptions, shape: ModelConfig) -> int:

@@ -2,11 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import create_model
 
-from mindspeed.config import ConfigError, Options, add_options, read_options, suggest_flags
+from mindspeed.config import Alias, ConfigError, Options, add_options, read_options, suggest_flags
 from mindspeed.features.registry import registry
 from mindspeed.training.expert_options import ExpertOptions
 from mindspeed.training.options import (
@@ -20,6 +20,7 @@ from mindspeed.training.options import (
 )
 from mindspeed_llm.data.instruction import split_parts, split_weights
 from mindspeed_llm.data.options import PreprocessOptions
+from mindspeed_llm.training.architecture_options import ArchitectureOptions
 from mindspeed_llm.training.preference_options import (
     PREFERENCE_SECTIONS,
     AcceptedStageOptions,
@@ -62,7 +63,7 @@ class ModelOptions(Options):
     """Routed experts of a layer."""
     moe_router_topk: int | None = None
     """Experts that a token visits."""
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: Annotated[int | None, Alias("moe_intermediate_size")] = None
     """Width of one routed expert."""
     max_position_embeddings: int | None = None
     """Longest sequence the model is meant for; may differ from its config.json."""
@@ -305,6 +306,18 @@ class AcceptedOptions(Options):
     """Accepted for existing scripts: samples are read from mapped files."""
     no_shared_storage: bool = False
     """Accepted for existing scripts: no index files are written."""
+    use_rotary_position_embeddings: bool = False
+    """Accepted for existing scripts: positions are rotary in every family here."""
+    moe_router_dtype: Literal["fp32"] | None = None
+    """Accepted for existing scripts: routers compute in float32."""
+    mla_mm_split: bool = False
+    """Accepted for existing scripts: the result is the same."""
+    mla_fa_without_pad: bool = False
+    """Accepted for existing scripts: the result is the same."""
+    use_dist_ckpt: bool = False
+    """Accepted for existing scripts: checkpoints are torch_dist."""
+    data_cache_path: str | None = None
+    """Accepted for existing scripts: no index files are written."""
     local_rank: int | None = None
     """Accepted for existing launchers: the environment decides."""
 
@@ -333,6 +346,7 @@ SECTIONS = (
     ParallelOptions,
     ExpertOptions,
     ModelOptions,
+    ArchitectureOptions,
     LossScaleOptions,
     ThroughputOptions,
     UnusedOptions,
@@ -354,6 +368,7 @@ class StageOptions(
     RawOptions,
     DataOptions,
     ModelOptions,
+    ArchitectureOptions,
 ):
     """All sections."""
 

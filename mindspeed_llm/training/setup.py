@@ -32,11 +32,12 @@ from mindspeed.training.save_dir_lock import SaveDirLock, release_on_error
 from mindspeed.training.stages import ONLINE
 from mindspeed_llm.models.config import ModelConfig, MoEConfig
 from mindspeed_llm.training import model
+from mindspeed_llm.training.architecture_options import check_architecture
 from mindspeed_llm.training.checkpoint import MegatronCheckpoints
 from mindspeed_llm.training.lora import add_adapters
 from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
 from mindspeed_llm.training.model import ModelRole, RoleModel
-from mindspeed_llm.training.model_shape import check_flags, find_shape, vocabulary
+from mindspeed_llm.training.model_shape import find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.shared_prompts import shares_prompts
 
@@ -276,6 +277,11 @@ def _check_router(options: TrainOptions, moe: MoEConfig, family: str) -> None:
             f"--moe-router-bias-update-rate {options.moe_router_bias_update_rate:g}: routers of "
             f"this {family} model choose experts without a bias: drop it"
         )
+    if options.moe_router_load_balancing_type == "none" and options.moe_aux_loss_coeff:
+        raise ConfigError(
+            f"--moe-aux-loss-coeff {options.moe_aux_loss_coeff:g}: with "
+            "--moe-router-load-balancing-type none no loss balances the load: drop one of the two"
+        )
     if options.moe_router_fusion and not model.has_fused_router():
         raise ConfigError(
             "--moe-router-fusion: this megatron-core has no fused router: use 0.16, or drop it"
@@ -432,7 +438,7 @@ def _make_trainable(
 def _shape_of_checkpoint(options: TrainOptions, resumed: Path) -> tuple[ModelConfig, Path | None]:
     """Return the shape that a training checkpoint stores, and the folder of its config.json."""
     shape = build(ModelConfig, read_state(resumed).shape, source=str(resumed))
-    check_flags(options, shape)
+    check_architecture(options, shape)
     folder = resumed.parent / HF_FOLDER
     verify_small(folder, enabled=not options.no_verify)
     return shape, folder if (folder / "config.json").is_file() else None

@@ -11,7 +11,7 @@ from mindspeed.config import ConfigError
 from mindspeed_llm.models.config import MLAConfig, ModelConfig, MoEConfig, RotaryConfig
 from mindspeed_llm.training import model, setup
 from mindspeed_llm.training.model import make_config
-from mindspeed_llm.training.model_shape import check_flags, find_shape
+from mindspeed_llm.training.model_shape import find_shape
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import parallel_dims
 
@@ -136,24 +136,6 @@ def test_what_needs_whole_sequences_is_refused(changes: dict[str, Any], what: st
         setup.check_context(TrainOptions(context_parallel_size=2), shape, splits_sequences=True)
 
 
-def test_sizes_that_are_given_must_be_those_of_the_model() -> None:
-    same = {"num_layers": 4, "hidden_size": 32, "num_query_groups": 2, "vocab_size": 99}
-    check_flags(TrainOptions(norm_epsilon=1e-6, disable_bias_linear=True, **same), SHAPE)
-    wrong = {"num_layers": 5, "norm_epsilon": 1e-5, "rotary_base": 5e5, "add_qkv_bias": True}
-    with pytest.raises(ConfigError) as caught:
-        check_flags(TrainOptions(**same | wrong), SHAPE)
-    assert str(caught.value) == (
-        "not the model that is loaded: --norm-epsilon 1e-05 (the model has 1e-06); "
-        "--num-layers 5 (the model has 4); --rotary-base 500000.0 (the model has 10000.0); "
-        "--add-qkv-bias (not in this model): drop these flags"
-    )
-
-
-def test_an_epsilon_out_of_32_bits_is_the_one_that_scripts_say() -> None:
-    shape = SHAPE.model_copy(update={"norm_epsilon": 9.999999747378752e-06})
-    check_flags(TrainOptions(norm_epsilon=1e-5), shape)
-
-
 def test_what_megatron_refuses_is_one_line() -> None:
     options = TrainOptions(recompute_granularity="full")
     dims = parallel_dims(TrainOptions(), SHAPE)
@@ -234,30 +216,30 @@ def test_a_single_expert_has_its_score_as_its_weight(score_function: str) -> Non
             config_of(2, False)
 
 
-def test_sizes_of_experts_must_be_those_of_the_model() -> None:
-    sizes = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
-    check_flags(TrainOptions(**sizes), EXPERTS)
-    for name, value in sizes.items():
-        with pytest.raises(ConfigError, match=rf"{value + 1} \(the model has {value}\)"):
-            check_flags(TrainOptions(**sizes | {name: value + 1}), EXPERTS)
-        with pytest.raises(ConfigError, match=rf"{value} \(the model has 0\)"):
-            check_flags(TrainOptions(**{name: value}), SHAPE)
-    needed = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "vocab_size": 99}
-    options = TrainOptions(from_scratch=True, num_attention_heads=4, num_experts=4, **needed)
-    with pytest.raises(ConfigError, match="--num-experts 4: there is no config.json"):
-        find_shape(options)
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, 0.25), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 0.25),
+        ({"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "aux_loss"}, 0.5),
+        ({"moe_aux_loss_coeff": 0.0}, 0.0),
+        ({"moe_router_load_balancing_type": "none"}, 0.0),
+    ],
+)
 def test_the_auxiliary_loss_is_as_given_or_that_of_the_model(
-    given: float | None, expected: float
+    given: dict[str, Any], expected: float
 ) -> None:
     routed = ROUTED.model_copy(update={"aux_loss_coeff": 0.25})
     shape = SHAPE.model_copy(update={"moe": routed})
-    options = TrainOptions(load="m", moe_aux_loss_coeff=given)
+    options = TrainOptions(load="m", **given)
     config = make_config(options, shape, parallel_dims(options, shape))
     assert config.moe_aux_loss_coeff == expected
     assert config.moe_router_load_balancing_type == ("aux_loss" if expected else "none")
+
+
+def test_a_factor_of_no_loss_is_refused() -> None:
+    given = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "none"}
+    with pytest.raises(ConfigError, match="--moe-aux-loss-coeff 0.5: with .* drop one of the two"):
+        setup.check_experts(TrainOptions(load="m", **given), EXPERTS)
 
 
 def test_shared_experts_overlap_with_the_alltoall_dispatcher_only() -> None:
