@@ -89,14 +89,24 @@ def _is_transformers_type(model_type: str) -> bool:
 
 
 def read_model_config(
-    folder: Path, tensors: Collection[str] | None = None, named: str | None = None
+    folder: Path,
+    tensors: Collection[str] | None = None,
+    named: str | None = None,
+    *,
+    from_scratch: bool = False,
 ) -> ModelConfig:
-    """Return the configuration of the HF model whose config.json is in `folder`."""
+    """Return the configuration of the HF model whose config.json is in `folder`.
+
+    Weights may lack the layers of multi-token prediction that a config.json names; a model that is
+    trained from scratch has them.
+    """
     config = HfConfig.read(folder)
     family = family_of(config, named)
     kind = _model_type(config, family, named)
     config = config.of_type(kind, family.model_types[kind])
     model = family.read_config(config, () if tensors is None else tensors)
+    if from_scratch:
+        model = _with_further_tokens(model, family, config)
     if labels := _num_labels(config):
         model = model.model_copy(update={"num_labels": labels, "tied": False, "mtp_num_layers": 0})
     config.refuse_unread(family.name, family.ignored)
@@ -109,6 +119,18 @@ def read_model_config(
     if model.moe:
         _check_routing(model.moe, config.source)
     return model
+
+
+def _with_further_tokens(model: ModelConfig, family: Family, config: HfConfig) -> ModelConfig:
+    if not family.table.mtp:
+        return model
+    further = config.integer("num_nextn_predict_layers", default=0, least=0, most=MANY)
+    if further and model.tied:
+        raise ConfigError(
+            f"{config.source}: num_nextn_predict_layers {further}: needs an output layer of its "
+            "own: set it to 0, or tie_word_embeddings to false"
+        )
+    return model.model_copy(update={"mtp_num_layers": further})
 
 
 def _check_routing(moe: MoEConfig, source: str) -> None:

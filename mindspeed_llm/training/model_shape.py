@@ -25,7 +25,7 @@ def find_shape(options: TrainOptions) -> tuple[ModelConfig, Path | None]:
     if folder is None:
         shape = _from_flags(options)
     elif found is None:
-        shape = read_model_config(folder, named=options.model_type_hf)
+        shape = read_model_config(folder, named=options.model_type_hf, from_scratch=True)
     else:
         shape = _of_weights(found, folder, options)
     check_architecture(options, shape)

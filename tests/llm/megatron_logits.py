@@ -27,7 +27,8 @@ def megatron_logits(source, config_folder, impl="local", tp=1, pp=1, ep=1, **opt
 def loaded_model(source, config_folder, impl="local", tp=1, pp=1, ep=1, **options):
     """Build this rank's chunks, load them, and return them with the model's shape.
 
-    Options: vocab_size, layers_per_chunk, etp, noop_layers, grouped.
+    Options: vocab_size, layers_per_chunk, etp, noop_layers, grouped, further (with the layers of
+    multi-token prediction that config.json names).
     """
     from pathlib import Path
 
@@ -41,7 +42,8 @@ def loaded_model(source, config_folder, impl="local", tp=1, pp=1, ep=1, **option
     noops = options.get("noop_layers", ())
     if noops:
         mindspeed.enable(noop_layers=noops)
-    shape = read_model_config(Path(config_folder))
+    further = options.get("further", False)
+    shape = read_model_config(Path(config_folder), from_scratch=further)
     per_chunk = options.get("layers_per_chunk")
     chunks = (shape.num_layers + len(noops)) // pp // per_chunk if per_chunk else None
     sizes = {

@@ -157,6 +157,22 @@ CLASSES |= {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}
 CLASSES |= {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 
 
+def test_layers_of_multi_token_prediction_are_those_of_the_weights(tmp_path):
+    """Published weights may lack them; a model that is trained from scratch has those it names."""
+    values = {k: v for k, v in PUBLISHED["DeepSeek-V3"].items() if k != "quantization_config"}
+    layers = values["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    weights = [f"model.layers.{layers - 1}.mlp.gate.weight"]
+    assert read_model_config(tmp_path).mtp_num_layers == 0
+    assert read_model_config(tmp_path, weights).mtp_num_layers == 0
+    weights.append(f"model.layers.{layers}.eh_proj.weight")
+    assert read_model_config(tmp_path, weights).mtp_num_layers == 1
+    assert read_model_config(tmp_path, from_scratch=True).mtp_num_layers == 1
+    (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers 1: needs an output layer of"):
+        read_model_config(tmp_path, from_scratch=True)
+
+
 @pytest.fixture
 def shape_of(tmp_path):
     """Return a function that reads the shape from the values of a config.json."""
