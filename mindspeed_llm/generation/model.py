@@ -48,7 +48,10 @@ def load_model(options: TrainOptions) -> LoadedModel:
     language_model(setup.shape, options.load)  # --hf-cfg-dir may name another model's config
     seed_everything(options.seed)  # some layers fork a random generator even in inference
     setup.config.perform_initialization = False  # random weights would be overwritten at once
-    (module,) = build_chunks(_provider(setup), setup.dims)
+    # Not even built: nothing asks for more than the next token.
+    setup.config.mtp_num_layers = None
+    shape = setup.shape.model_copy(update={"mtp_num_layers": 0})
+    (module,) = build_chunks(_provider(setup, shape), setup.dims)
     module = module.to(setup.config.params_dtype).eval().requires_grad_(False)
     load_weights(
         [module],
@@ -60,7 +63,7 @@ def load_model(options: TrainOptions) -> LoadedModel:
     )
     prepare_decoding(module)
     max_length = options.max_position_embeddings or setup.shape.max_position_embeddings
-    return LoadedModel((module,), setup.shape, max_length, setup.config_folder)
+    return LoadedModel((module,), shape, max_length, setup.config_folder)
 
 
 def _check_ranks(options: TrainOptions) -> None:
@@ -75,12 +78,12 @@ def _check_ranks(options: TrainOptions) -> None:
         )
 
 
-def _provider(setup: Setup) -> Any:
+def _provider(setup: Setup, shape: ModelConfig) -> Any:
     def build(
         pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> Any:
         return gpt_model(
-            setup.shape,
+            shape,
             setup.config,
             impl=setup.options.transformer_impl,
             vocab_size=setup.vocab_size,

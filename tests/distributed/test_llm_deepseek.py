@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mindspeed_llm.training.added_losses import MTP_LOSS
-from tests.llm import tiny
+from tests.llm import generation, tiny
+from tests.llm.megatron_logits import all_logits
 from tests.llm.preferences import make_pairs, write_pairs
 from tests.ranks import run_ranks
 from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
@@ -134,6 +136,22 @@ def test_the_logged_loss_is_that_of_the_formula(inputs: tuple[Path, str, str]) -
     ((found,),) = first_steps(1, {"logged": values}, (MTP_LOSS,)).values()
     (expected,) = run_ranks(loss_by_formula, 1, values)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_answers_are_those_of_a_model_of_the_next_token(inputs: tuple[Path, str, str]) -> None:
+    """Of the trained model, which has its layers, and of the one that generates, which does not."""
+    theirs = AutoModelForCausalLM.from_pretrained(inputs[1], dtype=torch.float32)
+    expected = tiny.logits(inputs[1])
+    case = {"source": inputs[1], "config_folder": inputs[1]}
+    case |= {"further": True, "impl": "transformer_engine"}
+    cases = {"one rank": (1, {}), "PP2": (2, {"pp": 2}), "TP2": (2, {"tp": 2})}
+    for name, (world, layout) in cases.items():
+        (found,) = run_ranks(all_logits, world, [case | layout])[-1]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4, msg=name)
+    asked = {"source": inputs[1], "requests": [generation.request()]}
+    answers = generation.theirs(theirs, generation.PROMPTS)
+    assert run_ranks(generation.several, 1, [asked])[0] == [[answers]]
+    assert run_ranks(generation.several, 2, [asked | {"pp": 2}])[0] == [[answers]]
 
 
 def moved_weights(values: dict[str, Any]) -> set[str]:
