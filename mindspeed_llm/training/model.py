@@ -17,6 +17,7 @@ from mindspeed.features.parallel.context_parallel import chosen
 from mindspeed.ops.fusion_attention import flash4
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.megatron import gpt_model, same_named, transformer_config
+from mindspeed_llm.training.architecture_options import ArchitectureOptions
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.shared_prompts import shares_prompts
 
@@ -82,19 +83,20 @@ def with_grouped_experts(options: TrainOptions, shape: ModelConfig) -> TrainOpti
 def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> Any:
     """Return Megatron's configuration of the model under these parallel sizes.
 
-    Options that Megatron has under the same name reach it by that name; what follows here is
-    derived, or differs from the option.
+    Options that Megatron has under the same name reach it by that name, but for those that describe
+    the model, which the shape decides; what follows here is derived, or differs from the option.
     """
     options = with_grouped_experts(options, shape)  # a reward model may have them, not the policy
     dtype, context = _dtype(options), chosen(options, dict(options))
     if options.transformer_impl == "local" and options.neat_pack:
         raise ConfigError("--neat-pack needs --transformer-impl transformer_engine")
     recompute = "selective" if options.recompute_activations else options.recompute_granularity
+    described = ArchitectureOptions.model_fields
     with accepted_by_megatron():
         return transformer_config(
             shape,
             noop_layers=options.noop_layers,
-            options=dict(options),
+            options={name: given for name, given in options if name not in described},
             params_dtype=dtype,
             pipeline_dtype=dtype,
             virtual_pipeline_model_parallel_size=dims.vpp,

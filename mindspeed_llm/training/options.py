@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from mindspeed.config import Alias, ConfigError, Options, add_options, read_options, suggest_flags
 from mindspeed.features.registry import registry
@@ -142,6 +142,9 @@ class DataOptions(Options):
     calculate_per_token_loss: bool = False
     """Mean loss over all tokens of a step (pretraining, --stage sft and prm); without it the mean
     over micro-batches of the mean over their tokens, so that short samples weigh more."""
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Factor of the loss of multi-token prediction (pretraining and --stage sft); 0 keeps its
+    layers as they were loaded. Default: 0.1."""
     no_shuffle: bool = False
     """Read samples in the order of the files."""
     padded_samples: bool = False

@@ -103,6 +103,7 @@ def prepare(
         activate_features(options, shape, dims)
         if is_training:
             check_experts(options, shape)
+            check_further_tokens(options, shape)
         vocab_size = vocabulary(options, shape)
         timeout = options.distributed_timeout_minutes
         init_distributed(device.current(), timeout_minutes=timeout)
@@ -247,6 +248,17 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         _check_router(options, shape.moe, shape.family)
         _check_shared_experts(options, shape.moe, shape.family)
         check_shared_sequence(options.tensor_model_parallel_size, options.sequence_parallel)
+
+
+def check_further_tokens(options: TrainOptions, shape: ModelConfig) -> None:
+    """Raise ConfigError for a factor of the loss of multi-token prediction where there is none."""
+    if options.mtp_loss_scaling_factor is None:
+        return
+    flag = f"--mtp-loss-scaling-factor {options.mtp_loss_scaling_factor:g}"
+    if not shape.mtp_num_layers:
+        raise ConfigError(f"{flag}: this {shape.family} model has no such layers: drop it")
+    if options.stage != "sft":
+        raise ConfigError(f"{flag}: --stage {options.stage} keeps those layers: drop it")
 
 
 def _check_local_experts(options: TrainOptions) -> None:

@@ -349,3 +349,44 @@ def test_the_number_of_shared_experts_is_that_of_the_model() -> None:
     setup.check_experts(TrainOptions(load="m", n_shared_experts=2), shape)
     with pytest.raises(ConfigError, match="--n-shared-experts 1: this llama model has 2, which"):
         setup.check_experts(TrainOptions(load="m", n_shared_experts=1), shape)
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "expected"), [("sft", None, 0.1), ("sft", 0.3, 0.3), ("dpo", None, 0.0)]
+)
+def test_the_factor_of_multi_token_prediction(
+    stage: str, given: float | None, expected: float
+) -> None:
+    shape = SHAPE.model_copy(update={"mtp_num_layers": 1})
+    options = TrainOptions(load="m", stage=stage, mtp_loss_scaling_factor=given)
+    setup.check_further_tokens(options, shape)
+    config = make_config(options, shape, parallel_dims(options, shape))
+    assert config.mtp_loss_scaling_factor == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "layers", "words"),
+    [("sft", 0, "this llama model has no such layers"), ("dpo", 1, "--stage dpo keeps those")],
+)
+def test_a_factor_without_multi_token_prediction(stage: str, layers: int, words: str) -> None:
+    shape = SHAPE.model_copy(update={"mtp_num_layers": layers})
+    options = TrainOptions(load="m", stage=stage, mtp_loss_scaling_factor=0.0)
+    with pytest.raises(ConfigError, match=f"--mtp-loss-scaling-factor 0: {words}"):
+        setup.check_further_tokens(options, shape)
+
+
+def test_flags_that_describe_the_model_leave_its_config_alone() -> None:
+    """The frozen reward model of PPO may be another than the policy that they describe."""
+    latent = SHAPE.model_copy(update={"mla": LATENT, "moe": ROUTED})
+    given = {"q_lora_rank": 3, "moe_router_num_groups": 1, "moe_router_score_function": "sigmoid"}
+    plain, described = TrainOptions(load="m"), TrainOptions(load="m", **given)
+    for shape in (SHAPE, latent):
+        dims = parallel_dims(plain, shape)
+        config = make_config(plain, shape, dims)
+        assert config.multi_latent_attention == (shape is latent)
+        assert values(make_config(described, shape, dims)) == values(config)
+
+
+def values(config: Any) -> dict[str, Any]:
+    """Return what can be compared: functions that initialise weights are new ones each time."""
+    return {name: value for name, value in vars(config).items() if not callable(value)}
