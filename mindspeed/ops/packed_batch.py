@@ -45,3 +45,12 @@ def register(cu_seqlens: Tensor, **known: Any) -> None:
         return
     version = cu_seqlens._version
     _batches[cu_seqlens] = replace(describe(cu_seqlens), version=version, **known)
+
+
+def host_bounds(bounds: Tensor) -> list[int]:
+    """Return cumulative lengths as registered, or read them from the device and register them."""
+    values = describe(bounds).bounds
+    if values is None:
+        values = bounds.tolist()
+        register(bounds, bounds=values)
+    return values

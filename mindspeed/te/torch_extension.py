@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from mindspeed.ops.packed_batch import host_bounds
 from mindspeed.parallel.context.layout import partitioned_indices
-from mindspeed.te.pytorch.attention.core import host_bounds
 
 __all__ = ["thd_get_partitioned_indices"]
 

@@ -5,8 +5,8 @@ import torch
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.features.activation import current
+from mindspeed.ops.packed_batch import host_bounds
 from mindspeed.te.pytorch import DotProductAttention
-from mindspeed.te.pytorch.attention.core import host_bounds
 from tests.distributed import te_model
 from tests.distributed.test_shared_prompts import activate, make_batches, step
 from tests.gpu.test_te_modules import one_rank, relative_error  # noqa: F401

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops.fusion_attention import sdpa
-from mindspeed.ops.packed_batch import describe, register
+from mindspeed.ops.packed_batch import host_bounds
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
 LONG = 1024  # tokens of a document from where one by one is faster than all at once
@@ -52,15 +52,6 @@ class Documents:
     def slices(self) -> list[slice]:
         """Return the token range of each document."""
         return [slice(start, start + n) for start, n in zip(self.starts, self.lengths)]
-
-
-def host_bounds(bounds: Tensor) -> list[int]:
-    """Return cumulative lengths as registered, or read them from the device and register them."""
-    values = describe(bounds).bounds
-    if values is None:
-        values = bounds.tolist()
-        register(bounds, bounds=values)
-    return values
 
 
 def attend(

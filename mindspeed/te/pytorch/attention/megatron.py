@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops.packed_batch import describe
+from mindspeed.ops.packed_batch import describe, host_bounds
 from mindspeed.parallel.context.whole_documents import whole_documents
-from mindspeed.te.pytorch.attention.core import host_bounds
 from mindspeed.te.pytorch.attention.dot_product_attention import DotProductAttention
 
 _REST = ("attn_mask_type", "attention_bias", "packed_seq_params")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mindspeed.ops.packed_batch import host_bounds
 from mindspeed.parallel.context.attention import (
     ContextParallel,
     context_attention,
@@ -20,7 +21,6 @@ from mindspeed.parallel.context.attention import (
 from mindspeed.parallel.context.blocks import Spans
 from mindspeed.parallel.context.layout import Layout
 from mindspeed.parallel.context.rule import Rule
-from mindspeed.te.pytorch.attention.core import host_bounds
 from mindspeed.te.pytorch.attention.masks import MaskRule, MaskTensors, visible_keys
 
 
