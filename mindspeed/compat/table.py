@@ -289,6 +289,19 @@ TABLE = (
         ),
     ),
     Entry(
+        name="multi_token_prediction",
+        reason="The tokens after those of a rank are looked up, and labels counted, without the "
+        "other ranks of the sequence.",
+        patches=(
+            Patch.wrap(
+                "megatron.core.transformer.multi_token_prediction:roll_tensor",
+                "mindspeed.parallel.context.next_tokens:wrap_roll_tensor",
+                why="0.12 knows no other rank; later ones divide the loss by the labels of one, "
+                "and wait for the device at each end of a packed document",
+            ),
+        ),
+    ),
+    Entry(
         name="no_nvcc",
         reason="A Megatron-LM script runs nvcc at start and then compiles nothing.",
         patches=(

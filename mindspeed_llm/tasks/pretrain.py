@@ -19,6 +19,7 @@ from mindspeed_llm.training.documents import (
     ends_with_stop_token,
     open_documents,
 )
+from mindspeed_llm.training.joined_samples import why_not_joined
 from mindspeed_llm.training.trainer import Batch, Part, Trainer
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,9 @@ class PretrainTrainer(Trainer):
         return batch | {"real_tokens": torch.tensor(real)}
 
     def _check_separate(self, prefixes: Sequence[str]) -> None:
-        if self.options.transformer_impl == "local" or self.setup.shape.mtp_num_layers:
-            raise ConfigError(
-                "--reset-attention-mask needs --transformer-impl transformer_engine, and a model "
-                "without multi-token prediction"
-            )
+        single = why_not_joined(self.options, self.setup.shape)
+        if single:
+            raise ConfigError(f"--reset-attention-mask: {single} takes rows of one document only")
         for prefix in prefixes:
             if not ends_with_stop_token(prefix):
                 logger.warning(

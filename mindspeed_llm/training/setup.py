@@ -154,11 +154,6 @@ def check_context(options: TrainOptions, shape: ModelConfig, splits_sequences: b
     size = options.context_parallel_size
     for flag in ("attention_dropout", "hidden_dropout", "lora_dropout"):
         check_dropout(getattr(options, flag), size, f"--{flag.replace('_', '-')} ")
-    if shape.mtp_num_layers:
-        raise ConfigError(f"{CP} {size}: multi-token prediction needs whole sequences: use 1")
-    if shape.mla and shape.rotary.scaling == "yarn":
-        # Megatron slices this table by itself, as if a row were one document.
-        raise ConfigError(f"{CP} {size}: YaRN with latent attention needs whole sequences: use 1")
     if not splits_sequences:
         raise ConfigError(f"{CP} {size}: --stage {options.stage} needs whole sequences: use 1")
 

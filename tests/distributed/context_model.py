@@ -12,6 +12,7 @@ LENGTH, BATCH, STEPS = 16, 2, 4
 DOCUMENTS = (5, 8, 2, 13)
 """Packed documents; every one is padded to a multiple of PADDED tokens."""
 PADDED = 8
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 
 
 def train(
@@ -78,26 +79,29 @@ def logits(cp, comm_type, changed=None, window=1):
 
 
 def mtp_losses(cp, tp=1, **options):
-    """Return this rank's rows, the losses of their labels, and the sum of those of one step on."""
+    """Return this rank's rows and the losses of their labels; that of one step on, a gradient."""
     from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from tests.gpt.training import destroy_groups
 
     parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
-    model, _ = _build("te", cp, tp, 1, "p2p", False, {"mtp_num_layers": 1, **options})
+    model, _ = _build("te", cp, tp, 1, "p2p", False, {**MTP, **options})
     (batch,) = _batches(False, 1)
     batch["row"] = torch.arange(LENGTH).expand(BATCH, -1)
     batch, _ = _on_this_rank(batch)
     arguments = batch["tokens"], batch["position_ids"], None
     losses = model(*arguments, labels=batch["labels"], loss_mask=batch["loss_mask"])
-    rows = batch["row"][0]
-    # The last token of a sequence has no label one step on.
-    count = BATCH * int((rows < LENGTH - 1).sum())
-    further = float(MTPLossLoggingHelper.tracker["values"][0]) * count
+    further = float(MTPLossLoggingHelper.tracker["values"][0])
     MTPLossLoggingHelper.clean_loss_in_tracker()
+    # Only further tokens have a gradient here; data-parallel ranks are averaged.
+    (losses * 0).sum().backward()
+    model.finish_grad_sync()
+    gradient = model.module.mtp.layers[
+        0
+    ].transformer_layer.self_attention.linear_qkv.weight.main_grad.clone()
     destroy_groups()
-    return rows, losses.detach().double(), further
+    return batch["row"][0], losses.detach().double(), further, gradient
 
 
 def _build(spec, cp, tp, pp, comm_type, packed, options):

@@ -4,9 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from packaging.version import Version
 
-from mindspeed.compat import megatron
 from tests.budget import examples
 from tests.distributed.context_model import DOCUMENTS, logits, mtp_losses, train
 from tests.ranks import run_ranks
@@ -102,18 +100,18 @@ def mtp_losses_of_each(cases):
     return [mtp_losses(**case) for case in cases]
 
 
-@pytest.mark.skipif(
-    megatron.version() < Version("0.16"), reason="rolls labels inside a rank's part of a sequence"
-)
 def test_multi_token_prediction_equals_one_rank():
-    """The tokens one step on are on other ranks, too."""
+    """The tokens one step on, and labels that the loss is divided by, are on other ranks, too."""
     cases = [{"cp": 4}, {"cp": 2, "tp": 2}]
-    (((_, whole, further),),) = run_ranks(mtp_losses_of_each, 1, [{"cp": 1}])
+    (((_, whole, further, gradient),),) = run_ranks(mtp_losses_of_each, 1, [{"cp": 1}])
+    assert gradient.abs().max() > 1e-3
     for case, ranks in zip(cases, zip(*run_ranks(mtp_losses_of_each, 4, cases)), strict=True):
         found = torch.full_like(whole, float("nan"))
-        for rows, losses, _ in ranks:
+        for rows, losses, *_ in ranks:
             found[:, rows] = losses
         worst = float(((found - whole) / whole).abs().max())
-        got = sum(one for *_, one in ranks) / case.get("tp", 1)
+        got = sum(one for _, _, one, _ in ranks) / len(ranks)  # the mean is what is logged
         print(f"{case}: tokens within {worst:.1e}, one step on {abs(got / further - 1):.1e}")
         assert worst < 1e-5 and got == pytest.approx(further, rel=1e-6)
+        parts = [part for *_, part in ranks[: case.get("tp", 1)]]
+        torch.testing.assert_close(torch.cat(parts), gradient, rtol=1e-4, atol=1e-6)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mindspeed.compat import megatron
 from mindspeed_llm.training.added_losses import MTP_LOSS
 from tests.llm import generation, tiny
 from tests.llm.megatron_logits import all_logits
@@ -20,11 +22,13 @@ from tests.unit.mindspeed_llm.checkpoint.test_round_trip import mtp_model
 from tests.unit.mindspeed_llm.training.tiny_run import make_samples, settings, write_samples
 
 FACTOR = 0.1  # of Megatron's scripts
+KEYS = ("lm loss", "grad norm", MTP_LOSS)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"expert_model_parallel_size": 2},
     "TP2": TP2,
     "PP2": {"pipeline_model_parallel_size": 2},
+    "CP2": {"context_parallel_size": 2},
 }
 
 
@@ -123,12 +127,39 @@ def test_the_gradient_is_that_of_the_formula(inputs: tuple[Path, str, str]) -> N
 
 def test_padding_and_layouts_change_nothing(inputs: tuple[Path, str, str]) -> None:
     runs = {"plain": run_of(inputs, "plain"), "padded": run_of(inputs, "padded", seq_length=48)}
-    keys = ("lm loss", "grad norm", MTP_LOSS)
-    steps = first_steps(1, runs, keys)
+    steps = first_steps(1, runs, KEYS)
     runs = {name: run_of(inputs, name, **layout) for name, layout in LAYOUTS.items()}
-    steps |= first_steps(2, runs, keys)
+    steps |= first_steps(2, runs, KEYS)
     for name, found in steps.items():
         assert found == pytest.approx(steps["plain"], rel=1e-5), name
+
+
+@pytest.mark.skipif(
+    megatron.version() < Version("0.16"), reason="one line refuses rows of several samples"
+)
+def test_samples_of_one_row_are_apart(inputs: tuple[Path, str, str]) -> None:
+    """A step is that of padded rows of the same samples, wherever ranks cut them."""
+    folder = inputs[0]
+    data = write_samples(folder / "rows", make_samples(24), [[n, n + 1] for n in range(0, 24, 2)])
+    kinds: dict[str, dict[str, Any]] = {
+        "variable": {"micro_batch_size": 2, "variable_seq_lengths": True},
+        "packed": {"global_batch_size": 2, "data_path": (data,), "neat_pack": True},
+    }
+    cp2 = {"context_parallel_size": 2}
+    layouts: dict[str, tuple[int, dict[str, Any]]] = {
+        "one rank": (1, {}),
+        "CP2": (2, cp2),
+        "CP2 zigzag": (2, cp2 | {"cp_document_layout": "zigzag"}),
+        "CP2 TP2": (4, cp2 | TP2),
+    }
+
+    padded = {"pairs": run_of(inputs, "pairs", micro_batch_size=2)}
+    expected = first_steps(1, padded, KEYS)["pairs"]
+    # Each layout in processes of its own, as features of one run stay on.
+    for name, (world, layout) in layouts.items():
+        runs = {kind: run_of(inputs, f"{kind} {name}", **v, **layout) for kind, v in kinds.items()}
+        for kind, step in first_steps(world, runs, KEYS).items():
+            assert step == pytest.approx(expected, rel=1e-5), (kind, name)
 
 
 def test_the_logged_loss_is_that_of_the_formula(inputs: tuple[Path, str, str]) -> None:

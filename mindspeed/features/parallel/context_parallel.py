@@ -17,6 +17,7 @@ from mindspeed.patching import Patch
 SOCKET = "mindspeed.te.pytorch.attention.megatron"
 LOCAL = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 ROTARY = "megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb"
+NEXT = "megatron.core.transformer.multi_token_prediction:roll_tensor"
 TE = "megatron.core.extensions.transformer_engine:TEDotProductAttention"
 
 
@@ -85,6 +86,11 @@ class ContextParallel(Feature):
                 ROTARY,
                 f"{SOCKET}:wrap_apply_rotary_pos_emb",
                 why="Megatron takes every rank to hold two pieces of each packed document",
+            )
+            yield Patch.wrap(
+                NEXT,
+                bind("mindspeed.parallel.context.next_tokens:wrap_roll_tensor", "whole"),
+                why="the token after one may be on any rank",
             )
         yield Patch.wrap(
             f"{LOCAL}.__init__",

@@ -19,6 +19,7 @@ from mindspeed_llm.data.context_split import ContextSplit
 from mindspeed_llm.data.instruction import InstructionData
 from mindspeed_llm.data.shared_prompts import collate_shared_pairs
 from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.training.joined_samples import why_not_joined
 from mindspeed_llm.training.options import TrainOptions
 
 Kind = Literal["fixed", "longest", "concatenated", "packed"]
@@ -63,13 +64,14 @@ class Rows:
                 f"--sequence-parallel: a length of {length} cannot be shared by {tp} ranks: choose "
                 "--seq-length a multiple of it"
             )
-        # Multi-token prediction and Megatron's local layers take rows of one sample only.
-        is_one_sample = shape.mtp_num_layers or options.transformer_impl == "local"
+        single = why_not_joined(options, shape)
         kind: Kind = "fixed"
         if is_packed:
+            if single:
+                raise ConfigError(f"packed samples: {single} takes rows of one sample only")
             kind = "packed"
         elif options.variable_seq_lengths:
-            kind = "longest" if is_one_sample else "concatenated"
+            kind = "longest" if single else "concatenated"
         pad_id = next((one.facts.get("pad_id", 0) for one in data), 0)
         return cls(length, multiple, pad_id, kind)
 
@@ -126,8 +128,6 @@ def _is_packed(options: TrainOptions, data: Sequence[InstructionData], may_pack:
         return False
     if not asked and not any(one.is_neat for one in data):
         return False
-    if options.transformer_impl == "local":
-        raise ConfigError("packed samples need --transformer-impl transformer_engine")
     if options.variable_seq_lengths:
         raise ConfigError("packed rows all have one length: drop --variable-seq-lengths")
     return True

@@ -8,7 +8,7 @@ import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.config import MLAConfig, ModelConfig, MoEConfig, RotaryConfig
+from mindspeed_llm.models.config import MLAConfig, ModelConfig, MoEConfig
 from mindspeed_llm.training import model, setup
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import find_shape
@@ -121,19 +121,6 @@ def test_sequences_that_cannot_be_split(
 LATENT = MLAConfig(
     q_lora_rank=None, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
 )
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"mtp_num_layers": 1}, "multi-token prediction"),
-        ({"mla": LATENT, "rotary": RotaryConfig(scaling="yarn")}, "YaRN with latent attention"),
-    ],
-)
-def test_what_needs_whole_sequences_is_refused(changes: dict[str, Any], what: str) -> None:
-    shape = SHAPE.model_copy(update=changes)
-    with pytest.raises(ConfigError, match=f"{what} needs whole sequences: use 1"):
-        setup.check_context(TrainOptions(context_parallel_size=2), shape, splits_sequences=True)
 
 
 def test_what_megatron_refuses_is_one_line() -> None:

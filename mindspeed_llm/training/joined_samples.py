@@ -1,0 +1,33 @@
+"""Whether a row may hold several samples, each seen by itself only."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_llm.models.config import ModelConfig
+from mindspeed_llm.training.options import TrainOptions
+
+OLD = "of this megatron-core (that of a newer one does not)"
+
+
+def why_not_joined(options: TrainOptions, shape: ModelConfig) -> str | None:
+    """Return what takes rows of one sample only; None if nothing does."""
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    # Earlier releases do not say to these where documents are.
+    rolls_rows = not _takes(roll_tensor, "packed_seq_params")
+    slices_rows = options.context_parallel_size > 1 and not _takes(
+        YarnRotaryEmbedding.forward, "packed_seq"
+    )
+    if options.transformer_impl == "local":
+        return "--transformer-impl local"
+    if shape.mtp_num_layers and rolls_rows:
+        return f"multi-token prediction {OLD}"
+    if shape.mla and shape.rotary.scaling == "yarn" and slices_rows:
+        return f"YaRN with latent attention and --context-parallel-size {OLD}"
+    return None
+
+
+def _takes(function: Callable[..., Any], parameter: str) -> bool:
+    return parameter in inspect.signature(function).parameters
