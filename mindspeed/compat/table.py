@@ -3,6 +3,7 @@
 `mindspeed.report()` lists the entries with their patches; docs/compat.md explains each.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,12 @@ _DEPRECATIONS = (
     r"Please use DTensor instead and we are deprecating ShardedTensor",
     r"`torch\.jit\.script\w*` is deprecated",
     r"full scope is deprecated",  # Megatron warns of its own default
+    r"MimoModelConfig is experimental",  # at import, whatever model is trained
 )
+_LOGGED_DEPRECATIONS = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+}
 
 
 def _hide_deprecations() -> Iterator[Effect]:
@@ -73,8 +79,17 @@ def _hidden() -> Iterator[None]:
     for message in _DEPRECATIONS:
         warnings.filterwarnings("ignore", message, category=Warning)
     ours = [entry for entry in warnings.filters if entry not in before]
+    logged = {name: _without(message) for name, message in _LOGGED_DEPRECATIONS.items()}
+    for name, is_shown in logged.items():
+        logging.getLogger(name).addFilter(is_shown)
     yield
+    for name, is_shown in logged.items():
+        logging.getLogger(name).removeFilter(is_shown)
     warnings.filters[:] = [entry for entry in warnings.filters if entry not in ours]  # type: ignore[index]
+
+
+def _without(message: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: message not in record.getMessage()
 
 
 # megatron-core 0.12 calls it by the name that numpy 2 removed.
@@ -338,7 +353,7 @@ TABLE = (
     ),
     Entry(
         name="quiet_deprecations",
-        reason="torch warns, up to once a step, about calls that only Megatron can change.",
+        reason="torch and Megatron warn, up to once a step, about what only Megatron can change.",
         effects=_hide_deprecations,
     ),
     Entry(

@@ -3,6 +3,7 @@
 `python -m tests.unit.compat.test_table` writes the table of docs/compat.md.
 """
 
+import logging
 import re
 import warnings
 from pathlib import Path
@@ -63,6 +64,19 @@ def test_only_deprecations_inside_megatron_are_hidden(default_filters):
         assert shown("your tensors are upside down") == ["your tensors are upside down"]
     assert list(warnings.filters) == before
     assert shown(HIDDEN) == [HIDDEN]
+
+
+def test_only_logged_deprecations_of_megatron_are_hidden(caplog, monkeypatch):
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    monkeypatch.setattr(logger, "filters", [])
+    [entry] = [each for each in TABLE if each.name == "quiet_deprecations"]
+    [effect] = entry.effects()
+    with effect.context:
+        logger.warning("GPTModel IS DEPRECATED. Please reference the migration guide")
+        logger.warning("your layers are upside down")
+    assert caplog.messages == ["your layers are upside down"]
+    logger.warning("GPTModel IS DEPRECATED.")
+    assert caplog.messages[1:] == ["GPTModel IS DEPRECATED."]
 
 
 if __name__ == "__main__":
