@@ -13,7 +13,7 @@ from mindspeed.distributed.seeds import seed_everything
 from mindspeed_llm.checkpoint.loading import load_weights
 from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.megatron import gpt_model
-from mindspeed_llm.training.model import build_chunks
+from mindspeed_llm.training.model import build_chunks, unrounded_routers
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import Setup, prepare
 
@@ -52,7 +52,8 @@ def load_model(options: TrainOptions) -> LoadedModel:
     setup.config.mtp_num_layers = None
     shape = setup.shape.model_copy(update={"mtp_num_layers": 0})
     (module,) = build_chunks(_provider(setup, shape), setup.dims)
-    module = module.to(setup.config.params_dtype).eval().requires_grad_(False)
+    with unrounded_routers([module]):
+        module = module.to(setup.config.params_dtype).eval().requires_grad_(False)
     load_weights(
         [module],
         options.load,

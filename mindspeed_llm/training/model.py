@@ -230,21 +230,26 @@ def freeze_further_tokens(chunks: list[Any]) -> None:
             chunk.mtp.requires_grad_(False)
 
 
-def _in_precision(chunks: list[Any], config: Any) -> list[Any]:
-    """Convert weights to half precision, but not the buffers of routers.
+@contextmanager
+def unrounded_routers(chunks: list[Any]) -> Iterator[None]:
+    """Keep the buffers of routers as they are while chunks are converted to half precision.
 
     Rounded, the biases by which experts are chosen would choose others, and tokens be miscounted.
     """
+    kept = [(router, dict(router.named_buffers())) for router in routers(chunks)]
+    yield
+    for router, buffers in kept:
+        for name, buffer in buffers.items():
+            setattr(router, name, buffer)
+
+
+def _in_precision(chunks: list[Any], config: Any) -> list[Any]:
     from megatron.core.transformer.module import Float16Module
 
     if not (config.bf16 or config.fp16):
         return chunks
-    kept = [(router, dict(router.named_buffers())) for router in routers(chunks)]
-    halved = [Float16Module(config, chunk) for chunk in chunks]
-    for router, buffers in kept:
-        for name, buffer in buffers.items():
-            setattr(router, name, buffer)
-    return halved
+    with unrounded_routers(chunks):
+        return [Float16Module(config, chunk) for chunk in chunks]
 
 
 def make_optimizer(wrapped: list[Any], options: TrainOptions) -> Any:

@@ -283,6 +283,23 @@ def test_biases_of_routers_are_not_rounded(inputs: tuple[Path, str, str], precis
     assert all(torch.equal(found[number], bias) for number, bias in expected.items())
 
 
+def biases_that_generate(source: str) -> Biases:
+    """Return the biases of a model that is loaded to generate in half precision."""
+    from mindspeed_llm.generation.model import load_model
+    from mindspeed_llm.training.model import routers
+    from mindspeed_llm.training.options import TrainOptions
+
+    model = load_model(TrainOptions(load=source, bf16=True))
+    return {number: one.expert_bias for number, one in enumerate(routers([*model.chunks]), 2)}
+
+
+def test_a_model_that_generates_chooses_the_same_experts(inputs: tuple[Path, str, str]) -> None:
+    (found,) = run_ranks(biases_that_generate, 1, inputs[1])
+    expected = loaded_biases(inputs)
+    assert found.keys() == {2, 3, 4}
+    assert all(torch.equal(bias, expected[number]) for number, bias in found.items())
+
+
 def test_a_skipped_step_changes_no_bias_of_a_router(inputs: tuple[Path, str, str]) -> None:
     """Not one whose loss is not finite, nor one that overflows in half precision."""
     before = loaded_biases(inputs)
