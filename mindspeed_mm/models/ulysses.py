@@ -34,6 +34,7 @@ class ContextParallel:
         """Enable context parallelism in the text decoder of a transformers model."""
         self.group = group
         self.size, self.rank = group.size(), group.rank()
+        self._positions: torch.Tensor | None = None
         decoder = model.get_decoder()
         self._check(decoder)
         config = decoder.config
@@ -84,6 +85,8 @@ class ContextParallel:
         rows = [t.permute(2, 0, 1, 3) for t in qkv]
         q, k, v = to_heads(rows, (heads.q, heads.k, heads.k), members)
         k, v = (heads.per_query_group(t, self.rank) for t in (k, v))
+        if self._positions is not None and "position_ids" in kwargs:
+            kwargs["position_ids"] = self._positions  # flash attention finds documents by them
         grouped = _GroupedHeads(module, q.shape[2] // k.shape[2])
         output, weights = inner(
             grouped, *(t.permute(1, 2, 0, 3) for t in (q, k, v)), *args, **kwargs
@@ -107,7 +110,8 @@ class ContextParallel:
 
     def _split_position_ids(self, attention: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Keep the positions of this rank's rows, where an attention scales its queries by them."""
-        if (positions := kwargs.get("position_ids")) is None:
+        self._positions = positions = kwargs.get("position_ids")
+        if positions is None:
             return args, kwargs
         return args, kwargs | {"position_ids": self.local(positions, dim=-1)}
 

@@ -179,6 +179,35 @@ def test_positions_of_other_forms(tmp_path):
             torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6)
 
 
+def documents_of_positions(folder):
+    """Return the positions that an attention gets, and the length of its queries."""
+    from transformers import AttentionInterface
+
+    section = {"init_from_hf_path": folder, "text_decoder": {"attn_implementation": "sdpa"}}
+    plain, found = AttentionInterface()["sdpa"], []
+
+    def attend(module, query, *args, position_ids=None, **kwargs):
+        found.append((position_ids, query.shape[2]))
+        return plain(module, query, *args, **kwargs)
+
+    AttentionInterface.register("sdpa", attend)
+    model = TransformersModel(build(ModelConfig, {**section, "fused_ops": False}))
+    model.set_context_parallel_group(dist.group.WORLD)
+    batch = tiny.batch("qwen2_5_vl", 1, 16)
+    del batch["attention_mask"]
+    positions = torch.cat([torch.arange(8), torch.arange(8)]).expand(4, 1, -1)  # text, and three
+    model(**batch, position_ids=positions)
+    return [given for given in found if given[0] is not None]
+
+
+def test_attention_that_finds_documents_by_positions_gets_those_of_all_ranks(tmp_path):
+    folder = tiny.save("qwen2_5_vl", tmp_path)
+    for found in run_ranks(documents_of_positions, 2, folder):
+        assert found
+        for positions, length in found:
+            assert length == 16 and positions.tolist() == [[*range(8), *range(8)]]
+
+
 def three_ranks(folder):
     """Four query heads and two key heads on three ranks: 2, 1 and 1 heads of fifteen tokens."""
     model = TransformersModel(build(ModelConfig, {"init_from_hf_path": folder}))
