@@ -79,9 +79,9 @@ class PretrainTrainer(Trainer):
         return batch | {"real_tokens": torch.tensor(real)}
 
     def _check_separate(self, prefixes: Sequence[str]) -> None:
-        single = why_not_joined(self.options, self.setup.shape)
-        if single:
-            raise ConfigError(f"--reset-attention-mask: {single} takes rows of one document only")
+        reason = why_not_joined(self.options, self.setup.shape)
+        if reason is not None:
+            raise ConfigError(f"--reset-attention-mask: {reason}")
         for prefix in prefixes:
             if not ends_with_stop_token(prefix):
                 logger.warning(

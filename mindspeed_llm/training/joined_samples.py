@@ -7,11 +7,11 @@ from typing import Any
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.training.options import TrainOptions
 
-OLD = "of this megatron-core (that of a newer one does not)"
+SINGLE = "takes rows of one sample only"
 
 
 def why_not_joined(options: TrainOptions, shape: ModelConfig) -> str | None:
-    """Return what takes rows of one sample only; None if nothing does."""
+    """Return what takes rows of one sample only, and what to use instead; None if nothing does."""
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -21,11 +21,14 @@ def why_not_joined(options: TrainOptions, shape: ModelConfig) -> str | None:
         YarnRotaryEmbedding.forward, "packed_seq"
     )
     if options.transformer_impl == "local":
-        return "--transformer-impl local"
+        return f"--transformer-impl local {SINGLE}: use transformer_engine"
     if shape.mtp_num_layers and rolls_rows:
-        return f"multi-token prediction {OLD}"
+        return f"multi-token prediction of this megatron-core {SINGLE}: use megatron-core 0.16"
     if shape.mla and shape.rotary.scaling == "yarn" and slices_rows:
-        return f"YaRN with latent attention and --context-parallel-size {OLD}"
+        return (
+            "YaRN of this megatron-core, with latent attention and --context-parallel-size, "
+            f"{SINGLE}: use megatron-core 0.16, or --context-parallel-size 1"
+        )
     return None
 
 

@@ -64,14 +64,14 @@ class Rows:
                 f"--sequence-parallel: a length of {length} cannot be shared by {tp} ranks: choose "
                 "--seq-length a multiple of it"
             )
-        single = why_not_joined(options, shape)
+        reason = why_not_joined(options, shape)
         kind: Kind = "fixed"
         if is_packed:
-            if single:
-                raise ConfigError(f"packed samples: {single} takes rows of one sample only")
+            if reason is not None:
+                raise ConfigError(f"packed samples: {reason}")
             kind = "packed"
         elif options.variable_seq_lengths:
-            kind = "longest" if single else "concatenated"
+            kind = "concatenated" if reason is None else "longest"
         pad_id = next((one.facts.get("pad_id", 0) for one in data), 0)
         return cls(length, multiple, pad_id, kind)
 

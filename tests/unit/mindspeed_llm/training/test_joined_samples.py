@@ -26,7 +26,7 @@ CP2 = {"context_parallel_size": 2}
         ({}, YARN, None),
         ({"transformer_impl": "local"}, {}, "--transformer-impl local"),
         ({}, {"mtp_num_layers": 1}, "multi-token prediction of this megatron-core"),
-        (CP2, YARN, "YaRN with latent attention and --context-parallel-size of this megatron-core"),
+        (CP2, YARN, "YaRN of this megatron-core, with latent attention"),
     ],
 )
 def test_what_takes_one_sample(
@@ -45,6 +45,6 @@ class _PackedData:
 
 def test_packed_rows_are_refused_in_one_line() -> None:
     options = TrainOptions(transformer_impl="local")
-    line = "packed samples: --transformer-impl local takes rows of one sample only"
-    with pytest.raises(ConfigError, match=f"^{line}$"):
+    local = "--transformer-impl local takes rows of one sample only: use transformer_engine"
+    with pytest.raises(ConfigError, match=f"^packed samples: {local}$"):
         Rows.of(options, SHAPE, [_PackedData()], may_pack=True)  # type: ignore[list-item]
