@@ -95,7 +95,7 @@ def prepare(
         dims = parallel_dims(options, shape)
         context = chosen(options, dict(options))
         if dims.cp > 1:
-            check_context(options, shape, splits_sequences)
+            _check_context(options, splits_sequences)
         if shape.attention_sinks:
             _check_sinks(options, is_sampled=not is_training or options.stage in ONLINE)
         if shape.moe is not None:
@@ -149,7 +149,7 @@ def parallel_dims(options: TrainOptions, shape: ModelConfig) -> ParallelDims:
     )
 
 
-def check_context(options: TrainOptions, shape: ModelConfig, splits_sequences: bool) -> None:
+def _check_context(options: TrainOptions, splits_sequences: bool) -> None:
     """Raise ConfigError for what cannot be trained on parts of sequences."""
     size = options.context_parallel_size
     for flag in ("attention_dropout", "hidden_dropout", "lora_dropout"):
