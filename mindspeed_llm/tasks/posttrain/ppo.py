@@ -119,11 +119,10 @@ class TrlPPOTrainer(OnlineTrainer):
             self.model("critic"), self._critic_step, batches, VALUE_METRICS, stop
         )
         # What both have, such as the losses of routers, is logged for the actor.
-        metrics = critic.metrics | actor.metrics
-        more = {name: metrics[name] for name in critic.metrics} | {CRITIC_NORM: critic.grad_norm}
+        own = {name: n for name, n in critic.metrics.items() if name not in actor.metrics}
         return replace(
             actor,
-            metrics=actor.metrics | more,
+            metrics=actor.metrics | own | {CRITIC_NORM: critic.grad_norm},
             is_updated=actor.is_updated and critic.is_updated,
             is_finite=actor.is_finite and critic.is_finite,
             should_stop=actor.should_stop or critic.should_stop,
