@@ -25,9 +25,10 @@ def wrap_train(original: Callable[..., Any], options: Any) -> Callable[..., Any]
     def train(*args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
 
-        parsed, given = get_args(), get_args().profile_ranks
+        parsed = get_args()
         if parsed.use_pytorch_profiler or _NSYS in os.environ:
-            parsed.profile_ranks = range(parsed.world_size) if -1 in given else given
+            if -1 in parsed.profile_ranks:
+                parsed.profile_ranks = range(parsed.world_size)
             return original(*args, **kwargs)
         trace = trace_of(options, parsed.rank)
         token = _running.set(trace)
