@@ -2,10 +2,10 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
+from mindspeed.checkpoint.commit import atomic_write_text
 from mindspeed.config import parse_json
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,7 @@ class JsonLines:
         if path.is_file():
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
             kept = [line for line in lines if _iteration(line) <= iteration] if iteration else []
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(temporary, path)
+            atomic_write_text(path, "".join(f"{line}\n" for line in kept))
 
     def append(self, *lines: dict[str, Any]) -> None:
         """Write lines at the end."""
