@@ -48,8 +48,9 @@ class _Provider:
         group = self.parser.add_argument_group("mindspeed")
         add_flags(group, activation.registry.options_class, defaults=activation.preset)
         _add_choices(self.parser, activation.registry)
-        for name in (name for each in activation.registry for name in each.shared_fields):
-            self.parser.set_defaults(**{name: getattr(activation.preset, name)})
+        for each in activation.registry:
+            shared = {name: getattr(activation.preset, name) for name in each.shared_fields}
+            self.parser.set_defaults(**shared)
         suggest_flags(self.parser)
         return self.parser
 
