@@ -113,11 +113,11 @@ class OnlineTrainer(SamplingTrainer):
             losses = label_losses(output_tensor, batch["labels"])
         log_probs, weights = token_log_probs(losses, batch), batch[WEIGHTS]
         old = batch[OLD] if OLD in batch else log_probs.detach()
-        ratios, sequences = log_probs - old, int(batch["num_sequences"])
+        log_ratios, sequences = log_probs - old, int(batch["num_sequences"])
         if COMPLETIONS in batch:
-            ratios = sequence_means(ratios, batch[COMPLETIONS], sequences)
+            log_ratios = sequence_means(log_ratios, batch[COMPLETIONS], sequences)
         low, high = self.options.clip_ratio, self._clip_high
-        found, is_clipped = policy_loss(ratios, batch[ADVANTAGES], low=low, high=high)
+        found, is_clipped = policy_loss(log_ratios, batch[ADVANTAGES], low=low, high=high)
         if self.beta:
             found = found + self.beta * divergence(log_probs, batch[REFERENCE_TOKENS])
         if bonus is not None:
@@ -126,7 +126,7 @@ class OnlineTrainer(SamplingTrainer):
         values = {
             "entropy": -log_probs.detach() if bonus is None else bonus.detach(),
             "clip fraction": is_clipped,
-            "ratio": ratios.detach().exp(),
+            "ratio": log_ratios.detach().exp(),
         }
         if self.needs_reference:
             values["kl"] = divergence(log_probs.detach(), batch[REFERENCE_TOKENS])
