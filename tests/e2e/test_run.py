@@ -84,16 +84,15 @@ def _until_nothing_is_left(folder: Path) -> None:
     _until(lambda: not any(map(running, _pids(folder))))
 
 
-@pytest.mark.parametrize("flag", ["--nproc", "--nproc-per-node", "--nproc_per_node"])
-def test_ranks_meet_and_rank_0_is_shown_as_it_is(tmp_path: Path, flag: str) -> None:
+def test_ranks_meet_and_rank_0_is_shown_as_it_is(tmp_path: Path) -> None:
     body = _GLOO + "total = torch.ones(2); dist.all_reduce(total); print(rank, total.tolist())"
-    code, out, err = _run(tmp_path, body, flag, "2")
+    code, out, err = _run(tmp_path, body, "--nproc_per_node", "2")
     assert (code, out) == (0, "0 [2.0, 2.0]\n"), err
 
 
 def test_all_ranks_are_shown_on_demand_with_their_arguments(tmp_path: Path) -> None:
     body = "print(rank, sys.argv[1:])"
-    options = ("--nproc", "2", "--all-ranks")
+    options = ("--nproc-per-node", "2", "--all-ranks")
     code, out, _ = _run(tmp_path, body, *options, arguments=("--nproc", "7", "-m"))
     assert code == 0
     assert sorted(out.splitlines()) == [f"[rank {r}] {r} ['--nproc', '7', '-m']" for r in (0, 1)]
