@@ -1,4 +1,4 @@
-"""Traces of train steps by torch's profiler."""
+"""Traces of train steps."""
 
 from mindspeed.profiling.trace import Trace
 
