@@ -285,7 +285,8 @@ def sample_tokens(
             run_idle_step(model)
         if not rows:
             continue
-        places = [rows.index(row) for row in mine]
+        place = {row: number for number, row in enumerate(rows)}
+        places = [place[row] for row in mine]
         chosen, stopped = ranks.sync_choice(choice, (len(rows), 2), stop, rows=places)
         step = [SampledToken(row, int(a), b) for row, (a, b) in zip(rows, chosen.tolist())]
         yield step
@@ -294,11 +295,11 @@ def sample_tokens(
         for row in rows:
             left[row] -= 1
         found = {one.row: one.token for one in step}
-        rows = [row for row in rows if left[row] and found[row] not in request.stop_ids]
-        running = [index for index, row in enumerate(mine) if row in rows]
+        running = {row for row in rows if left[row] and found[row] not in request.stop_ids}
+        rows = [row for row in rows if row in running]
         if mine:
-            state.select_rows(running)
-        mine = [mine[index] for index in running]
+            state.select_rows([index for index, row in enumerate(mine) if row in running])
+        mine = [row for row in mine if row in running]
         tokens = [[found[row]] for row in mine]
 
 
