@@ -273,7 +273,7 @@ def check_process_group(chosen: Device) -> Check:
     try:
         (result,) = call(_reduce_once, 1, timeout=60 * _GROUP_MINUTES)
     except RankFailed as error:
-        return fail(name, f"{chosen.backend}: {error.traceback.splitlines()[-1]}")
+        return fail(name, f"{chosen.backend}: {str(error).splitlines()[-1]}")
     if result != 1.0:
         return fail(name, f"{chosen.backend}: the sum over one rank of 1 was {result}")
     return ok(name, f"{chosen.backend} works; ranks connect over loopback ({loopback_interface()})")

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed import device
 from mindspeed.doctor import Check, Status, checks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +81,18 @@ def test_every_obstacle_is_listed_at_once(tmp_path: Path) -> None:
     assert failed == {"megatron-core", "chosen device"}
     assert "0.11.0" in found["megatron-core"]["detail"]
     assert "MINDSPEED_DEVICE=npu cannot be used here" in found["chosen device"]["detail"]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_without_a_traceback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that is out of memory."""
+    monkeypatch.setattr(checks, "_reduce_once", _die)
+    found = checks.check_process_group(device.current())
+    assert found.status is Status.FAIL
+    assert found.detail.startswith("gloo: rank 0 of 1 was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
