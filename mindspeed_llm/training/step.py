@@ -78,10 +78,7 @@ def train_on_batch(
     # The copy is queued before the update, so that reading it does not wait for the update.
     read = totals.start_read(norm, optimizer.get_loss_scale())
     is_queued = not is_skipped and update(optimizer, norm, is_good)
-    for router, before in zip(model.biased_routers, biases, strict=True):
-        # Megatron changes the biases of all routers where it reduces gradients.
-        is_changed = is_good & (is_queued and router.weight.requires_grad)
-        router.expert_bias.copy_(torch.where(is_changed, router.expert_bias, before))
+    _restore_biases(model, biases, is_good & is_queued)
 
     def result() -> StepResult:
         reduced, (grad_norm, loss_scale) = read.wait()
@@ -106,6 +103,16 @@ def _zero_gradients(model: RoleModel) -> None:
     for chunk in model.wrapped:
         chunk.zero_grad_buffer()
     model.optimizer.zero_grad()
+
+
+def _restore_biases(model: RoleModel, before: list[torch.Tensor], is_updated: torch.Tensor) -> None:
+    """Restore the biases of routers that are not trained, and of all in a step that is skipped.
+
+    Megatron changes them where it reduces gradients.
+    """
+    for router, bias in zip(model.biased_routers, before, strict=True):
+        is_changed = is_updated & router.weight.requires_grad
+        router.expert_bias.copy_(torch.where(is_changed, router.expert_bias, bias))
 
 
 def evaluate_batch(
