@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,8 @@ def _ends_of_answers(plan: Plan, options: PreprocessOptions) -> dict[str, list[i
     handler = find_handler(options.handler_name)
     if handler is not None and handler.needs_chat:
         chat = make_chat(plan)
-        after = tokens_after_answer(chat, make_encoder(plan))
+        encoder = make_encoder(replace(plan, accelerate=False))  # one text: loading takes longer
+        after = tokens_after_answer(chat, encoder)
         return {"stop_ids": list(chat.stop_ids), "after_answer_ids": after}
     eos_id = plan.facts.eos_id
     return {"stop_ids": [] if eos_id is None else [eos_id], "after_answer_ids": []}
