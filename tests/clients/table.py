@@ -24,8 +24,12 @@ class Client:
         return f"tests.clients.check_{self.name.replace('-', '_')}"
 
 
-# datasets and what it imports.
-DATASETS = ("datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "pandas==3.1.1")
+# datasets and what it imports; make setup installs them on Python 3.10 too.
+DATASETS = (
+    *("datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19"),
+    'pandas==3.1.1; python_version >= "3.11"',
+    'pandas==2.3.3; python_version < "3.11"',
+)
 # For clients that read the configs of transformers 4 (rope_theta beside the other fields).
 TRANSFORMERS_4 = (
     *("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2"),
