@@ -133,6 +133,26 @@ def test_a_script_without_the_adaptor_gets_the_arguments(suite):
     ], done.stderr
 
 
+BUILD = """
+import torch
+import mindspeed.megatron_adaptor
+from megatron.core import parallel_state
+from megatron.training.training import get_model  # the name in Megatron-LM's own scripts
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+try:
+    get_model(lambda: exit(print("built")))
+finally:
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_model_is_built_from_the_module_that_megatron_has_it_in():
+    done = subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True)
+    assert done.stdout == "built\n", done.stderr
+
+
 def test_a_real_package_is_left_alone(tmp_path):
     package = tmp_path / "megatron" / "training"
     package.mkdir(parents=True)

@@ -39,6 +39,8 @@ def get_model(
 
 def wrap_get_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Build by the model's own configuration where Megatron's arguments were never parsed."""
+    if original is get_model:  # under Megatron's name, where Megatron-LM is not installed
+        return original
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> Any:
