@@ -221,6 +221,8 @@ def by_meaning(name: str, known: Collection[str], spell: Callable[[str], str]) -
     An option that this command has no counterpart of must not be answered by its letters.
     """
     plain = name.lstrip("-").replace("-", "_").lower()
+    if f"{plain}s" in known:
+        return f"did you mean {spell(f'{plain}s')}?"
     for answer in SYNONYMS.get(plain, ()):
         names = names_in(answer)
         roots = (target.partition(".") for target in names)

@@ -36,7 +36,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: cannot be read ({reason}): give a YAML file") from None
-    text = re.sub(r"[ \t]*\t[ \t]*$", "", text, flags=re.MULTILINE)  # PyYAML refuses a tab there
+    text = re.sub(r"[ \t]*\t[ \t]*(?=\r?$)", "", text, flags=re.MULTILINE)  # PyYAML refuses it
     try:
         values = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:

@@ -120,6 +120,10 @@ def test_an_option_without_a_counterpart_is_not_answered_by_its_letters():
         build(ConvertOptions, {"lora_rank": 8}, Spelling.KEY)
 
 
+def test_a_singular_is_answered_by_its_plural():
+    assert by_meaning("--rank", {"ranks"}, "--{}".format) == "did you mean --ranks?"
+
+
 def test_letters_count_where_no_meaning_is_known(capsys):
     parser = argparse.ArgumentParser(prog="train", allow_abbrev=False)
     add_options(parser, TrainOptions)

@@ -68,7 +68,8 @@ def test_list_in_both_spellings(load, text):
 
 
 def test_tabs_behind_a_value_are_nothing(load):
-    assert load("rate: 2\t\nlayers: \t\n- 0 \t \n- 5\n") == Training(rate=2.0, layers=(0, 5))
+    text = "rate: 2\t\nlayers: \t\n- 0 \t \n- 5\n"
+    assert load(text) == load(text.replace("\n", "\r\n")) == Training(rate=2.0, layers=(0, 5))
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
