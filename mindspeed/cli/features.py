@@ -1,20 +1,23 @@
 """`mindspeed features`: every switch with its flags and needs, every operator and what runs it."""
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed import device
 from mindspeed.config import ConfigError, Spelling
 from mindspeed.features.base import Context, Level
 from mindspeed.features.registry import registry
 from mindspeed.features.selection import Choice, select
-from mindspeed.ops.dispatch import Op, known_ops
+
+if TYPE_CHECKING:
+    from mindspeed.ops.dispatch import Op
 
 WIDTH = 100
 
@@ -37,6 +40,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the features as a table or as JSON."""
+    # They import torch, which takes seconds: no command's --help needs it.
+    from mindspeed import device
+    from mindspeed.ops.dispatch import known_ops
+
     known = registry()
     try:
         choices = select(known, known.options_class(), Context(Spelling.FLAG))

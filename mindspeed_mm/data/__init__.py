@@ -1,8 +1,13 @@
 """Conversations with images and videos to batches for transformers models."""
 
-from mindspeed_mm.data.dataloader import MicroBatchLoader, build_mm_dataloader
-from mindspeed_mm.data.dataset import ConversationDataset, build_mm_dataset
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from mindspeed_mm.data.options import DataConfig
+
+if TYPE_CHECKING:
+    from mindspeed_mm.data.dataloader import MicroBatchLoader, build_mm_dataloader
+    from mindspeed_mm.data.dataset import ConversationDataset, build_mm_dataset
 
 __all__ = [
     "ConversationDataset",
@@ -11,3 +16,17 @@ __all__ = [
     "build_mm_dataloader",
     "build_mm_dataset",
 ]
+
+_LATER = {
+    "ConversationDataset": "dataset",
+    "MicroBatchLoader": "dataloader",
+    "build_mm_dataloader": "dataloader",
+    "build_mm_dataset": "dataset",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded at first use: options are read, and `--help` is shown, without torch.
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mindspeed import device
 from mindspeed.checkpoint.detection import detect
 from mindspeed.config import (
     ConfigError,
@@ -271,6 +270,8 @@ def check(options: MmOptions, fsdp: FsdpOptions) -> None:
     ParallelDims(world=world, cp=options.context_parallel_size)
     _check_backend(options.distributed_backend)
     if fsdp.offload_to_cpu and not reaches_host(options.distributed_backend):
+        from mindspeed import device
+
         here = device.current()
         host = device.known()["cpu"].backend
         raise ConfigError(
@@ -283,11 +284,15 @@ def check(options: MmOptions, fsdp: FsdpOptions) -> None:
 
 def reaches_host(backend: str | None) -> bool:
     """Return whether process groups will reach host memory."""
+    from mindspeed import device  # with torch, which the flags do not need
+
     return device.current().name == "cpu" or "cpu:" in (backend or "")
 
 
 def _check_backend(given: str | None) -> None:
     """Raise for unknown names; those of other devices occur in scripts that moved here."""
+    from mindspeed import device
+
     known = [(each.name, each.backend) for each in device.known().values()]
     names = {backend for _, backend in known} | {f"{name}:{backend}" for name, backend in known}
     for name in given.split(",") if given else ():

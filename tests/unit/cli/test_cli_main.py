@@ -31,6 +31,20 @@ def test_python_dash_m_and_help():
         assert f"    {name} " in done.stdout
 
 
+@pytest.mark.parametrize("package", ["mindspeed", "mindspeed_llm", "mindspeed_mm"])
+def test_the_help_of_all_commands_imports_no_torch(package):
+    script = f"""
+import sys
+from {package}.cli.main import main
+try:
+    main(["--help"])
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_a_command_the_help_goes_to_stderr(capsys):
     assert main([]) == 2
     captured = capsys.readouterr()
