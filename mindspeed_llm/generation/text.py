@@ -37,6 +37,7 @@ class TextCodec:
         """Return the ids of a prompt, in the chat template if there is one."""
         if self._chat is not None:
             return self.encode_chat([Message("user", prompt)])
+        _check_text(prompt)
         ids: list[int] = self._tokenizer.encode(prompt).ids
         if not ids:
             raise ConfigError("an empty prompt cannot be completed: give some text")
@@ -45,6 +46,7 @@ class TextCodec:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation with the generation prompt."""
         assert self._chat is not None
+        _check_text("".join([self._system, *(message.content for message in messages)]))
         try:
             return self._chat.encode(messages, self._system)
         except (MalformedRecord, UnusableRecord) as error:
@@ -89,6 +91,14 @@ class TextStream:
         text = self.text
         piece, self._shown = text[self._shown :], len(text)
         return piece
+
+
+def _check_text(text: str) -> None:
+    """Raise for bytes that a terminal, a pipe or a flag handed on although they are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("the prompt is not UTF-8 text: write it again") from None
 
 
 def _chat_encoder(

@@ -61,6 +61,13 @@ def test_an_empty_prompt_is_an_error(tmp_path):
         text(tmp_path, byte_level()).encode("")
 
 
+@pytest.mark.parametrize("prompt_type", [None, "chatml"])
+def test_a_prompt_of_other_bytes_than_text_is_an_error(tmp_path, prompt_type):
+    made = text(tmp_path, byte_level(), prompt_type=prompt_type)
+    with pytest.raises(ConfigError, match="the prompt is not UTF-8 text"):
+        made.encode(b"caf\xe9".decode(errors="surrogateescape"))
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
