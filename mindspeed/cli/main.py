@@ -9,6 +9,7 @@ import argparse
 import atexit
 import ctypes
 import importlib
+import io
 import os
 import pkgutil
 import sys
@@ -59,6 +60,8 @@ def run_script(suite: str, command: str) -> NoReturn:
 
 
 def _guard(prog: str, call: Callable[[], int]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
     try:
         return call()
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """`mindspeed-llm chat`: chat with a model; one process is one rank."""
 
 import argparse
+import io
 import signal
 import sys
 from types import FrameType, TracebackType
@@ -54,6 +55,8 @@ def talk(session: "Session") -> None:
     """Read prompts and answer them until the user quits."""
     from mindspeed_llm.generation.session import Conversation
 
+    if isinstance(sys.stdin, io.TextIOWrapper):  # terminals leave half of a character behind
+        sys.stdin.reconfigure(errors="replace")
     conversation = Conversation(session)
     print("q quits, clear forgets what was said, Ctrl-C stops an answer.")
     while (question := _ask()) is not None and question.strip() not in QUIT:

@@ -45,6 +45,16 @@ finally:
     assert done.returncode == 0, done.stderr
 
 
+def test_characters_that_a_terminal_lacks_are_replaced():
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_llm", "preprocess", "--help"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "(default: ??)" in done.stdout, done.stderr
+
+
 def test_without_a_command_the_help_goes_to_stderr(capsys):
     assert main([]) == 2
     captured = capsys.readouterr()

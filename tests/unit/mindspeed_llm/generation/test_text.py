@@ -1,11 +1,14 @@
 """Prompts are encoded, completions decoded piece by piece, and end at stop tokens."""
 
 import functools
+import io
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.cli.chat import talk
 from mindspeed_llm.generation.options import GenerateOptions
 from mindspeed_llm.generation.text import TextCodec, TextStream, read_prompts
 from tests.small_tokenizers import byte_level, metaspace
@@ -66,6 +69,18 @@ def test_a_prompt_of_other_bytes_than_text_is_an_error(tmp_path, prompt_type):
     made = text(tmp_path, byte_level(), prompt_type=prompt_type)
     with pytest.raises(ConfigError, match="the prompt is not UTF-8 text"):
         made.encode(b"caf\xe9".decode(errors="surrogateescape"))
+
+
+def test_a_conversation_goes_on_after_other_bytes_than_text(tmp_path, monkeypatch, capsys):
+    def request(*_):
+        raise ConfigError("no model here")
+
+    typed = io.TextIOWrapper(io.BytesIO(b"caf\xe9\nclear\nq\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    codec = text(tmp_path, byte_level(), prompt_type="chatml")
+    options = GenerateOptions(load="x", max_new_tokens=1)
+    talk(SimpleNamespace(codec=codec, options=options, limit=64, request=request))
+    assert "You >> caf\ufffd\n(no model here)\nYou >> clear\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
