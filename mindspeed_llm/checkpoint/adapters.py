@@ -92,7 +92,12 @@ def merge_adapters(source: WeightSource, folder: Path) -> WeightSource:
 
 
 def export(
-    found: CheckpointDir, model_config: ModelConfig, target: Path, *, verify: bool = True
+    found: CheckpointDir,
+    model_config: ModelConfig,
+    target: Path,
+    *,
+    verify: bool = True,
+    overwrite: bool = False,
 ) -> int:
     """Write the adapters of a training checkpoint as peft does; return their number."""
     from safetensors.torch import save_file
@@ -113,7 +118,7 @@ def export(
         for letter, factor in zip("AB", factors):
             tensors[f"{PEFT_PREFIX}{name}.lora_{letter}.weight"] = factor.contiguous()
     tensors |= _whole_modules(found.folder, model_config, adapters.config)
-    with staged_directory(target) as staging:
+    with staged_directory(target, overwrite) as staging:
         save_file(tensors, staging / WEIGHTS, {"format": "pt"})
         text = json.dumps(adapters.config, indent=2, sort_keys=True)
         (staging / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("out", help="folder to write")
     parser.add_argument("--merge", action="store_true", help="write a whole HF model instead")
     parser.add_argument("--hf-cfg-dir", help="folder with the config.json of the model")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare what is read with its digests"
     )
@@ -35,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     found = detect(args.checkpoint)
     shape = read_model_config(config_folder(found, args.hf_cfg_dir))
     if not args.merge:
-        count = adapters.export(found, shape, Path(args.out), verify=not args.no_verify)
+        count = adapters.export(
+            found, shape, Path(args.out), verify=not args.no_verify, overwrite=args.overwrite
+        )
         print(f"{count} adapters\n{args.out}")
         return 0
     adapters.check_present(found)
@@ -54,6 +57,7 @@ def _merge(args: argparse.Namespace) -> int:
         save_dir=args.out,
         hf_cfg_dir=args.hf_cfg_dir,
         no_verify=args.no_verify,
+        overwrite=args.overwrite,
     )
     with ByteProgress("merging") as progress:
         done = convert(options, progress.advance)

@@ -173,13 +173,19 @@ def picture(points: Points, key: str, path: Path) -> None:
 @contextmanager
 def _figure(path: Path) -> Iterator[Any]:
     """Yield the axes of a picture, and write it."""
-    import matplotlib
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ConfigError("--png needs matplotlib: pip install matplotlib") from None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     yield axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", bbox_inches="tight")
+    except OSError as error:
+        raise ConfigError(f"--png {path}: cannot be written ({error.strerror})") from None
     pyplot.close(figure)

@@ -11,7 +11,7 @@ import numpy as np
 
 from mindspeed.config import ConfigError, parse_json
 from mindspeed_llm.data.handlers.registry import HANDLERS
-from mindspeed_llm.data.indexed import IGNORE_INDEX, Array, IndexedTokens
+from mindspeed_llm.data.indexed import IGNORE_INDEX, Array, IndexedTokens, describe_folder
 from mindspeed_llm.data.instruction import FIELDS, InstructionData
 from mindspeed_llm.data.samples import ends_with_stop_token
 from mindspeed_llm.data.tokenizer import TokenizerFacts, load_facts
@@ -155,6 +155,10 @@ def _judgement(row: dict[str, Array]) -> str:
 def open_preview(prefix: str, tokenizer: str = "", cache_dir: str = "") -> Preview:
     """Open samples or documents by their prefix; the tokenizer is that of preprocessing."""
     bare = next((prefix.removesuffix(e) for e in ENDINGS if prefix.endswith(e)), prefix)
+    if (folder := Path(prefix)).is_dir():  # that may hold both, samples and documents
+        names = (path.stem for path in folder.glob("*_document.idx"))
+        prefixes = (n.rpartition("_packed_")[0] or n.removesuffix("_text_document") for n in names)
+        raise ConfigError(describe_folder(folder, prefixes))
     data: Any
     if Path(f"{bare}.idx").is_file():
         data, output_prefix = IndexedTokens(bare), bare.rpartition("_")[0].rpartition("_")[0]

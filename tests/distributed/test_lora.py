@@ -160,6 +160,9 @@ def test_ten_steps_are_those_of_peft(
             assert torch.allclose(loaded, peft.model(tiny.TOKENS).logits, atol=1e-3)
         assert main(["export-lora", str(tmp_path / "saved"), str(merged), "--merge"]) == 0
         assert torch.allclose(tiny.logits(merged), loaded, atol=1e-4)
+        for out, more in ((adapter, []), (merged, ["--merge"])):
+            again = ["export-lora", str(tmp_path / "saved"), str(out), *more]
+            assert main(again) == 2 and main([*again, "--overwrite"]) == 0
         assert not torch.allclose(tiny.logits(Path(peft.base)), loaded, atol=1e-2)
 
 

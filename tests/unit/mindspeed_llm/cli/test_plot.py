@@ -1,6 +1,7 @@
 """The curve of a training log: read, drawn in characters and as a picture."""
 
 import json
+import sys
 
 import pytest
 
@@ -44,6 +45,16 @@ def test_the_command(log, capsys):
     assert main(["plot", str(log), "--png", str(log / "pictures" / "loss.png")]) == 0
     assert (log / "pictures" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "lm loss: 4 at 1, 2 at 3" in capsys.readouterr().out
+    assert main(["plot", str(log), "--png", str(log / "loss")]) == 0
+    assert (log / "loss").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_made(log, capsys, monkeypatch):
+    assert main(["plot", str(log), "--png", str(log)]) == 2
+    assert f"--png {log}: cannot be written (Is a directory)" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plot", str(log), "--png", str(log / "loss.png")]) == 2
+    assert "--png needs matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

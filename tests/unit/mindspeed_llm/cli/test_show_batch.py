@@ -44,6 +44,12 @@ def test_every_rank_has_a_line(show):
     assert not any("rank" in line for line in show()[1])
 
 
+def test_a_folder_names_what_is_in_it(show, tmp_path, capsys):
+    assert main(["show-batch", str(tmp_path)]) == 2
+    hint = f"give the prefix of data in it (it holds {tmp_path / 'out'})"
+    assert hint in capsys.readouterr().err
+
+
 def test_every_token_has_its_rank(show):
     code, lines = show("--context-parallel-size", "2", "--tokens")
     tokens = [line for line in lines if "label" in line]
