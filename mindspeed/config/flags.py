@@ -122,7 +122,7 @@ def _metavar(annotation: Any) -> str:
 
 def _help(info: FieldInfo, default: Any) -> str:
     text = " ".join((info.description or "").split()).replace("%", "%%")
-    if default in (None, False, (), argparse.SUPPRESS):
+    if default in (None, False, "", (), argparse.SUPPRESS):
         return text
     shown: object = " ".join(map(str, default)) if _is_list(default) else default
     return f"{text} (default: {shown})"

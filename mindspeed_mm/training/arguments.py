@@ -106,6 +106,11 @@ def from_arguments(
     given = dict(vars(namespace))
     path = _one_file(given.pop("file", None), given.pop("config", None))
     in_file, entries = _split(read_yaml(path)) if path else ({}, {})
+    if (
+        in_file
+        and in_file.keys() <= FsdpOptions.model_fields.keys() - MmOptions.model_fields.keys()
+    ):
+        raise ConfigError(f"{path}: holds FSDP2 options only: give it as --fsdp2-config-path")
     own = dict(extra or {})
     for values in (in_file, given):
         own |= {name: values.pop(name) for name in own.keys() & values.keys()}

@@ -131,6 +131,19 @@ def test_an_unknown_flag_without_a_near_one_is_a_one_line_error(parser, capsys):
     )
 
 
+class Empty(Options):
+    """One option whose default is no text."""
+
+    folder: str = ""
+    """Where to read."""
+
+
+def test_a_default_that_is_no_text_is_not_shown():
+    parser = argparse.ArgumentParser(prog="train")
+    add_flags(parser, Empty)
+    assert "--folder TEXT" in parser.format_help() and "default" not in parser.format_help()
+
+
 class Required(Options):
     """One option without a default."""
 

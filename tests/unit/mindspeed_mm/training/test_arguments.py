@@ -178,6 +178,7 @@ def test_offload_needs_ranks_that_talk_from_host_memory(tmp_path, monkeypatch):
         ({"training": {"lr": "fast"}}, "lr: fast is not allowed: give a number"),
         ({"model": 5}, "model is 5"),
         ({"lr": 1.0, "training": {"lr": 2.0}}, "lr is given twice"),
+        ({"sharding_size": 1}, "holds FSDP2 options only: give it as --fsdp2-config-path"),
     ],
 )
 def test_slips_in_the_file(tmp_path: Path, content: Any, match: str) -> None:
