@@ -100,8 +100,11 @@ class SeededCollate:
         self._collate, self._seed = collate, seed
 
     def __call__(self, items: Sequence[tuple[Any, SampleIndex]]) -> Any:
-        with seeded_rng(self._seed, "batch", [index for _, index in items]):
-            return self._collate([item for item, _ in items])
+        return self._seeded([item for item, _ in items], [index for _, index in items])
+
+    def _seeded(self, batch: Any, indices: list[SampleIndex]) -> Any:
+        with seeded_rng(self._seed, "batch", indices):
+            return self._collate(batch)
 
 
 class MicroBatchSampler(Sampler[list[SampleIndex]]):

@@ -1,17 +1,22 @@
 """Batches of a script's data loader: without end, each rank's own, and from any position on."""
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count, islice
+from hashlib import blake2b
+from itertools import chain, count, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from mindspeed.config import ConfigError
@@ -23,6 +28,10 @@ from mindspeed_mm.data.dataloader import (
     SeededCollate,
     SeededDataset,
 )
+
+logger = logging.getLogger(__name__)
+FOR_ONE_RANK = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers of torch that know nothing of ranks; their batches are split among the ranks."""
 
 
 @runtime_checkable
@@ -47,6 +56,8 @@ class Batches:
         self._shufflers = _Shufflers(loader)
         if isinstance(loader, DataLoader):
             loader.worker_init_fn = partial(start_worker, loader.worker_init_fn)
+            if loader.generator is None:  # else it draws from the RNG of the train step
+                loader.generator = torch.Generator().manual_seed(seed)
         size = getattr(loader, "batch_size", None)
         if size is not None and size != dims.micro_batch_size:
             raise ConfigError(
@@ -72,12 +83,9 @@ class Batches:
         if isinstance(self._loader, Resumable):
             self._loader.load_state_dict({"consumed_samples": consumed})
             return self._epochs(self._loader, 0)
-        rounds = consumed // (self._dims.micro_batch_size * self._dims.dp)
-        if self._is_plain:
-            return start_workers(self._own_part(rounds))
-        if isinstance(self._loader, Iterator):
-            return islice(self._loader, rounds, None)
-        return self._epochs(self._loader, rounds)
+        batches = self._from(consumed // (self._dims.micro_batch_size * self._dims.dp))
+        is_split = self._is_plain and not self._is_shared
+        return batches if is_split else self._warn_if_same(batches)
 
     def once(self) -> Iterator[Any]:
         """Give what there is to evaluate on: one pass if ranks are known to have as many batches.
@@ -87,29 +95,49 @@ class Batches:
         if isinstance(self._loader, Resumable):
             self._loader.load_state_dict({"consumed_samples": 0})
             return iter(self._loader)
-        return self.endless()
+        return self._from(0)
 
     def finish(self, *, is_complete: bool = True) -> None:
         """Let our own loader report the records that all ranks skipped."""
         if isinstance(self._loader, MicroBatchLoader):
             self._loader.finish(is_complete=is_complete)
 
+    def _warn_if_same(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Warn if all ranks are given one batch: what the script gives is not split among them."""
+        if self._dims.dp == 1 or not dist.is_initialized():
+            return batches
+        first = list(islice(batches, 1))
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, _fingerprint(first))
+        if all(other == found[0] for other in found):
+            logger.warning(
+                "all %d data-parallel ranks read the same %s batch: streams, iterators and "
+                "samplers of your own are used as they are, so give every rank its own part of the "
+                "data (torch.distributed.get_rank()), or use one of torch's samplers",
+                *(self._dims.dp, self._name),
+            )
+        return chain(first, batches)
+
     @property
     def _is_plain(self) -> bool:
         """Whether it is torch's loader over numbered samples, for which we choose what to read."""
         loader = self._loader
-        return (
-            isinstance(loader, DataLoader)
-            and not isinstance(loader.dataset, IterableDataset)
-            and loader.batch_sampler is not None
-        )
+        return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
     @property
     def _is_shared(self) -> bool:
         """Whether its sampler gives every rank other samples already."""
-        sampler = self._loader.sampler
-        is_torchs = type(self._loader.batch_sampler) is BatchSampler
-        return not (is_torchs and type(sampler) in (SequentialSampler, RandomSampler))
+        sampler, grouped = self._loader.sampler, self._loader.batch_sampler
+        is_torchs = grouped is None or type(grouped) is BatchSampler
+        return not (is_torchs and type(sampler) in FOR_ONE_RANK)
+
+    def _from(self, rounds: int) -> Iterator[Any]:
+        """Give micro-batches without end, after so many of this rank."""
+        if self._is_plain:
+            return start_workers(self._own_part(rounds))
+        if isinstance(self._loader, Iterator):
+            return islice(self._loader, rounds, None)
+        return self._epochs(self._loader, rounds)
 
     def _own_part(self, rounds: int) -> DataLoader[Any]:
         """Return the same loader over this rank's batches; samples before them are not read."""
@@ -119,11 +147,15 @@ class Batches:
         first, step = (rounds, 1) if self._is_shared else (rounds * dims.dp, dims.dp)
         offset = 0 if self._is_shared else dims.dp_rank
         numbers = _Numbers(loader, self._shufflers, first + offset, step, self._seed)
+        how: dict[str, Any] = {"batch_sampler": numbers}
+        collate = SeededCollate
+        if loader.batch_sampler is None:  # batch_size=None: the items are batches
+            how, collate = {"batch_size": None, "sampler": numbers}, _SeededConvert
         return DataLoader(
             SeededDataset(loader.dataset, self._seed),
-            batch_sampler=numbers,
+            **how,
             num_workers=loader.num_workers,
-            collate_fn=SeededCollate(loader.collate_fn, self._seed),
+            collate_fn=collate(loader.collate_fn, self._seed),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -147,6 +179,23 @@ class Batches:
                 raise ConfigError(f"the {self._name} loader gives no batch")
 
 
+class _SeededConvert(SeededCollate):
+    """Converts one item that is a batch already."""
+
+    def __call__(self, item: Any) -> Any:
+        return self._seeded(item[0], [item[1]])
+
+
+def _fingerprint(batch: Any) -> Any:
+    """Return what differs for different batches."""
+    if isinstance(batch, torch.Tensor) and batch.layout == torch.strided:
+        values = batch.detach().cpu().flatten().contiguous().view(torch.uint8)
+        return [*batch.shape, blake2b(values.numpy()).digest()]
+    if isinstance(batch, Mapping):
+        batch = [*batch.items()]
+    return list(map(_fingerprint, batch)) if isinstance(batch, (list, tuple)) else repr(batch)
+
+
 class _Numbers:
     """The batches of a loader, as numbers of samples: every `step`-th from `first` on.
 
@@ -158,14 +207,16 @@ class _Numbers:
         self, loader: DataLoader[Any], shufflers: "_Shufflers", first: int, step: int, seed: int
     ) -> None:
         sampler: Any = loader.batch_sampler
-        self._batches, self._shufflers, self._seed = sampler, shufflers, seed
-        self._epoch, self._first = divmod(first, len(sampler))
+        self._are_batches = sampler is not None
+        self._batches: Any = sampler if self._are_batches else loader.sampler
+        self._shufflers, self._seed = shufflers, seed
+        self._epoch, self._first = divmod(first, len(self._batches))
         self._step = step
 
-    def __iter__(self) -> Iterator[list[SampleIndex]]:
+    def __iter__(self) -> Iterator[Any]:
         return islice(self._all(), self._first, None, self._step)
 
-    def _all(self) -> Iterator[list[SampleIndex]]:
+    def _all(self) -> Iterator[Any]:
         for epoch in count(self._epoch):
             self._shufflers.begin(epoch)
             state = torch.Generator().manual_seed(self._seed + epoch).get_state()
@@ -181,7 +232,10 @@ class _Numbers:
                     torch.set_rng_state(kept)
                 if numbers is None:
                     break
-                yield [SampleIndex(number, epoch) for number in numbers]
+                if self._are_batches:
+                    yield [SampleIndex(number, epoch) for number in numbers]
+                else:
+                    yield SampleIndex(numbers, epoch)
 
 
 class _Shufflers:

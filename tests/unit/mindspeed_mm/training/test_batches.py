@@ -1,16 +1,25 @@
 """A script's own loader, unchanged: shared by ranks, without end, from any place on."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+import torch.distributed as dist
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
 from mindspeed_mm.training.batches import Batches
+from tests.ranks import run_ranks
 
 SIZE = 13
 """Seven batches of two an epoch, the last one smaller."""
@@ -45,13 +54,72 @@ def test_ranks_share_one_order_whatever_their_number(own: bool) -> None:
         assert take(make(), 3, consumed=4 * dp) == alone[2 * dp : 2 * dp + 3]
 
 
+def weighted() -> DataLoader[Any]:
+    return DataLoader(
+        torch.arange(SIZE),  # type: ignore[arg-type]
+        batch_size=2,
+        sampler=WeightedRandomSampler(list(range(1, SIZE + 1)), SIZE),
+    )
+
+
+def subset() -> DataLoader[Any]:
+    sampler = SubsetRandomSampler(range(SIZE))
+    return DataLoader(torch.arange(SIZE), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+
+
+def ready_made() -> DataLoader[Any]:
+    """Items are batches already."""
+    data = torch.arange(14).view(7, 2)
+    return DataLoader(data, batch_size=None, shuffle=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [weighted, subset, ready_made])
+def test_samplers_of_torch_that_know_no_ranks_are_split(
+    make: Callable[[], DataLoader[Any]],
+) -> None:
+    alone = take(make(), 12)
+    assert alone[:6] != alone[6:] and alone == take(make(), 12)
+    ranks = [take(make(), 6, 2, rank) for rank in (0, 1)]
+    assert [batch for batches in zip(*ranks) for batch in batches] == alone
+    assert take(make(), 2, consumed=16) == alone[8:10], "any position"
+
+
 def test_numbers_of_the_step_are_left_alone() -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
-    torch.manual_seed(1)
-    take(shuffled(), 1)
-    assert torch.equal(torch.rand(1), expected)
+    for make in (shuffled, ready_made, lambda: DataLoader(Stream(), batch_size=2)):
+        torch.manual_seed(1)
+        take(make(), 1)
+        assert torch.equal(torch.rand(1), expected)
     assert take(shuffled(), 7) == take(shuffled(), 7)
+
+
+def _warnings_of_same_batches() -> list[list[str]]:
+    """Return what this rank logs for four loaders: the first two are the same on all ranks."""
+    rank, data = dist.get_rank(), list(range(12))
+    by_length = [data[i : i + 2] for i in range(0, 12, 2)]
+    sampler: Any = DistributedSampler(data)  # type: ignore[arg-type]
+    loaders: list[Any] = [
+        DataLoader(Stream(), batch_size=2),
+        DataLoader(data, batch_sampler=by_length),  # type: ignore[arg-type]
+        DataLoader(data, batch_sampler=by_length[rank::2]),  # type: ignore[arg-type]
+        DataLoader(data, batch_size=2, sampler=sampler),  # type: ignore[arg-type]
+    ]
+    found: list[list[str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found[-1].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mindspeed_mm").addHandler(handler)
+    for loader in loaders:
+        found.append([])
+        whole = take(loader, 3, 2, rank)
+        assert len(whole) == 3
+    return found
+
+
+def test_ranks_that_read_the_same_are_told() -> None:
+    for stream, batches, *split in run_ranks(_warnings_of_same_batches, 2):
+        assert "all 2 data-parallel ranks read the same train batch" in stream[0]
+        assert len(stream) == len(batches) == 1 and split == [[], []]
 
 
 def test_a_sampler_that_knows_ranks_is_used_as_it_is() -> None:
