@@ -1,7 +1,7 @@
 """The callbacks of a script, in the short form of the document and in Megatron's full form."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,7 @@ def _kind(value: Any) -> str:
 
 
 def move_to_device(batch: Any, dtype: torch.dtype | None = None) -> Any:
-    """Move a batch to the device, in place where it is a dict or a list, and return it.
+    """Move a batch to the device, in place where it is a mapping or a list, and return it.
 
     Every tensor in it moves, however deep; floating ones are cast to `dtype`, if it is given.
     What is no tensor stays as it is.
@@ -131,10 +131,12 @@ def move_to_device(batch: Any, dtype: torch.dtype | None = None) -> Any:
     if isinstance(batch, torch.Tensor):
         target = dtype if batch.is_floating_point() else None
         return batch.to(device.current().torch_device, target, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, MutableMapping):  # a dict, or the BatchFeature of transformers
         batch.update({key: move_to_device(value, dtype) for key, value in batch.items()})
     elif isinstance(batch, list):
         batch[:] = [move_to_device(value, dtype) for value in batch]
     elif isinstance(batch, tuple):
-        return tuple(move_to_device(value, dtype) for value in batch)
+        values = [move_to_device(value, dtype) for value in batch]
+        # A named tuple keeps its names, as in torch's default_collate.
+        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
     return batch

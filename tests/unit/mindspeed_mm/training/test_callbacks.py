@@ -1,14 +1,15 @@
 """Callbacks in the document's short form and in Megatron's full form; others are refused."""
 
+from collections import OrderedDict, UserDict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 from mindspeed.config import ConfigError
-from mindspeed_mm.training.callbacks import Callbacks, read_loss
+from mindspeed_mm.training.callbacks import Callbacks, move_to_device, read_loss
 
 COUNTS = (40, 8, 4)
 LOADERS = ("train", None, None)
@@ -82,3 +83,16 @@ def test_forward_steps() -> None:
     assert make(step=forward_step).loss(iter([torch.tensor(2.0)]), 3).value.item() == 6
     with pytest.raises(ConfigError, match="return the output and the loss function"):
         make(step=lambda batches, model: torch.ones(())).loss(iter([]), None)
+
+
+def test_batches_keep_their_kind_on_the_way_to_the_device() -> None:
+    class Named(NamedTuple):
+        image: torch.Tensor
+        names: list[str]
+
+    named = move_to_device(Named(torch.ones(2), ["a"]), torch.bfloat16)
+    assert isinstance(named, Named) and named.image.dtype == torch.bfloat16 and named.names == ["a"]
+    for kind in (dict, OrderedDict, UserDict):  # processors of transformers return a UserDict
+        batch = kind({"x": [torch.ones(2)], "n": torch.arange(2)})
+        assert move_to_device(batch, torch.bfloat16) is batch
+        assert batch["x"][0].dtype == torch.bfloat16 and batch["n"].dtype == torch.int64
