@@ -85,6 +85,8 @@ def make_plan(model: nn.Module, options: FsdpOptions, world_size: int) -> Plan:
         for path, parameter in model.get_submodule(name).named_parameters(name)
     }
     owners = tree.owners(units, ignored_params)
+    for name in units:
+        _check_one_dtype(name, owners[name])
     sizes = _Sizes(options, world_size, shards, frozenset(experts))
     return Plan(
         options=options,
@@ -231,6 +233,21 @@ def _check_not_ignored(units: Iterable[str], ignored: Sequence[str]) -> None:
                 f"{_name(name)} is to be sharded, but ignored_modules contains {_name(parent)}: "
                 "remove it from one of the two lists"
             )
+
+
+def _check_one_dtype(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Reject trained parameters of several dtypes: their gradients are reduced as one tensor."""
+    first: dict[torch.dtype, str] = {}
+    for path, parameter in parameters.items():
+        if parameter.requires_grad:
+            first.setdefault(parameter.dtype, path)
+    if len(first) > 1:
+        (dtype, path), (other_dtype, other) = list(first.items())[:2]
+        raise ConfigError(
+            f"{path} is {dtype} and {other} is {other_dtype}, both trained as parts of "
+            f"{_name(unit)}: give the modules of one dtype units of their own in "
+            "sub_modules_to_wrap, or all one dtype (param_dtype sets that of the computation)"
+        )
 
 
 def _name(name: str) -> str:

@@ -90,6 +90,16 @@ def test_scalar_parameters_raise():
         plan(model)
 
 
+def test_trained_parameters_of_two_dtypes_in_one_unit_raise():
+    model = Decoder()
+    model.blocks[1].bfloat16()
+    with pytest.raises(ConfigError, match=r"is torch.bfloat16, both trained as parts of the root"):
+        plan(model)
+    assert plan(model, sub_modules_to_wrap=["blocks.{1}"])
+    model.blocks[1].requires_grad_(False)
+    assert plan(model)
+
+
 def test_trainable_ignored_parameters_are_listed():
     assert plan(Decoder(), ignored_modules=["head"]).trainable_ignored == ("head.weight",)
 
