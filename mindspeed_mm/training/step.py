@@ -181,7 +181,8 @@ class FsdpStep:
         where = device.current().torch_device
         if not gradients:
             return torch.zeros((), device=where)
-        norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32))
+        real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+        norms = torch.stack(torch._foreach_norm(real, 2, torch.float32))
         self._shares = shares = self._shares.to(norms.device)
         if len(gradients) < len(self._trained):
             shares = shares[[p.grad is not None for p in self._trained]]
