@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +57,9 @@ class Callbacks:
 
     def loss(self, batches: Iterator[Any], model: nn.Module) -> "MicroLoss":
         """Run forward_step on the next micro-batch, and the loss function that it returns."""
-        output, loss_func = self._forward(batches, model)
-        return read_loss(loss_func(output))
+        with _explained():
+            output, loss_func = self._forward(batches, model)
+            return read_loss(loss_func(output))
 
     def to_show(self, batches: Iterator[Any], model: nn.Module) -> Any:
         """Run forward_step on the next micro-batch; return what is to be shown of it."""
@@ -71,6 +73,22 @@ class Callbacks:
                 f"forward_step returned {_kind(result)}: return the output and the loss function"
             )
         return result
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Add to torch's error about a sharded weight what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "FSDP2 gathers the weights of a unit only while the forward of its module runs: "
+                "call the model itself, not another method of it, use no weight in forward_step or "
+                "loss_func, and name no module in sub_modules_to_wrap whose weights another one "
+                "reads, such as out_proj of nn.MultiheadAttention"
+            )
+        raise
 
 
 @dataclass(frozen=True)

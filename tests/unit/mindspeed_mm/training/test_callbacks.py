@@ -96,3 +96,12 @@ def test_batches_keep_their_kind_on_the_way_to_the_device() -> None:
         batch = kind({"x": [torch.ones(2)], "n": torch.arange(2)})
         assert move_to_device(batch, torch.bfloat16) is batch
         assert batch["x"][0].dtype == torch.bfloat16 and batch["n"].dtype == torch.int64
+
+
+def test_sharded_weights_outside_of_forward_are_explained() -> None:
+    def step(data: Any, model: Any) -> Any:
+        raise RuntimeError("aten.mul.Tensor got mixed torch.Tensor and DTensor, need to convert")
+
+    with pytest.raises(RuntimeError) as caught:
+        make(step=step).loss(iter([]), nn.Linear(1, 1))
+    assert "call the model itself, not another method" in caught.value.__notes__[0]
