@@ -120,6 +120,7 @@ def from_arguments(
     flags = {name: value for name, value in given.items() if name in fields}
     options = build(MmOptions, dict(defaults or {}) | in_file | flags, Spelling.FLAG)
     made = {name: _section(name, entries, options, path, schema or Schema()) for name in FILES}
+    options = _with_data(options, made["data"])
     run = Run(options, _fsdp(entries, options, path), Sections(**made), own)
     check(run.options, run.fsdp)
     return run
@@ -141,6 +142,20 @@ def read_for_plan(path: str) -> tuple[FsdpOptions, ModelConfig | None]:
         untied = options.untie_embeddings_and_output_weights
         model = model.for_run(untied=untied, on_meta=True)
     return _fsdp(entries, options, path), model
+
+
+def _with_data(options: MmOptions, data: Any) -> MmOptions:
+    """Take from the data section what it has and no flag gives: two values would be in force."""
+    if not isinstance(data, DataConfig):
+        return options
+    loader = data.dataloader_param
+    keys = {"micro_batch_size": "batch_size", "seed": "seed"}
+    found = {
+        flag: getattr(loader, key)
+        for flag, key in keys.items()
+        if key in loader.model_fields_set and flag not in options.model_fields_set
+    }
+    return options.model_copy(update=found)
 
 
 def _declared(parser: argparse.ArgumentParser) -> dict[str, Any]:

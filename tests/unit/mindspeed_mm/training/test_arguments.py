@@ -63,6 +63,17 @@ def test_one_file_holds_everything_and_later_flags_win(tmp_path: Path) -> None:
         assert run.mm.tool.profile.ranks == (0, 1)
 
 
+def test_flags_default_to_what_the_data_section_has(tmp_path: Path) -> None:
+    records = {"preprocess_parameters": {"model_name_or_path": "f"}, "basic_parameters": {}}
+    loader = {"batch_size": 4, "seed": 7}
+    data = {"dataset_param": records, "dataloader_param": loader}
+    path = write(tmp_path, "run.yaml", {"data": data, "training": {"lr": 1, "train_iters": 1}})
+    options = parse([path]).options
+    assert (options.micro_batch_size, options.seed) == (4, 7)
+    options = parse([path, "--micro-batch-size", "1", "--seed", "1234"]).options
+    assert (options.micro_batch_size, options.seed) == (1, 1234)
+
+
 def test_sections_in_several_files_and_of_other_kinds(tmp_path: Path) -> None:
     both = write(tmp_path, "both.yaml", {"model": {"width": 3}, "data": {"files": [{"a": 1}]}})
     argv = ["--mm-model", both, "--mm-data", both, *NEEDED]
