@@ -126,6 +126,10 @@ def check_run(options: RunOptions) -> None:
             f"--eval-iters {options.eval_iters}: give --eval-interval too, the steps between "
             "evaluations"
         )
+    for name in ("save", "log_file", "tensorboard_dir"):
+        if getattr(options, name) == "":  # as from an unset variable of a shell
+            flag = Spelling.FLAG.name_of(name)
+            raise ConfigError(f"{flag} is empty: give a path, or leave it out")
     from mindspeed.training.trackers import check_trackers
 
     check_trackers(options)
@@ -147,7 +151,7 @@ def check_precision(bf16: bool, fp16: bool) -> None:
 def _ranges() -> dict[str, tuple[Callable[[float], bool], str]]:
     """Return which values options may have, beyond their types."""
     counts: tuple[str, ...] = ("micro_batch_size", "global_batch_size", "seq_length")
-    counts += ("train_iters", "log_interval")
+    counts += ("train_iters", "log_interval", "lr_decay_iters", "lr_wsd_decay_iters")
     counts += ("save_interval", "keep_last", "pad_to_multiple_of", "eval_interval", "workers")
     counts += ("max_nan_iterations", "distributed_timeout_minutes", "n_subs")
     counts += ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -156,7 +160,7 @@ def _ranges() -> dict[str, tuple[Callable[[float], bool], str]]:
     positive += ("min_loss_scale",)
     positive += ("loss_scale_window", "init_method_std", "norm_epsilon", "rotary_base")
     not_negative: tuple[str, ...] = ("weight_decay", "clip_grad", "min_lr", "lr_warmup_iters")
-    not_negative += ("lr_warmup_init",)
+    not_negative += ("lr_warmup_init", "num_workers")
     not_negative += ("eval_iters", "seed", "hysteresis")
     fractions: tuple[str, ...] = ("attention_dropout", "hidden_dropout", "adam_beta1")
     fractions += ("adam_beta2", "sgd_momentum")

@@ -74,6 +74,25 @@ def test_flags_default_to_what_the_data_section_has(tmp_path: Path) -> None:
     assert (options.micro_batch_size, options.seed) == (1, 1234)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-workers -1", "--num-workers -1: give 0 or more"),
+        ("--lr-decay-iters 0", "--lr-decay-iters 0: give 1 or more"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters -1", "--lr-wsd-decay-iters -1: give 1"),
+    ],
+)
+def test_numbers_out_of_range(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse([*NEEDED, *flags.split()])
+
+
+@pytest.mark.parametrize("flag", ["--save", "--log-file", "--tensorboard-dir"])
+def test_an_empty_path_is_none(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} is empty: give a path"):
+        parse([*NEEDED, flag, ""])
+
+
 def test_sections_in_several_files_and_of_other_kinds(tmp_path: Path) -> None:
     both = write(tmp_path, "both.yaml", {"model": {"width": 3}, "data": {"files": [{"a": 1}]}})
     argv = ["--mm-model", both, "--mm-data", both, *NEEDED]
