@@ -24,6 +24,8 @@ from mindspeed_mm.optional_packages import install_command
 
 Modality = Literal["image", "video"]
 UINT8_MAX, UINT16_MAX = 255, 65535
+LONGEST_NAME = 500
+"""Characters of a path; a longer text is shortened in messages."""
 MILLISECONDS = 1000.0
 UNTIMED_FPS = 2.0
 """Frame rate of a video that is given as frames, or without frame durations."""
@@ -57,8 +59,8 @@ class MediaItem(NamedTuple):
         """Return this item if its file exists; MalformedRecord otherwise."""
         for source in self.source if isinstance(self.source, list) else [self.source]:
             found = _path_or_bytes(source, self)
-            if isinstance(found, Path) and not found.exists():
-                raise MalformedRecord(f"the {self.modality} {found} does not exist")
+            if isinstance(found, Path):
+                _check_exists(found, self.modality)
             if (
                 self.modality == "video"
                 and not isinstance(self.source, list)
@@ -133,6 +135,19 @@ def _path_or_bytes(source: Any, medium: MediaItem) -> Path | bytes:
             f"the {medium.modality} {source} is on the network: download it first"
         )
     return medium.root / source.removeprefix("file://")
+
+
+def _check_exists(path: Path, modality: Modality) -> None:
+    try:
+        if path.exists():
+            return
+        reason = "does not exist"
+    except OSError as error:  # no permission, or a name that is much too long
+        reason = f"cannot be read: {error.strerror}"
+    name = str(path)
+    if len(name) > LONGEST_NAME:
+        name, reason = f"{name[:100]}...", f"{reason}; give a path, or base64 as a data: URL"
+    raise MalformedRecord(f"the {modality} {name} {reason}")
 
 
 def _decode_image(source: Path | bytes) -> Image.Image:

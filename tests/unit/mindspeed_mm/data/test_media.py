@@ -296,3 +296,14 @@ def test_frames_of_an_animation_are_blended_too(tmp_path):
     frames[0].save(tmp_path / "a.png", save_all=True, append_images=frames[1:], duration=500)
     clip = open_video(MediaItem("video", "a.png", tmp_path), FAST)
     assert (clip.frames == 255).all()
+
+
+@pytest.mark.parametrize("noise", [False, True], ids=["slashes", "a name that is too long"])
+def test_base64_without_its_prefix_is_a_bad_record(noise, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255 if noise else 1, (90, 90, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=0 if noise else 9)
+    text = base64.b64encode(buffer.getvalue()).decode()
+    text = text.replace("/", "A") if noise else "/".join(text * 3)
+    with pytest.raises(MalformedRecord, match=r"\.\.\. .*; give a path, or base64 as a data: URL"):
+        MediaItem("image", text + "A" * 600 * noise, tmp_path).check()
