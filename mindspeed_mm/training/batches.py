@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -52,6 +53,11 @@ class Batches:
     """What a loader gives to this rank, from a number of samples on."""
 
     def __init__(self, loader: Any, name: str, dims: ParallelDims, seed: int) -> None:
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise ConfigError(
+                f"the data provider returned a dataset for {name} ({type(loader).__name__}), "
+                "whose items are no batches: return a DataLoader of it, or build_mm_dataloader"
+            )
         self._loader, self._name, self._dims, self._seed = loader, name, dims, seed
         self._shufflers = _Shufflers(loader)
         if isinstance(loader, DataLoader):
@@ -136,8 +142,15 @@ class Batches:
         if self._is_plain:
             return start_workers(self._own_part(rounds))
         if isinstance(self._loader, Iterator):
-            return islice(self._loader, rounds, None)
+            return self._without_end(islice(self._loader, rounds, None))
         return self._epochs(self._loader, rounds)
+
+    def _without_end(self, batches: Iterator[Any]) -> Iterator[Any]:
+        yield from batches
+        raise ConfigError(
+            f"the {self._name} iterator has ended, and cannot begin again: return a loader or a "
+            "list, or an iterator without end"
+        )
 
     def _own_part(self, rounds: int) -> DataLoader[Any]:
         """Return the same loader over this rank's batches; samples before them are not read."""

@@ -13,6 +13,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -156,6 +157,10 @@ def test_what_cannot_be() -> None:
     for loader in (DataLoader(torch.arange(1), batch_size=2, drop_last=True), []):  # type: ignore
         with pytest.raises(ConfigError, match="the train loader gives no batch"):
             take(loader, 1)
+    with pytest.raises(ConfigError, match="the train iterator has ended, and cannot begin again"):
+        take(iter([torch.ones(1)]), 2)
+    with pytest.raises(ConfigError, match="returned a dataset for train .*: return a DataLoader"):
+        Batches(TensorDataset(torch.ones(3)), "train", dims(), 0)
     with pytest.raises(ConfigError, match="give --train-iters"):
         Batches(iter([]), "train", dims(), 0).samples_per_epoch()
     assert Batches(shuffled(), "train", dims(2), 0).samples_per_epoch() == 14
