@@ -236,14 +236,17 @@ def wrap_allreduce_word_embedding_grads(original: Callable[..., None]) -> Callab
     from megatron.core.utils import get_attr_wrapped_model
 
     @functools.wraps(original)
-    def allreduce_word_embedding_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
+    def allreduce_word_embedding_grads(
+        model: list[Any], config: Any, *args: Any, **kwargs: Any
+    ) -> None:
         for chunk in model:
             module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-            if getattr(module, "share_embeddings_and_output_weights", False):
+            is_tied = getattr(module, "share_embeddings_and_output_weights", False)
+            if is_tied or getattr(config, "mtp_num_layers", 0):
                 weight = module.shared_embedding_or_output_weight()
                 if weight is not None and not weight.requires_grad:
                     return
-        original(model, *args, **kwargs)
+        original(model, config, *args, **kwargs)
 
     return allreduce_word_embedding_grads
 

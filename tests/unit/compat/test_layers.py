@@ -177,15 +177,18 @@ def test_a_list_of_algorithms_begins_with_the_first_layer():
     assert wrap_layer_init(FixedLayer.__init__) is FixedLayer.__init__
 
 
+@pytest.mark.parametrize("further", [0, 1])
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_the_gradient_of_a_frozen_embedding_is_not_reduced(is_trained):
-    """The last stage has the shared weight in its output layer."""
+def test_the_gradient_of_a_frozen_embedding_is_not_reduced(is_trained, further):
+    """The last stage has the shared weight in its output layer, or for multi-token prediction."""
     weight = torch.nn.Parameter(torch.zeros(2), requires_grad=is_trained)
     stage = SimpleNamespace(
         pre_process=False,
-        share_embeddings_and_output_weights=True,
+        share_embeddings_and_output_weights=not further,
         shared_embedding_or_output_weight=lambda: weight,
     )
     reduced = []
-    wrap_allreduce_word_embedding_grads(lambda model, config: reduced.append(model))([stage], None)
+    config = SimpleNamespace(mtp_num_layers=further)
+    wrap = wrap_allreduce_word_embedding_grads(lambda model, config: reduced.append(model))
+    wrap([stage], config)
     assert reduced == ([[stage]] if is_trained else [])
