@@ -12,7 +12,7 @@ from packaging.version import Version
 from mindspeed import device
 from mindspeed.compat import megatron
 from mindspeed.config import ConfigError
-from mindspeed.distributed.parallel_dims import ParallelDims
+from mindspeed.distributed.parallel_dims import ParallelDims, check_divides
 from mindspeed.features.parallel.context_parallel import chosen
 from mindspeed.ops.fusion_attention import flash4
 from mindspeed_llm.models.config import ModelConfig
@@ -91,6 +91,7 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
     if options.transformer_impl == "local" and options.neat_pack:
         raise ConfigError("--neat-pack needs --transformer-impl transformer_engine")
     recompute = "selective" if options.recompute_activations else options.recompute_granularity
+    _check_recompute(options, shape, dims)
     described = ArchitectureOptions.model_fields
     with accepted_by_megatron():
         return transformer_config(
@@ -116,6 +117,15 @@ def make_config(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -
             **_further_tokens(options),
             **_fused_router(options, shape),
         )
+
+
+def _check_recompute(options: TrainOptions, shape: ModelConfig, dims: ParallelDims) -> None:
+    """Refuse groups of layers that do not fill a stage: Megatron looks for more layers there."""
+    at_once = options.recompute_num_layers
+    if options.recompute_method == "uniform" and at_once is not None:
+        layers = (shape.num_layers + len(options.noop_layers)) // dims.pp // (dims.vpp or 1)
+        what = f"the {layers} layers of a pipeline stage"
+        check_divides("--recompute-num-layers", at_once, layers, what)
 
 
 @contextmanager

@@ -130,6 +130,15 @@ def test_what_megatron_refuses_is_one_line() -> None:
         make_config(options, SHAPE, dims)
 
 
+def test_groups_of_recomputed_layers_fill_a_stage() -> None:
+    """Megatron ends in an IndexError."""
+    dims = parallel_dims(TrainOptions(), SHAPE)
+    values = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    assert make_config(TrainOptions(**values, recompute_num_layers=2), SHAPE, dims)
+    with pytest.raises(ConfigError, match="--recompute-num-layers 3 does not divide the 4 layers"):
+        make_config(TrainOptions(**values, recompute_num_layers=3), SHAPE, dims)
+
+
 def test_fused_paths_of_layers_are_on_unless_switched_off() -> None:
     dims = parallel_dims(TrainOptions(), SHAPE)
     config = make_config(TrainOptions(), SHAPE, dims)
