@@ -12,6 +12,7 @@ beside float16 weights. An NPU multiplies the two; cpu and cuda refuse, so both 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -267,3 +268,45 @@ def wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
         return probs, routing_map
 
     return routing
+
+
+def wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Recompute functions of other things than tensors, too."""
+
+    @functools.wraps(original)
+    def checkpoint(
+        function: Callable[..., Any], distribute_saved_activations: bool, *args: Any
+    ) -> Any:
+        others = [None if isinstance(each, Tensor) else each for each in args]
+        if not any(each is not None for each in others):
+            return original(function, distribute_saved_activations, *args)
+
+        def of_tensors(*tensors: Tensor | None) -> Any:
+            given = (t if other is None else other for t, other in zip(tensors, others))
+            return function(*given)
+
+        tensors = (each if other is None else None for each, other in zip(args, others))
+        return original(of_tensors, distribute_saved_activations, *tensors)
+
+    return checkpoint
+
+
+def wrap_further_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Recompute a layer of multi-token prediction by itself.
+
+    The number of layers that are recomputed at once is that of the decoder.
+    """
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.config
+        if config.recompute_num_layers is None:
+            return original(self, *args, **kwargs)
+        self.config = copy.copy(config)
+        self.config.recompute_num_layers = 1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.config = config
+
+    return forward

@@ -306,13 +306,23 @@ TABLE = (
     Entry(
         name="multi_token_prediction",
         reason="The tokens after those of a rank are looked up, and labels counted, without the "
-        "other ranks of the sequence.",
+        "other ranks of the sequence; full recomputation knows no packed rows.",
         patches=(
             Patch.wrap(
                 "megatron.core.transformer.multi_token_prediction:roll_tensor",
                 "mindspeed.parallel.context.next_tokens:wrap_roll_tensor",
                 why="0.12 knows no other rank; later ones divide the loss by the labels of one, "
-                "and wait for the device at each end of a packed document",
+                "or of none, and wait for the device at each end of a packed document",
+            ),
+            Patch.wrap(
+                "megatron.core.tensor_parallel.random:checkpoint",
+                "mindspeed.compat.layers:wrap_checkpoint",
+                why="it saves arguments as tensors, and is given where packed documents are",
+            ),
+            Patch.wrap(
+                "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.forward",
+                "mindspeed.compat.layers:wrap_further_layer",
+                why="it refuses a number of decoder layers that are recomputed at once",
             ),
         ),
     ),

@@ -71,7 +71,7 @@ def _router_losses() -> Any:
 def _take_of_further_tokens(num_micro_batches: int) -> SumAndCount:
     """Return the sum over layers, which the last pipeline stage has.
 
-    A micro-batch without a label one token on has no loss there, but NaN, in the sum of its layer.
+    As in the loss of next tokens, a micro-batch without a label one token on counts with loss 0.
     """
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 

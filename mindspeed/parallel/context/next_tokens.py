@@ -26,7 +26,8 @@ def wrap_roll_tensor(original: Roll, document_layout: str | None = None) -> Roll
     """Return what follows in the document, wherever it is, and the sum of it.
 
     The sum counts the labels that a loss is divided by: as gradients are averaged over the ranks
-    that share sequences, it is that of all of them, divided by their number.
+    that share sequences, it is that of all of them, divided by their number. A row without labels
+    counts as one label of loss 0.
 
     This wraps every roll_tensor, and once more where a layout is chosen; the patch with a layout
     may be the inner one.
@@ -45,17 +46,18 @@ def wrap_roll_tensor(original: Roll, document_layout: str | None = None) -> Roll
         group = given.get("cp_group") if knows_ranks else _context_group()
         size = group_size(group)
         if packed is None and size == 1:
-            return original(tensor, shifts, dims)
+            rolled, count = original(tensor, shifts, dims)
+            return rolled, count.clamp(min=1)
         whole = all_gather(tensor, group, dim=-1)
         length = whole.shape[-1]
         bounds = (0, length) if packed is None else _bounds(packed, length)
         is_last = _is_last(bounds, whole.device)
         if size == 1:
             rolled = whole.roll(-1, -1).masked_fill(is_last, 0)
-            return rolled, rolled.sum()
+            return rolled, rolled.sum().clamp(min=1)
         layout = DOCUMENT_LAYOUTS[chosen](bounds, size)
         rolled = layout.unshard(whole, dim=-1).roll(-1, -1).masked_fill(is_last, 0)
-        return layout.shard(rolled, group_rank(group), dim=-1), rolled.sum() / size
+        return layout.shard(rolled, group_rank(group), dim=-1), rolled.sum().clamp(min=1) / size
 
     roll_tensor.document_layout = chosen  # type: ignore[attr-defined]
     return roll_tensor

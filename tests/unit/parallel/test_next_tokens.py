@@ -41,7 +41,13 @@ def test_a_document_ends_where_the_next_begins(lengths, padding):
     tensor = torch.arange(1, 2 * (sum(lengths) + padding) + 1).view(2, -1)
     rolled, total = wrap_roll_tensor(roll_tensor)(tensor, packed_seq_params=packed(lengths))
     assert rolled.equal(expected := by_document(tensor, lengths, padding))
-    assert total == expected.sum()
+    assert total == max(1, expected.sum())
+
+
+def test_a_row_without_labels_divides_its_loss_by_one():
+    none = torch.zeros(2, 4)
+    assert wrap_roll_tensor(roll_tensor)(none)[1] == 1
+    assert wrap_roll_tensor(roll_tensor)(none, packed_seq_params=packed([1, 3]))[1] == 1
 
 
 def test_a_row_without_documents_is_left_to_megatron():
@@ -59,9 +65,11 @@ def parts(layout):
     mine = documents.shard(tensor, rank, dim=-1)
     rolled, total = roll(mine, cp_group=group, packed_seq_params=packed(lengths))
     expected = by_document(tensor, lengths)
-    return rolled.equal(documents.shard(expected, rank, dim=-1)), total * size == expected.sum()
+    _, none = roll(mine * 0, cp_group=group, packed_seq_params=packed(lengths))
+    is_right = rolled.equal(documents.shard(expected, rank, dim=-1))
+    return is_right, total * size == expected.sum(), none * size == 1
 
 
 @pytest.mark.parametrize("layout", sorted(DOCUMENT_LAYOUTS))
 def test_tokens_of_other_ranks_follow(layout):
-    assert run_ranks(parts, 2, layout) == [(True, True)] * 2
+    assert run_ranks(parts, 2, layout) == [(True, True, True)] * 2
