@@ -3,6 +3,8 @@
 Megatron's writers report to a process of their own; `wrap_prepare_write_data` does without it.
 The distributed optimizer pads the buckets of its buffers, gathers its state without that padding,
 and cuts out each parameter where it is with it; `wrap_optimizer_state` gives the places without.
+That of 0.12 reads pieces of a vocabulary by the numbers of ranks, whatever its padding is;
+`wrap_reformulate` reads them by their rows.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
+import math
 import os
 import pickle
 import queue
@@ -18,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import reduction
 from typing import IO, Any
+
+import torch
 
 FORMAT = "serialization_format"
 
@@ -111,6 +117,67 @@ def _places_without_padding(buffers: Any) -> Iterator[None]:
     finally:
         for buffer, before in zip(buffers, places, strict=True):
             buffer.param_index_map = before
+
+
+def wrap_reformulate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Load the pieces of a tensor that hold a rank's part, where the saved one has other padding.
+
+    What the saved one does not have is zero.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    @functools.wraps(original)
+    def reformulate(sh_ten: Any, reformulation_metadata: Any) -> Any:
+        saved = reformulation_metadata.ckpt_orig_global_shape
+        if saved == sh_ten.global_shape:
+            return original(sh_ten, reformulation_metadata)
+        wanted = sh_ten.without_data()
+        counts = reformulation_metadata.ckpt_reform_global_shape[:-1]
+        sizes = [whole // count for whole, count in zip(saved, counts)]
+        lengths = (1,) * wanted.prepend_axis_num + wanted.local_shape
+        numbers = [
+            range(min(start // size, count - 1), min(-(-(start + length) // size), count))
+            for start, length, size, count in zip(wanted.global_offset, lengths, sizes, counts)
+        ]
+        starts = [
+            tuple(number * size for number, size in zip(each, sizes))
+            for each in itertools.product(*numbers)
+        ]
+        pieces = {
+            start: dataclasses.replace(
+                wanted,
+                local_shape=tuple(sizes[wanted.prepend_axis_num :]),
+                global_shape=saved,
+                global_offset=start,
+                axis_fragmentations=counts,
+                flattened_range=slice(0, math.prod(sizes)),
+            )
+            for start in starts
+        }
+
+        def merge(loaded: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
+            whole = torch.zeros(
+                lengths, dtype=wanted.dtype, device=next(iter(loaded.values())).device
+            )
+            for start, piece in loaded.items():
+                mine, theirs = [], []
+                for here, length, there, size in zip(wanted.global_offset, lengths, start, sizes):
+                    begin, end = max(here, there), min(here + length, there + size)
+                    mine.append(slice(begin - here, max(begin, end) - here))
+                    theirs.append(slice(begin - there, max(begin, end) - there))
+                whole[tuple(mine)] = piece.view(sizes)[tuple(theirs)]
+            return whole.flatten()[wanted.flattened_range]
+
+        return ShardedTensorFactory(
+            wanted.key,
+            wanted.data,
+            lambda *_: pieces,
+            merge,
+            wanted.replica_id,
+            wanted.flattened_range,
+        )
+
+    return reformulate
 
 
 class ResultFile:

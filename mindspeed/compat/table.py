@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from mindspeed.patching import Aliases, Effect, Patch
+from mindspeed.patching import Aliases, Effect, Patch, find_without_import
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,19 @@ _NUMPY_PRODUCT = (
     else (Patch.add("numpy:product", numpy.prod, why="numpy 2 removed the name"),)
 )
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+# Later releases gather the state of a parameter instead of reading parts of it.
+_MODULE = "megatron.core.dist_checkpointing.strategies.resharding"
+_RESHARDING = (
+    ()
+    if find_without_import(_MODULE) is None
+    else (
+        Patch.wrap(
+            f"{_MODULE}:reformulate_single_nd_flattened_tensor",
+            "mindspeed.compat.checkpoint:wrap_reformulate",
+            why="it counts in parts of a rank, as if all shapes were the same",
+        ),
+    )
+)
 
 _OURS = "mindspeed.compat.stand_ins"
 
@@ -351,14 +364,14 @@ TABLE = (
     Entry(
         name="padded_optimizer_state",
         reason="Checkpoints of the distributed optimizer hold shifted weights and moments where a "
-        "bucket is padded.",
-        versions="from 0.15",
+        "bucket is padded, or are not all read where the padding of the vocabulary differs.",
         patches=(
             Patch.wrap(
                 "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
                 "mindspeed.compat.checkpoint:wrap_optimizer_state",
                 why="it looks for parameters where they are with padding, in state without it",
             ),
+            *_RESHARDING,
         ),
     ),
     Entry(

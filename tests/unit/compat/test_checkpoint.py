@@ -12,7 +12,12 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mindspeed.compat.checkpoint import ResultFile, wrap_finish, wrap_write_item
+from mindspeed.compat.checkpoint import (
+    ResultFile,
+    wrap_finish,
+    wrap_reformulate,
+    wrap_write_item,
+)
 
 
 def write(transforms, stream, data, write_item, storage_key, serialization_format):
@@ -83,3 +88,36 @@ def test_results_of_any_size_reach_the_rank_after_their_writer_has_ended(start):
     writer.start()
     writer.join(300)
     assert writer.exitcode == 0 and results.get_nowait() == many
+
+
+def part_of(whole, ranks, rank, flattened_range):
+    """Return a rank's part of a vocabulary whose rows are those of `whole`."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    part = whole.chunk(ranks)[rank]
+    return ShardedTensor.from_rank_offsets_flat(
+        "words", part.flatten()[flattened_range], part.shape, (0, rank, ranks),
+        flattened_range=flattened_range, allow_shape_mismatch=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_state_of_a_vocabulary_with_other_padding(ranks):
+    """Each row is read where it is, and padding that was not saved is zero."""
+    resharding = pytest.importorskip("megatron.core.dist_checkpointing.strategies.resharding")
+    reformulate = wrap_reformulate(resharding.reformulate_single_nd_flattened_tensor)
+    rows = torch.arange(1, 1 + 9 * 2).view(9, 2)
+    wanted = torch.nn.functional.pad(rows, (0, 0, 0, -9 % ranks))
+    for others in (1, 2, 3, 4, 8):
+        saved = torch.nn.functional.pad(rows, (0, 0, 0, -9 % others))
+        parts = [each.flatten() for each in saved.chunk(others)]
+        metadata = resharding.TensorReformulationMetadata(
+            tuple(saved.shape), (others, 1, parts[0].numel())
+        )
+        for rank, part in enumerate(wanted.chunk(ranks)):
+            for places in (slice(0, part.numel()), slice(1, part.numel() - 1)):
+                factory = reformulate(part_of(wanted, ranks, rank, places), metadata)
+                built = factory.build()
+                size = saved.shape[0] // others
+                loaded = {key: parts[each.global_offset[0] // size] for key, each in built.items()}
+                assert factory.merge_fn(loaded).equal(part.flatten()[places]), (others, rank)
