@@ -169,8 +169,11 @@ class MegatronCheckpoints:
         metadata = {"dp_cp_group": group}
         whole: dict[str, Any] = {}
         for names, model in self._named():
-            chunks = (chunk.sharded_state_dict(metadata=metadata) for chunk in model.chunks)
-            state: dict[str, Any] = dict(zip(names.chunks, chunks))
+            state: dict[str, Any] = {}
+            for stage, (name, chunk) in enumerate(zip(names.chunks, model.chunks)):
+                if len(model.chunks) > 1:  # older releases number layers by it
+                    parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+                state[name] = chunk.sharded_state_dict(metadata=metadata)
             if with_optimizer and model.optimizer is not None:
                 if not is_loading:
                     _init_moments(model.optimizer)
