@@ -36,7 +36,26 @@ def regroup(loaded: dict[Any, Any], optimizers: Sequence[Any]) -> dict[Any, Any]
             number: _filled(by_number.get(number, {}), plain, optimizer)
             for number, optimizer in enumerate(optimizers)
         }
+    states = [loaded] if len(optimizers) == 1 else [loaded[number] for number in sorted(by_number)]
+    for state, optimizer in zip(states, optimizers, strict=True):
+        _order(state, optimizer)
     return loaded
+
+
+def _order(state: dict[str, Any], optimizer: Any) -> None:
+    """Give each group the settings of its kind: Megatron 0.12 takes those of the same number.
+
+    Groups are in the order of the parameters, and so another one on another pipeline stage, while
+    the settings are those of the first.
+    """
+    is_stub = getattr(optimizer, "is_stub_optimizer", False)
+    groups = [] if is_stub else optimizer.optimizer.param_groups
+    inner = state["optimizer"] if "optimizer" in state else state
+    saved = inner.get("param_groups", [])
+    inner["param_groups"] = [
+        _settings(group, saved) | {name: mine[name] for name in mine.keys() & {"params"}}
+        for group, mine in zip(groups, saved)
+    ]
 
 
 def _filled(state: Mapping[str, Any], saved: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
