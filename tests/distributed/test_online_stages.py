@@ -196,7 +196,7 @@ SP2 = TP2 | {"sequence_parallel": True}
 DEEP = {"load": "deep"}
 VPP2 = PP2 | {"num_layers_per_virtual_pipeline_stage": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "dp": (2, {"micro_batch_size": 1}, {"num_mini_batches": 2}),
+    "dp": (2, {"micro_batch_size": 1}, {"num_mini_batches": 2, "log_completions": 14}),
     "tp": (2, TP2, PPO | {"kl_target": 0.1}),
     "pp, concatenated": (2, PP2 | VARIABLE, PPO),
     "tp, completions": (2, TP2 | VARIABLE, SEVERAL | GSPO | {"mask_truncated_completions": True}),
@@ -235,7 +235,8 @@ def layouts(task: _Task, tmp_path_factory: pytest.TempPathFactory) -> Any:
         load = models[stage["load"]] if "load" in stage else task.model
         for ranks, more in ((1, {}), (world, layout)):
             where = folder / f"{name} {ranks}"
-            runs[ranks][name] = task.settings(where, **stage | more | {"load": load})
+            saved = {"save": str(where / "saved")} if "log_completions" in stage else {}
+            runs[ranks][name] = task.settings(where, **stage | more | saved | {"load": load})
     for world, few in runs.items():
         run_ranks(train_all, world, list(few.values()), timeout=600)
     return runs
@@ -250,6 +251,16 @@ def test_layouts_give_the_numbers_of_one_rank(layouts: Any, name: str) -> None:
         for key in one.keys() - set(clocks):
             assert other[key] == pytest.approx(one[key], rel=1e-3, abs=2e-5), key
         assert other["sampling difference"] < (0.05 if stage.get("bf16") else 1e-4)
+    if "log_completions" in stage:
+        said, again = (read_completions(layouts[ranks][name]) for ranks in (1, world))
+        assert len(said) == stage["log_completions"] * len(whole)
+        assert again == said
+
+
+def read_completions(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a run wrote of its completions."""
+    text = Path(values["save"], FILE_NAME).read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("stage", [{"ppo_epochs": 2}, PPO | {"kl_target": 0.01}])
@@ -276,7 +287,7 @@ def test_a_resumed_run_is_bit_exact(task: _Task, tmp_path: Path, stage: dict[str
     assert any(name.startswith("critic.") for name in one) == ("stage" in stage)
     said, again = (Path(values["save"], FILE_NAME).read_text() for values in runs.values())
     assert again == said
-    check_completions([json.loads(line) for line in said.splitlines()])
+    check_completions(read_completions(runs["whole"]))
 
 
 def check_completions(lines: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, ClassVar
 
 import torch
@@ -221,9 +221,19 @@ class SamplingTrainer(ReferenceTrainer):
         )
 
     def log_completions(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
-        """Write some of the completions of an iteration, where they are asked for."""
+        """Write the first completions of an iteration on all ranks, where they are asked for."""
+        from megatron.core import parallel_state
+
+        if not self.options.log_completions:
+            return
+        group: Any = parallel_state.get_data_parallel_group()
+        few = list(rollouts[: self.options.log_completions])
+        found: list[list[Rollout]] = [few] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(found, few, group=group)
         if self._completion_log is not None:
-            self._completion_log.add(iteration, rollouts)
+            # Ranks take turns in micro-batches.
+            first = sorted(chain(*found), key=lambda each: each.prompt.number)
+            self._completion_log.add(iteration, first)
 
     def report(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the metrics of rollouts, over all ranks."""
