@@ -112,7 +112,7 @@ def check_lines(values: dict[str, Any], expected: list[dict[str, float]]) -> Non
         {"grpo_loss_type": "dapo", "entropy_coeff": 0.02, "num_mini_batches": 2},
         {"grpo_loss_type": "dr_grpo", "no_scale_rewards": True, "clip_ratio_high": 0.3},
         SEVERAL | GSPO | {"grpo_beta": 0.1, "clip_ratio": 0.01},
-        SEVERAL | GSPO | {"mask_truncated_completions": True, **VARIABLE},
+        SEVERAL | GSPO | {"mask_truncated_completions": True, "grpo_beta": 0.1, **VARIABLE},
         {"grpo_loss_type": "dapo", "mask_truncated_completions": True, "num_mini_batches": 2},
     ],
 )

@@ -105,7 +105,7 @@ def grpo_steps(
             spread = 1.0 if values.get("no_scale_rewards") else group.std() + 1e-4
             advantages += ((group - group.mean()) / spread).tolist()
         rows = list(zip(batch, advantages, policy.old(batch), reference.old(batch)))
-        updates = []
+        updates, divergences = [], []
         for _ in range(values.get("ppo_epochs", 1)):
             for part in parts(rows, values):
                 total, kls = torch.zeros(()), []
@@ -113,7 +113,8 @@ def grpo_steps(
                 tokens = sum(len(r[0].completion) for r in part if r[0].is_ended or not skips)
                 for one, advantage, old, far in part:
                     new, entropies = policy.distributions(one)
-                    kls.append(k3(new.detach(), far))
+                    if one.is_ended or not skips:
+                        kls.append(k3(new.detach(), far))
                     by_completion = values.get("importance_sampling_level") == "sequence"
                     log_ratio = (new - old).mean() if by_completion else new - old
                     losses = surrogate(log_ratio, advantage, low, high)
@@ -128,9 +129,13 @@ def grpo_steps(
                         }[kind]
                     )
                 norm = policy.step(total)
-                updates.append((total.item(), norm, torch.cat(kls).mean().item()))
+                updates.append((total.item(), norm))
+                if kls:
+                    divergences.append(torch.cat(kls).mean().item())
         means = [sum(column) / len(updates) for column in zip(*updates)]
-        numbers = dict(zip(("policy loss", "grad norm", "kl"), means))
+        numbers = dict(zip(("policy loss", "grad norm"), means))
+        if divergences:
+            numbers["kl"] = sum(divergences) / len(divergences)
         lines.append(numbers | {"equal rewards": sum(equal) / len(equal)})
     return lines, policy.model
 

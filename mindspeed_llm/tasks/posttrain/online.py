@@ -13,7 +13,7 @@ import torch
 
 from mindspeed.distributed.seeds import seed_everything
 from mindspeed.training.checkpoint_dir import TrainState
-from mindspeed.training.metrics import Metric, PendingStep, StepResult, StopCheck
+from mindspeed.training.metrics import MeanMetrics, Metric, PendingStep, StepResult, StopCheck
 from mindspeed_llm.losses.grpo import divergence, sequence_means
 from mindspeed_llm.losses.log_probs import token_log_probs
 from mindspeed_llm.losses.ppo import policy_loss
@@ -130,10 +130,12 @@ class OnlineTrainer(SamplingTrainer):
         }
         if self.needs_reference:
             values["kl"] = divergence(log_probs.detach(), batch[REFERENCE_TOKENS])
-        mask, count = batch["loss_mask"], loss.new_tensor(sequences)
-        report = {name: masked_sum(each, mask) for name, each in values.items()}
+        count = loss.new_tensor(sequences)
+        # Completions that are left out have no weight.
+        report = {name: masked_sum(each, weights != 0) for name, each in values.items()}
         report["policy loss"] = torch.stack([loss.detach(), count])
-        report["sampling difference"] = ((old - batch[SAMPLED]).abs() * mask).max()
+        difference = (old - batch[SAMPLED]).abs() * batch["loss_mask"]
+        report["sampling difference"] = difference.max()
         report["tokens"] = batch["real_tokens"]
         return loss, count.to(torch.int32), report
 
@@ -203,12 +205,11 @@ def merge_results(
     rollouts: dict[str, float], results: Sequence[StepResult], per_pass: int
 ) -> StepResult:
     """Return the result of a step of several updates: means of metrics, the tokens of a pass."""
-    count = len(results)
-    means = {
-        name: sum(result.metrics[name] for result in results) / count for name in results[0].metrics
-    }
+    count, means = len(results), MeanMetrics()
+    for result in results:
+        means.add(result.metrics)
     return StepResult(
-        metrics=rollouts | means,
+        metrics=rollouts | means.values(),
         grad_norm=sum(result.grad_norm for result in results) / count,
         tokens=sum(result.tokens for result in results[:per_pass]),
         loss_scale=results[-1].loss_scale,
