@@ -1,10 +1,10 @@
 """The FSDP2 engine: options name modules by pattern, a plan follows from them, torch shards."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed.fsdp.options import FsdpOptions
 from mindspeed.fsdp.patterns import Pattern, fold
+from mindspeed.lazy_import import lazy_names
 
 if TYPE_CHECKING:
     from mindspeed.fsdp.plan import Plan, Unit, make_plan
@@ -12,17 +12,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FsdpOptions", "Pattern", "Plan", "Sharding", "Unit", "fold", "make_plan", "shard"]
 
-_LATER = {
-    "Plan": "plan",
-    "Sharding": "sharding",
-    "Unit": "plan",
-    "make_plan": "plan",
-    "shard": "sharding",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Loaded at first use: options are read, and `--help` is shown, without torch.
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+# Options are read, and `--help` is shown, without torch.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Plan": "plan",
+        "Sharding": "sharding",
+        "Unit": "plan",
+        "make_plan": "plan",
+        "shard": "sharding",
+    },
+)

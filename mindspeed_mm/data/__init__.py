@@ -1,8 +1,8 @@
 """Conversations with images and videos to batches for transformers models."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mindspeed.lazy_import import lazy_names
 from mindspeed_mm.data.options import DataConfig
 
 if TYPE_CHECKING:
@@ -17,16 +17,13 @@ __all__ = [
     "build_mm_dataset",
 ]
 
-_LATER = {
-    "ConversationDataset": "dataset",
-    "MicroBatchLoader": "dataloader",
-    "build_mm_dataloader": "dataloader",
-    "build_mm_dataset": "dataset",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Loaded at first use: options are read, and `--help` is shown, without torch.
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+# Options are read, and `--help` is shown, without torch.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ConversationDataset": "dataset",
+        "MicroBatchLoader": "dataloader",
+        "build_mm_dataloader": "dataloader",
+        "build_mm_dataset": "dataset",
+    },
+)

@@ -24,7 +24,7 @@ BELOW = {
     "mindspeed/memory": ("ops", "parallel", "optim", "device", "config"),
     "mindspeed/compat": ("ops", "device", "patching", "launch"),
     "mindspeed/te": ("ops", "parallel", "optim", "memory", "compat", "device", "distributed"),
-    "mindspeed/fsdp": ("config", "device"),
+    "mindspeed/fsdp": ("config", "device", "lazy_import"),
     "mindspeed/launch": ("config", "device"),
     "mindspeed/tune": ("config", "device", "distributed"),
     "mindspeed/profiling": ("config", "device"),
