@@ -131,6 +131,13 @@ def _run(argv: Sequence[str], package: ModuleType, description: str) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{parser.prog}: error: {printable(str(error))}\n")
         return MISUSE
+    except RuntimeError as error:
+        from mindspeed.device import DeviceError  # with torch, which --help leaves out
+
+        if not isinstance(error, DeviceError):
+            raise
+        sys.stderr.write(f"{parser.prog}: error: {printable(str(error))}\n")
+        return MISUSE
     except BrokenPipeError:
         # The reader (head, less) has left; without this the flush at exit would complain.
         sys.stdout = None  # type: ignore[assignment]

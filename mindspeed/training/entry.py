@@ -101,6 +101,12 @@ def run_rank(train: Callable[[], None]) -> int:
         code = FAILED
         # Other ranks may have memory: every rank that has none reports it.
         _report_here(error)
+    except RuntimeError as error:
+        from mindspeed.device import DeviceError  # with torch, which --help leaves out
+
+        if not isinstance(error, DeviceError):
+            raise
+        code, misuse = CONFIG_ERROR, str(error)
     except OSError as error:
         if error.errno not in disk.FULL:
             raise

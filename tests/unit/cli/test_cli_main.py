@@ -127,6 +127,17 @@ def test_config_error_is_one_line(capsys):
     )
 
 
+def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("MINDSPEED_DEVICE", "gpu")
+    said = "error: MINDSPEED_DEVICE=gpu is not a device: use cpu, cuda, npu\n"
+    assert main(["doctor", "--memory", "--num-layers", "2"]) == 2
+    assert capsys.readouterr().err == f"mindspeed: {said}"
+    flags = "posttrain --load x --data-path x --lr 1e-5 --train-iters 1".split()
+    command = [sys.executable, "-m", "mindspeed_llm", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == f"mindspeed-llm: {said}"
+
+
 def test_interrupt_is_quiet(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
