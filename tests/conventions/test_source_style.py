@@ -94,7 +94,9 @@ def logic_in_init():
             # Names that load at first use are declared for type checkers, served by __getattr__.
             is_lazy = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             is_lazy |= isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
-            if not (isinstance(node, plain) or is_lazy):
+            # Nothing else of the package can be imported by an older Python.
+            is_python = isinstance(node, ast.If) and "sys.version_info" in ast.unparse(node.test)
+            if not (isinstance(node, plain) or is_lazy or is_python):
                 yield f"{source.name}:{node.lineno} has logic"
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,12 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys):
     command = [sys.executable, "-m", "mindspeed_llm", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == f"mindspeed-llm: {said}"
+
+
+def test_a_python_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr("sys.version_info", (3, 9, 18))
+    with pytest.raises(ImportError, match="needs Python 3.10 to 3.12: .* is 3.9"):
+        runpy.run_path(str(ROOT / "mindspeed" / "__init__.py"))
 
 
 def test_interrupt_is_quiet(monkeypatch, capsys):
