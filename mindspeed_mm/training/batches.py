@@ -1,7 +1,7 @@
 """Batches of a script's data loader: without end, each rank's own, and from any position on."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, count, islice
@@ -128,7 +128,11 @@ class Batches:
     def _is_plain(self) -> bool:
         """Whether it is torch's loader over numbered samples, for which we choose what to read."""
         loader = self._loader
-        return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        return (
+            isinstance(loader, DataLoader)
+            and not isinstance(loader.dataset, IterableDataset)
+            and (loader.batch_sampler is not None or isinstance(loader.sampler, Sized))
+        )
 
     @property
     def _is_shared(self) -> bool:
@@ -203,7 +207,7 @@ def _fingerprint(batch: Any) -> Any:
     """Return what differs for different batches."""
     if isinstance(batch, torch.Tensor) and batch.layout == torch.strided:
         values = batch.detach().cpu().flatten().contiguous().view(torch.uint8)
-        return [*batch.shape, blake2b(values.numpy()).digest()]
+        return [*batch.shape, blake2b(values.numpy().tobytes()).digest()]
     if isinstance(batch, Mapping):
         batch = [*batch.items()]
     return list(map(_fingerprint, batch)) if isinstance(batch, (list, tuple)) else repr(batch)
@@ -221,9 +225,9 @@ class _Numbers:
     ) -> None:
         sampler: Any = loader.batch_sampler
         self._are_batches = sampler is not None
-        self._batches: Any = sampler if self._are_batches else loader.sampler
-        self._shufflers, self._seed = shufflers, seed
-        self._epoch, self._first = divmod(first, len(self._batches))
+        batches: Any = sampler if self._are_batches else loader.sampler
+        self._batches, self._shufflers, self._seed = batches, shufflers, seed
+        self._epoch, self._first = divmod(first, len(batches))
         self._step = step
 
     def __iter__(self) -> Iterator[Any]:

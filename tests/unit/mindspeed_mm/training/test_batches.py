@@ -117,7 +117,7 @@ def _warnings_of_same_batches() -> list[list[str]]:
     return found
 
 
-def test_ranks_that_read_the_same_are_told() -> None:
+def test_ranks_that_read_the_same_batch_get_a_warning() -> None:
     for stream, batches, *split in run_ranks(_warnings_of_same_batches, 2):
         assert "all 2 data-parallel ranks read the same train batch" in stream[0]
         assert len(stream) == len(batches) == 1 and split == [[], []]
