@@ -9,9 +9,11 @@ import argparse
 import atexit
 import ctypes
 import importlib
+import importlib.metadata
 import io
 import os
 import pkgutil
+import platform
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -154,6 +156,7 @@ def build_parser(
         prog=_prog(package.__name__), description=description, allow_abbrev=False
     )
     suggest_flags(parser)
+    parser.add_argument("--version", action=_Version, help="print what a bug report starts with")
     parser.set_defaults(run=None, parser=parser)
     subparsers = parser.add_subparsers(title="commands", metavar="command")
     for command in commands(chosen, package):
@@ -161,6 +164,25 @@ def build_parser(
         suggest_flags(subparser)
         subparser.set_defaults(run=command.run, parser=subparser)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the releases that take part, and ends the command."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        releases = [_release(name) for name in ("mindspeed", "torch", "megatron-core")]
+        print(*releases, f"Python {platform.python_version()}", sep=", ")
+        parser.exit()
+
+
+def _release(distribution: str) -> str:
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{distribution} (not installed)"
 
 
 def commands(chosen: str = "", package: ModuleType = mindspeed.cli) -> list[ModuleType]:

@@ -56,6 +56,14 @@ def test_characters_that_a_terminal_lacks_are_replaced():
     assert done.returncode == 0 and "(default: ??)" in done.stdout, done.stderr
 
 
+def test_the_version_is_that_of_what_is_installed(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    torch = importlib.metadata.version("torch")
+    assert f", torch {torch}, megatron-core " in capsys.readouterr().out
+
+
 def test_without_a_command_the_help_goes_to_stderr(capsys):
     assert main([]) == 2
     captured = capsys.readouterr()
