@@ -312,6 +312,9 @@ def whole(prompts, completions, answer):
     return [sum(each) for each in zip(*found.values())]
 def by_rank(prompts, completions, answer):
     return {prompts[0][-1]: [1.0] * len(completions)}
+def at_times(prompts, completions, answer):
+    found = by_rank(prompts, completions, answer)
+    return found.get("a", found)
 '''
 
 
@@ -335,9 +338,11 @@ def test_parts_of_rewards_are_logged_and_added_up(task: _Task, tmp_path: Path) -
                 assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-5), name
             both = line["rewards/right"] + line["rewards/brief"]
             assert both == pytest.approx(line["reward"], rel=1e-6)
-    wrong = task.settings(tmp_path / "wrong", reward_fn=f"{path}:by_rank", micro_batch_size=1)
-    with pytest.raises(RankFailed, match="rewards named . on one rank and . on another"):
-        run_ranks(letters.train, 2, wrong)
+    wrong = task.settings(tmp_path / "wrong", micro_batch_size=1)
+    with pytest.raises(RankFailed, match="rewards named . on one rank and rewards named . on an"):
+        run_ranks(letters.train, 2, wrong | {"reward_fn": f"{path}:by_rank"})
+    with pytest.raises(RankFailed, match="rewards named b on one rank and one list of rewards on"):
+        run_ranks(letters.train, 2, wrong | {"reward_fn": f"{path}:at_times"})
 
 
 BAD_UPDATE = 1

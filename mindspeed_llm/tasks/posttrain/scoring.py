@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -97,18 +96,23 @@ def _common_names(given: Sequence[list[str]]) -> list[str]:
     """Return the names of parts, which all ranks that compute rewards have to give."""
     for names in given:
         if names != given[0]:
+            one, other = (
+                f"rewards named {', '.join(each)}" if any(each) else "one list of rewards"
+                for each in (names, given[0])
+            )
             raise ConfigError(
-                f"--reward-fn returned rewards named {', '.join(names)} on one rank and "
-                f"{', '.join(given[0])} on another: return the same names in every call"
+                f"--reward-fn returned {one} on one rank and {other} on another: return the same "
+                "names in every call"
             )
     return given[0]
 
 
 def _check_finite(parts: Parts | None) -> None:
-    for reward in chain(*(parts or {}).values()):
-        # Ranks share them as float32.
-        if not abs(reward) <= torch.finfo(torch.float32).max:
-            raise ConfigError(f"a reward is {reward}: rewards must be finite numbers of 32 bits")
+    for rewards in zip(*(parts or {}).values()):
+        # Ranks share them as float32, and their sum is trained.
+        if not sum(map(abs, rewards)) <= torch.finfo(torch.float32).max:
+            shown = " + ".join(map(str, rewards))
+            raise ConfigError(f"a reward is {shown}: rewards must be finite numbers of 32 bits")
 
 
 def raise_on_all(error: ConfigError | None, value: Any = None) -> list[Any]:

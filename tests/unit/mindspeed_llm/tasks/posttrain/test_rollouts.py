@@ -41,10 +41,13 @@ def test_damaged_fields_are_named(damage: int) -> None:
 
 def test_rewards_are_finite_as_they_are_shared() -> None:
     """Ranks share them as float32, in which 1e39 is infinite."""
-    _check_finite({"": [1.0, -3e38], "other": [2.0]})
+    _check_finite({"": [1.0, -3e38], "other": [2.0, 1.0]})
+    _check_finite(None)
     for reward in (1e39, -1e300, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="rewards must be finite"):
             _check_finite({"": [1.0], "other": [reward]})
+    with pytest.raises(ConfigError, match=r"a reward is 3e\+38 \+ 2e\+38: rewards must be finite"):
+        _check_finite({"one": [1.0, 3e38], "other": [1.0, 2e38]})
 
 
 def _prompts(folder: Path, after: list[int] | None) -> InstructionData:
