@@ -314,13 +314,16 @@ def _yarn(model_config: ModelConfig) -> dict[str, Any]:
 
 
 def _with_noops(fields: dict[str, Any], noops: Sequence[int]) -> dict[str, Any]:
-    """Lengthen the model by layers that do nothing, at these numbers of the longer model."""
+    """Lengthen the model by layers that do nothing, at these numbers of the longer model.
+
+    Each is of the kind of the layer before it: multi-token prediction is of that of the last.
+    """
     if not noops:
         return fields
     total = fields["num_layers"] + len(noops)
     longer = {"num_layers": total}
     for name in ("moe_layer_freq", "window_attn_skip_freq"):
         if name in fields:
-            kinds = iter(fields[name])
-            longer[name] = [0 if i in noops else next(kinds) for i in range(total)]
+            before = [sum(noop <= layer for noop in noops) for layer in range(total)]
+            longer[name] = [fields[name][max(n - b, 0)] for n, b in enumerate(before)]
     return fields | longer

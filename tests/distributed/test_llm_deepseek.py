@@ -151,7 +151,7 @@ def test_samples_of_one_row_are_apart(inputs: tuple[Path, str, str]) -> None:
     cp2 = {"context_parallel_size": 2}
     layouts: dict[str, tuple[int, dict[str, Any]]] = {
         "one rank": (1, {}),
-        "recompute": (1, RECOMPUTE | {"recompute_num_layers": 2}),
+        "recompute, no-ops": (1, RECOMPUTE | {"recompute_num_layers": 2, "noop_layers": (0, 5)}),
         "CP2": (2, cp2),
         "CP2 zigzag": (2, cp2 | {"cp_document_layout": "zigzag"}),
         "CP2 TP2": (4, cp2 | TP2),

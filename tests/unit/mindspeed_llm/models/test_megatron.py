@@ -75,10 +75,12 @@ def test_softmax_comes_first_where_the_weights_of_the_chosen_need_not_sum_to_one
 
 
 def test_layers_behind_a_noop_keep_their_kind():
+    """Multi-token prediction has that of the last one, with a no-op behind it, too."""
+    assert transformer_config(experts(), noop_layers=(0, 5)).moe_layer_freq == [0, 0, 1, 0, 1, 1]
     config = transformer_config(experts(), noop_layers=(1, 4))
     assert config.num_layers == 6 and config.moe_layer_freq == [0, 0, 1, 0, 0, 1]
     windows = {"window_size": 6, "window_layers": (True, False, True, False)}
     windowed = shape_of().model_copy(update=windows)
     if "window_attn_skip_freq" in vars(transformer_config(shape_of())):  # Megatron 0.12 has none
         config = transformer_config(windowed, noop_layers=(1, 4))
-        assert config.window_attn_skip_freq == [1, 0, 0, 1, 0, 0]
+        assert config.window_attn_skip_freq == [1, 1, 0, 1, 1, 0]
