@@ -14,6 +14,11 @@ FROZEN = (
     "(--lora-train-router with adapters, no --freeze-router)"
 )
 """What helps where routers are not trained."""
+BIASED = (
+    "raise --moe-router-bias-update-rate, by which each step moves the biases that choose experts, "
+    "or lower the learning rate"
+)
+"""What helps where biases balance the load, and no loss has to."""
 
 
 class ExpertLoadReport:
@@ -48,9 +53,12 @@ def expert_load_report(model: RoleModel, options: TrainOptions) -> ExpertLoadRep
     interval = options.log_interval if interval is None else interval
     if model.config.num_moe_experts is None or not interval:
         return None
-    return ExpertLoadReport(model, interval, load_advice(options))
+    is_biased = model.config.moe_router_enable_expert_bias
+    return ExpertLoadReport(model, interval, load_advice(options, is_biased=is_biased))
 
 
-def load_advice(options: TrainOptions) -> str:
+def load_advice(options: TrainOptions, *, is_biased: bool = False) -> str:
     """Return what helps experts that starve."""
-    return FROZEN if has_frozen_routers(options) else TRAINED
+    if has_frozen_routers(options):
+        return FROZEN
+    return BIASED if is_biased else TRAINED

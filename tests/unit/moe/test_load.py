@@ -41,21 +41,23 @@ def test_starving_experts_are_named_once(caplog):
 
 
 @pytest.mark.parametrize(
-    ("given", "is_frozen"),
+    ("given", "is_biased", "words"),
     [
-        ({}, False),
-        ({"freeze_router": True}, True),
-        ({"lora_r": 8}, True),
-        ({"lora_r": 8, "lora_train_router": True}, False),
+        ({}, False, "the auxiliary loss"),
+        ({}, True, "raise --moe-router-bias-update-rate"),
+        ({"freeze_router": True}, True, "routers are frozen"),
+        ({"lora_r": 8}, False, "routers are frozen"),
+        ({"lora_r": 8, "lora_train_router": True}, False, "the auxiliary loss"),
     ],
 )
-def test_the_advice_is_for_the_routers_that_there_are(caplog, given, is_frozen):
+def test_the_advice_is_for_the_routers_that_there_are(caplog, given, is_biased, words):
     from mindspeed_llm.training.expert_load import load_advice
     from mindspeed_llm.training.options import TrainOptions
 
-    LoadMonitor([], 4).warn_once([SKEWED], 1, load_advice(TrainOptions(**given)))
-    assert ("routers are frozen" in caplog.text) == is_frozen
-    assert ("the auxiliary loss" in caplog.text) != is_frozen
+    advice = load_advice(TrainOptions(**given), is_biased=is_biased)
+    LoadMonitor([], 4).warn_once([SKEWED], 1, advice)
+    kinds = ("the auxiliary loss", "raise --moe-router-bias-update-rate", "routers are frozen")
+    assert [each for each in kinds if each in caplog.text] == [words]
 
 
 def write_log(folder):
