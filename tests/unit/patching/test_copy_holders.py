@@ -1,6 +1,7 @@
 """Whatever holds the original is found, rebound and restored."""
 
 import importlib
+import sys
 
 import pytest
 
@@ -134,4 +135,4 @@ def test_installed_packages_are_searched_only_when_named(source, write, tmp_path
         patcher.apply("x", [Patch.replace("crypt.source:hash", new_hash)])
         assert vendor.hash is expected
         patcher.revert()
-    monkeypatch.delitem(importlib.sys.modules, "vendor")
+    del sys.modules["vendor"]
