@@ -46,7 +46,9 @@ def add_flags(
         if info.is_required():  # not in the namespace unless given, and reported as missing then
             default = argparse.SUPPRESS
         default = default if defaults is None else getattr(defaults, field)
-        parser.add_argument(flag_name(field), dest=field, **_keywords(info, default))
+        keywords = _keywords(info, default)
+        action = parser.add_argument(flag_name(field), dest=field, **keywords)
+        action.help = keywords["help"]  # Python 3.10 adds the default once more to that of switches
         for alias in aliases(info):
             # In the namespace only where it is given, so that errors can name what was typed.
             keywords = _keywords(info, default) | {"default": argparse.SUPPRESS}

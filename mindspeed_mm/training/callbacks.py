@@ -82,12 +82,12 @@ def _explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "FSDP2 gathers the weights of a unit only while the forward of its module runs: "
-                "call the model itself, not another method of it, use no weight in forward_step or "
-                "loss_func, and name no module in sub_modules_to_wrap whose weights another one "
-                "reads, such as out_proj of nn.MultiheadAttention"
-            )
+            raise RuntimeError(
+                f"{error}\nFSDP2 gathers the weights of a unit only while the forward of its "
+                "module runs: call the model itself, not another method of it, use no weight in "
+                "forward_step or loss_func, and name no module in sub_modules_to_wrap whose "
+                "weights another one reads, such as out_proj of nn.MultiheadAttention"
+            ) from error
         raise
 
 
