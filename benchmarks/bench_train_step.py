@@ -35,6 +35,7 @@ PEERS = {
     "ours-deterministic": "megatron_peer:deterministic",
     "ours-swiglu-apart": "megatron_peer:swiglu_apart",
     "ours-fused-experts": "megatron_peer:fused_experts",
+    "ours-fused-experts-deterministic": "megatron_peer:fused_experts_deterministic",
     "ours-experts-apart": "megatron_peer:experts_apart",
     "ours-router-apart": "megatron_peer:router_apart",
     "megatron-liger-optimizer": "megatron_peer:liger_with_optimizer",
@@ -47,7 +48,7 @@ ROWS = {
     "megatron-liger-optimizer:2,ours-optimizer:2",
     "llama3-8b": "torchtitan-compiled:1,ours:1",
     "qwen3-30b-a3b": "torchtitan-compiled:4,ours-experts-apart:4,ours-router-apart:4,"
-    "ours-fused-experts:4",
+    "ours-fused-experts:4,ours-fused-experts-deterministic:4",
     "tiny": "ours:2",
 }
 STEPS, WARM_UP = 8, 3  # a block starts with an empty queue: few steps would show its launches

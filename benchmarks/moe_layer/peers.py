@@ -163,6 +163,41 @@ def torchtitan_compiled(layer):
     return leaves, torch.compile(forward)
 
 
+def sonicmoe(layer):
+    """Build SonicMoE's experts; it takes rows of gate and up in turns, and sizes in their order."""
+    from sonicmoe.count_cumsum import count_cumsum
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import TC_topk_router_metadata, _DownProjection, _UpProjection
+
+    num_experts, columns, hidden = layer.first.shape
+    (num_tokens, top_k), num_rows = layer.chosen.shape, layer.chosen.numel()
+    gate_up = layer.first.view(num_experts, 2, columns // 2, hidden).transpose(1, 2)
+    first, second = _leaf(gate_up.reshape(layer.first.shape)), _leaf(layer.second)
+    x, probs, chosen = _leaf(layer.x), _leaf(layer.probs), layer.chosen.int()
+    stream = torch.cuda.current_stream().cuda_stream
+    settings = False, ActivationType.SWIGLU
+
+    def forward():
+        _, ends = count_cumsum(chosen.view(-1), num_experts, do_cumsum=True)
+        bounds, *rows = TC_topk_router_metadata(chosen, ends, top_k)
+        y, preact = _UpProjection.apply(
+            *(x, first.permute(1, 2, 0), None, bounds, num_rows, top_k, stream, *rows),
+            *(*settings, False),
+        )
+        return _DownProjection.apply(
+            *(y, preact, second.permute(1, 2, 0), None, probs, bounds, num_tokens, top_k),
+            *(stream, *rows, *settings),
+        )
+
+    return [x, probs, first, second], forward
+
+
+def sonicmoe_compiled(layer):
+    """Build it and compile the layer, as its own benchmark does."""
+    leaves, forward = sonicmoe(layer)
+    return leaves, torch.compile(forward)
+
+
 PEERS = {
     "ours-apart": apart,
     "ours-fused": fused,
@@ -172,5 +207,8 @@ PEERS = {
     "liger": liger,
     "torchtitan": torchtitan,
     "torchtitan-compiled": torchtitan_compiled,
+    "sonicmoe": sonicmoe,
+    "sonicmoe-compiled": sonicmoe_compiled,
 }
-DEFAULT = tuple(name for name in PEERS if name != "torchtitan-compiled")
+# SonicMoE needs another release of the packages that ours is made of: a process of its own.
+DEFAULT = tuple(name for name in PEERS if "compiled" not in name and "sonicmoe" not in name)

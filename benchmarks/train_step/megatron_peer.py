@@ -51,6 +51,12 @@ def fused_experts(shape):
     return ours(shape, features={"moe_fused_experts": True}, moe_router_fusion=True)
 
 
+def fused_experts_deterministic(shape):
+    """Build the same for the same bits in every run, attention included."""
+    features = {"moe_fused_experts": True, "npu_deterministic": True}
+    return ours(shape, features=features, moe_router_fusion=True)
+
+
 def router_apart(shape):
     """Build the same with Megatron's own choice of experts."""
     return ours(shape, features={"moe_fused_experts": True})
