@@ -270,6 +270,20 @@ def wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     return routing
 
 
+def wrap_should_free_input(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Keep the input of experts where a rank has one of them; later releases do by themselves."""
+    if list(inspect.signature(original).parameters) != ["name", "is_moe", "config"]:
+        return original
+
+    @functools.wraps(original)
+    def should_free_input(name: str, is_moe: bool, config: Any) -> bool:
+        if is_moe and name == "mlp" and config.num_moe_experts == config.expert_model_parallel_size:
+            return False
+        return original(name, is_moe, config)
+
+    return should_free_input
+
+
 def wrap_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Recompute functions of other things than tensors, too."""
 

@@ -112,6 +112,19 @@ _RESHARDING = (
         ),
     )
 )
+# megatron-core 0.12 has no such schedule.
+_PLANS = "megatron.core.models.gpt.fine_grained_callables"
+_FREED_INPUTS = (
+    ()
+    if find_without_import(_PLANS) is None
+    else (
+        Patch.wrap(
+            f"{_PLANS}:should_free_input",
+            "mindspeed.compat.layers:wrap_should_free_input",
+            why="a single expert of a rank reads the tokens that arrive, which no sort has copied",
+        ),
+    )
+)
 
 _OURS = "mindspeed.compat.stand_ins"
 
@@ -378,6 +391,13 @@ TABLE = (
         name="quiet_deprecations",
         reason="torch and Megatron warn, up to once a step, about what only Megatron can change.",
         effects=_hide_deprecations,
+    ),
+    Entry(
+        name="single_local_expert",
+        reason="--overlap-moe-expert-parallel-comm frees the input of experts before backward "
+        "where a rank has one expert.",
+        versions="0.16",
+        patches=_FREED_INPUTS,
     ),
     Entry(
         name="transformer_engine_socket",

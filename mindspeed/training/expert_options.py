@@ -35,6 +35,12 @@ class ExpertOptions(Options):
     for even loads; 0 keeps them. Default: Megatron's, 0.001."""
     moe_shared_expert_overlap: bool = False
     """Run shared experts beside the collectives of the alltoall dispatcher."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Take the backward pass of a micro-batch and the forward pass of the next in turns, layer by
+    layer, so that tokens of one travel to experts while the other computes. Pretraining and --stage
+    sft, --bf16 or --fp16. Needs a Megatron that has this switch (0.16)."""
+    delay_wgrad_compute: bool = False
+    """With that, compute gradients of weights after those of inputs have been sent."""
     moe_router_fusion: bool | None = None
     """Choose the experts of all tokens by one kernel and score them for the auxiliary loss by
     another. Needs a Megatron that has this switch (0.16). Default: on CUDA."""

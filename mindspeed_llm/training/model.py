@@ -385,6 +385,13 @@ def has_fused_router() -> bool:
     return "moe_router_fusion" in TransformerConfig.__dataclass_fields__
 
 
+def can_overlap_experts() -> bool:
+    """Return whether this Megatron can run layers of two micro-batches in turns."""
+    from megatron.core.transformer import TransformerConfig
+
+    return "overlap_moe_expert_parallel_comm" in TransformerConfig.__dataclass_fields__
+
+
 def _is_first_and_last(dims: ParallelDims, stage: int | None) -> tuple[bool, bool]:
     """Return whether a chunk is the first and whether it is the last of the whole model."""
     from megatron.core import parallel_state

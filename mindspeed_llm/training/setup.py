@@ -237,6 +237,7 @@ def check_experts(options: TrainOptions, shape: ModelConfig) -> None:
         check_has_no_experts(options)
     else:
         _check_dispatch(options)
+        _check_overlap(options)
         _check_capacity(options, shape.moe)
         _check_local_experts(options)
         _check_biases(options, shape)
@@ -353,6 +354,41 @@ def _check_dispatch(options: TrainOptions) -> None:
             f"--moe-expert-capacity-factor {options.moe_expert_capacity_factor:g}: a completion "
             f"would depend on those sampled beside it: drop it for --stage {options.stage}"
         )
+
+
+def _check_overlap(options: TrainOptions) -> None:
+    """Refuse to take micro-batches in turns where no schedule does; Megatron refuses the rest."""
+    flag = "--overlap-moe-expert-parallel-comm"
+    if not options.overlap_moe_expert_parallel_comm:
+        if options.delay_wgrad_compute:
+            raise ConfigError(f"--delay-wgrad-compute: is for {flag}: add that, or drop it")
+        return
+    if not model.can_overlap_experts():
+        raise ConfigError(f"{flag}: this megatron-core has no such schedule: use 0.16, or drop it")
+    if options.stage != "sft":
+        raise ConfigError(
+            f"{flag}: is for pretraining and --stage sft, not {options.stage}: drop it"
+        )
+    if options.lora_r is not None or options.lora_load is not None:
+        raise ConfigError(
+            f"{flag}: Megatron wants a gradient of the embedding, which is frozen beside adapters: "
+            "drop it"
+        )
+    if not (options.bf16 or options.fp16):
+        raise ConfigError(f"{flag}: Megatron has it for --bf16 and --fp16: add one, or drop it")
+    if options.expert_model_parallel_size == 1:
+        raise ConfigError(
+            f"{flag}: with --expert-model-parallel-size 1 no rank sends tokens to another: use 2 "
+            "or more, or drop it"
+        )
+    has_smaller_stages = options.num_layers_per_virtual_pipeline_stage is not None
+    if options.pipeline_model_parallel_size > 1 and not has_smaller_stages:
+        raise ConfigError(
+            f"{flag}: Megatron has it for pipelines of several smaller stages a rank: add "
+            "--num-layers-per-virtual-pipeline-stage, or drop it"
+        )
+    if options.delay_wgrad_compute and options.transformer_impl == "local":
+        raise ConfigError("--delay-wgrad-compute needs --transformer-impl transformer_engine")
 
 
 def _check_capacity(options: TrainOptions, moe: MoEConfig) -> None:

@@ -22,7 +22,7 @@ from mindspeed.training.metrics import (
 from mindspeed_llm.training.added_losses import SumAndCount, mean_losses, take_added_losses
 from mindspeed_llm.training.model import RoleModel
 
-ForwardStep = Callable[[Iterator[Any], Any], tuple[Any, Any]]
+ForwardStep = Callable[..., tuple[Any, Any]]
 """Runs a chunk on the next micro-batch; returns its output and the loss function."""
 Report = Mapping[str, torch.Tensor]
 """The metrics of a micro-batch by name, and on the host its number of tokens."""
@@ -57,8 +57,8 @@ def train_on_batch(
     # No forward pass reads gradients: GEMMs leave the memory to those that are zeroed beside it.
     wait_for_zeros = begin_beside(lambda: _zero_gradients(model))
 
-    def forward(data_iterator: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
-        output = forward_step(data_iterator, chunk)
+    def forward(data_iterator: Iterator[Any], chunk: Any, **how: Any) -> tuple[Any, Any]:
+        output = forward_step(data_iterator, chunk, **how)
         wait_for_zeros()
         if after is not None:
             # The device has work for some time. If the step before was skipped, the optimizer's

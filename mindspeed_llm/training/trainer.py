@@ -242,10 +242,19 @@ class Trainer(ABC):
         register_shared(batch)
         return batch
 
-    def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
-        """Run the model on the next micro-batch; return its output and the loss function."""
+    def forward_step(
+        self, data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Any]:
+        """Run the model on the next micro-batch; return its output and the loss function.
+
+        With `return_schedule_plan` (--overlap-moe-expert-parallel-comm) the model is only planned,
+        for Megatron to run it layer by layer, and the plan takes the place of the output.
+        """
         batch = self.get_batch(data_iterator)
-        return self.run_model(model, batch), partial(self.loss_func, batch)
+        loss_func = partial(self.loss_func, batch)
+        if return_schedule_plan:
+            return model.build_schedule_plan(**self._inputs(batch)), loss_func
+        return self.run_model(model, batch), loss_func
 
     def run_model(self, model: Any, batch: Batch, *, has_labels: bool = True) -> torch.Tensor:
         """Return the loss of every label (b, s), or without labels the model's output (b, s, ...).
@@ -256,15 +265,18 @@ class Trainer(ABC):
         rows = labelled_rows(batch) if has_labels else None
         self._rows = BatchRows.of(batch["tokens"], rows)
         with losses_of(model, rows):
-            output: torch.Tensor = model(
-                batch["tokens"],
-                batch["position_ids"],
-                None,
-                labels=batch["labels"] if has_labels else None,
-                packed_seq_params=packed_seq_params(batch),
-                **self._further_labels(batch, has_labels),
-            )
+            output: torch.Tensor = model(**self._inputs(batch, has_labels=has_labels))
         return output
+
+    def _inputs(self, batch: Batch, *, has_labels: bool = True) -> dict[str, Any]:
+        return {
+            "input_ids": batch["tokens"],
+            "position_ids": batch["position_ids"],
+            "attention_mask": None,
+            "labels": batch["labels"] if has_labels else None,
+            "packed_seq_params": packed_seq_params(batch),
+            **self._further_labels(batch, has_labels),
+        }
 
     def _further_labels(self, batch: Batch, has_labels: bool) -> dict[str, torch.Tensor]:
         """Return the loss mask for multi-token prediction, whose loss Megatron adds by itself.

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from mindspeed import config
 from mindspeed.features.base import Feature, Level, bind
-from mindspeed.patching import Patch
+from mindspeed.patching import Patch, is_installed
 
 _OPERATOR = "mindspeed.ops.linear_cross_entropy.megatron"
 
@@ -32,11 +32,11 @@ class LinearCrossEntropy(Feature):
         fifteenth of the device's memory."""
 
     def patches(self, options: Any) -> Iterator[Patch]:
-        """Postpone the logits in the model's forward, and compute them in its loss."""
+        """Postpone the logits where the output layer is called, and compute them in the loss."""
         gib = options.linear_cross_entropy_gib
         yield Patch.wrap(
-            "megatron.core.models.gpt.gpt_model:GPTModel.forward",
-            f"{_OPERATOR}:wrap_gpt_forward",
+            f"megatron.core.models.gpt.gpt_model:GPTModel.{_caller_of_output_layer()}",
+            f"{_OPERATOR}:wrap_caller_of_output_layer",
             why="the model builds its output layer itself, no spec names it",
         )
         yield Patch.wrap(
@@ -48,3 +48,10 @@ class LinearCrossEntropy(Feature):
             ),
             why="this is where the logits are used and nowhere else",
         )
+
+
+def _caller_of_output_layer() -> str:
+    """Return the method of GPTModel that calls its output layer and its loss."""
+    # Releases with this module call the first without forward (--overlap-moe-expert-parallel-comm).
+    is_apart = is_installed("megatron.core.models.gpt.fine_grained_callables")
+    return "_postprocess" if is_apart else "forward"

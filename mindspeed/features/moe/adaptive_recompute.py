@@ -41,6 +41,11 @@ class MoeAdaptiveRecompute(Feature):
             raise ConfigError(
                 f"{flag} has no effect under --recompute-granularity full: drop one of them"
             )
+        if context.argument("overlap_moe_expert_parallel_comm", False):
+            raise ConfigError(
+                f"{flag}: --overlap-moe-expert-parallel-comm runs the parts of a layer apart, so "
+                "that none is recomputed as a whole: drop one of them"
+            )
         if granularity == "selective" and "moe" in context.argument("recompute_modules", ()):
             raise ConfigError(f"{flag} and --recompute-modules moe exclude each other: drop one")
 

@@ -79,19 +79,19 @@ def losses_of(model: Any, rows: LabelledRows | None) -> Iterator[None]:
         del layer.labelled_rows
 
 
-def wrap_gpt_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def wrap_caller_of_output_layer(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Defer the logits while labels are given and only the loss needs them."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         labels = signature.bind(self, *args, **kwargs).arguments.get("labels")
         if labels is None or not defers_logits(self):
             return original(self, *args, **kwargs)
         with _deferred_logits(self.output_layer):
             return original(self, *args, **kwargs)
 
-    return forward
+    return run
 
 
 def wrap_compute_language_model_loss(

@@ -71,6 +71,7 @@ def check(feature, arguments):
         (BMM, BMM_ARGUMENTS | {"fp4": "e2m1"}, "--fp4-format exclude each other"),
         (FUSED, GROUPED | {"moe_grouped_gemm": False}, "needs --moe-grouped-gemm"),
         (RECOMPUTE, {"recompute_granularity": "full"}, "no effect under"),
+        (RECOMPUTE, {"overlap_moe_expert_parallel_comm": True}, "none is recomputed as a whole"),
         (
             RECOMPUTE,
             {"recompute_granularity": "selective", "recompute_modules": ["moe"]},

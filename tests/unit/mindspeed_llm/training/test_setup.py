@@ -238,6 +238,30 @@ def test_a_factor_of_no_loss_is_refused() -> None:
         setup.check_experts(TrainOptions(load="m", **given), EXPERTS)
 
 
+TURNS = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stage": "dpo"}, "is for pretraining and --stage sft, not dpo"),
+        ({"lora_r": 4}, "which is frozen beside adapters"),
+        ({"bf16": False}, "for --bf16 and --fp16: add one"),
+        ({"expert_model_parallel_size": 1}, "no rank sends tokens to another"),
+        ({"pipeline_model_parallel_size": 2}, "add --num-layers-per-virtual-pipeline-stage"),
+        ({"delay_wgrad_compute": True, "transformer_impl": "local"}, "-impl transformer_engine"),
+        (
+            {"delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": False},
+            "--delay-wgrad-compute: is for --overlap-moe-expert-parallel-comm: add that",
+        ),
+    ],
+)
+def test_micro_batches_take_turns_where_megatron_can(changes: dict[str, Any], words: str) -> None:
+    setup.check_experts(TrainOptions(load="m", **TURNS), EXPERTS)
+    with pytest.raises(ConfigError, match=words):
+        setup.check_experts(TrainOptions(load="m", **TURNS | changes), EXPERTS)
+
+
 def test_shared_experts_overlap_with_the_alltoall_dispatcher_only() -> None:
     shared = ROUTED.model_copy(update={"shared_ffn_hidden_size": ROUTED.ffn_hidden_size})
     shape = SHAPE.model_copy(update={"moe": shared})
