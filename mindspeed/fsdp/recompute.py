@@ -1,24 +1,29 @@
 """Activation recompute of one module: its forward runs again in the backward pass."""
 
+import copy
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+from mindspeed.config import ConfigError
 
 
 def recompute(module: nn.Module, use_reentrant: bool) -> None:
     """Checkpoint the forward of a module in place: no wrapper, so parameter names stay."""
-    plain = module.forward
+    plain, kind = module.forward, type(module).__name__
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         if use_reentrant:
-            return _reentrant(module, plain, args, kwargs)
+            return _reentrant(module, kind, plain, args, kwargs)
         # Positional: torch saves the RNG state only of devices it finds in positional arguments.
         return checkpoint(_call, plain, args, kwargs, use_reentrant=False)
 
@@ -29,15 +34,16 @@ def _call(forward: Any, args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def _reentrant(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+def _reentrant(module: nn.Module, kind: str, forward: Any, args: Any, kwargs: Any) -> Any:
     """Pass every tensor by position: torch neither takes keywords nor inspects containers."""
-    leaves, input_spec = tree_flatten((args, kwargs))
-    output_spec: TreeSpec | None = None
+    leaves, input_shape = _flatten((args, kwargs))
+    output_shape: _Shape | None = None
 
     def run(_: torch.Tensor, *leaves: Any) -> tuple[Any, ...]:
-        nonlocal output_spec
-        inner_args, inner_kwargs = tree_unflatten(leaves, input_spec)
-        values, output_spec = tree_flatten(forward(*inner_args, **inner_kwargs))
+        nonlocal output_shape
+        inner_args, inner_kwargs = _unflatten(iter(leaves), input_shape)
+        values, output_shape = _flatten(forward(*inner_args, **inner_kwargs))
+        _check_visible(kind, values)
         return tuple(values)
 
     # torch computes no gradients at all unless an input requires one, and behind a frozen
@@ -45,5 +51,61 @@ def _reentrant(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
     dummy = torch.zeros((), requires_grad=is_trained)
     outputs = checkpoint(run, dummy, *leaves, use_reentrant=True)
-    assert output_spec is not None
-    return tree_unflatten(outputs, output_spec)
+    assert output_shape is not None
+    return _unflatten(iter(outputs), output_shape)
+
+
+class _Shape(NamedTuple):
+    """How values were nested: containers, and dataclasses, which pytree takes for leaves."""
+
+    tree: TreeSpec
+    objects: "list[tuple[Any, _Shape] | None]"
+    """For each leaf of the tree that is a dataclass: a copy without values, and their shape."""
+
+
+def _flatten(values: Any) -> tuple[list[Any], _Shape]:
+    found: list[Any] = []
+    objects: list[tuple[Any, _Shape] | None] = []
+    leaves, tree = tree_flatten(values)
+    for leaf in leaves:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            below, shape = _flatten({f.name: getattr(leaf, f.name) for f in _fields(leaf)})
+            objects.append((_filled(leaf, {f.name: None for f in _fields(leaf)}), shape))
+            found += below
+        else:
+            objects.append(None)
+            found.append(leaf)
+    return found, _Shape(tree, objects)
+
+
+def _unflatten(leaves: Iterator[Any], shape: _Shape) -> Any:
+    values = [
+        next(leaves) if other is None else _filled(other[0], _unflatten(leaves, other[1]))
+        for other in shape.objects
+    ]
+    return tree_unflatten(values, shape.tree)
+
+
+def _fields(value: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _filled(value: Any, values: dict[str, Any]) -> Any:
+    """Return a copy of a dataclass with other values; its __init__ may take others or check."""
+    filled = copy.copy(value)
+    for name, new in values.items():
+        object.__setattr__(filled, name, new)  # also if it is frozen
+    return filled
+
+
+def _check_visible(kind: str, values: list[Any]) -> None:
+    """Reject outputs whose tensors torch's reentrant checkpoint would cut off from gradients."""
+    for value in values:
+        inside = tree_leaves(getattr(value, "__dict__", {}))
+        is_opaque = not isinstance(value, (torch.Tensor, nn.Module, type))
+        if is_opaque and any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in inside):
+            raise ConfigError(
+                f"recompute_modules: {kind} returns an object ({type(value).__name__}), whose "
+                "tensors get no gradient with use_reentrant: true: return tensors, "
+                "containers or dataclasses, or set use_reentrant: false"
+            )

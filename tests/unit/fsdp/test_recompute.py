@@ -1,10 +1,15 @@
 """Recompute gives the gradients of the plain forward for any call signature."""
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.config import ConfigError
 from mindspeed.fsdp.recompute import recompute
 
 
@@ -42,6 +47,63 @@ def test_gradients_are_those_of_the_plain_forward(reentrant, needs):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
     assert list(block.state_dict()) == list(plain.state_dict())
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """States as models of transformers nest them; without a default, and one not in __init__."""
+
+    states: Any
+    nested: Any = None
+    late: Any = field(init=False, default=3)
+
+
+class Wrapped(nn.Module):
+    """Takes and returns dataclasses, one inside a list of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, given):
+        y = torch.tanh(self.linear(given.states))
+        return Hidden(y, [Hidden(given.nested["x"] * y), "text"])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_tensors_in_dataclasses_get_gradients(reentrant):
+    torch.manual_seed(0)
+    first, second = Wrapped(), Wrapped()
+    x = torch.randn(2, 3)
+    found = []
+    for how in (None, reentrant):
+        first.zero_grad(), second.zero_grad()
+        for layer in (first, second) if how is not None else ():
+            recompute(layer, use_reentrant=how)
+        middle = first(Hidden(x, {"x": x}))
+        result = second(Hidden(middle.nested[0].states, {"x": middle.states}))
+        assert (result.nested[1], result.late) == ("text", 3)
+        (result.states.sum() + result.nested[0].states.sum()).backward()
+        found.append([p.grad.clone() for p in (*first.parameters(), *second.parameters())])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+class Opaque(nn.Linear):
+    """Returns an object."""
+
+    def forward(self, x):
+        return SimpleNamespace(states=super().forward(x))
+
+
+def test_objects_that_would_lose_gradients_are_refused():
+    layer = Opaque(3, 3)
+    recompute(layer, use_reentrant=True)
+    with pytest.raises(ConfigError, match="Opaque returns an object .Simple.*use_reentrant: false"):
+        layer(torch.ones(2, 3))
+    layer = Opaque(3, 3)
+    recompute(layer, use_reentrant=False)
+    layer(torch.ones(2, 3)).states.sum().backward()
+    assert (layer.bias.grad == 2).all()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
