@@ -89,7 +89,7 @@ class Batches:
         if isinstance(self._loader, Resumable):
             self._loader.load_state_dict({"consumed_samples": consumed})
             return self._epochs(self._loader, 0)
-        batches = self._from(consumed // (self._dims.micro_batch_size * self._dims.dp))
+        batches = self._from(consumed)
         is_split = self._is_plain and not self._is_shared
         return batches if is_split else self._warn_if_same(batches)
 
@@ -141,10 +141,14 @@ class Batches:
         is_torchs = grouped is None or type(grouped) is BatchSampler
         return not (is_torchs and type(sampler) in FOR_ONE_RANK)
 
-    def _from(self, rounds: int) -> Iterator[Any]:
-        """Give micro-batches without end, after so many of this rank."""
+    def _from(self, consumed: int) -> Iterator[Any]:
+        """Give micro-batches without end, after so many samples of all ranks."""
+        # Another global batch size may have left off between two rounds of these ranks.
+        batches = consumed // self._dims.micro_batch_size
+        rounds = batches // self._dims.dp
         if self._is_plain:
-            return start_workers(self._own_part(rounds))
+            first = rounds if self._is_shared else batches + self._dims.dp_rank
+            return start_workers(self._own_part(first))
         if isinstance(self._loader, Iterator):
             return self._without_end(islice(self._loader, rounds, None))
         return self._epochs(self._loader, rounds)
@@ -156,14 +160,13 @@ class Batches:
             "list, or an iterator without end"
         )
 
-    def _own_part(self, rounds: int) -> DataLoader[Any]:
+    def _own_part(self, first: int) -> DataLoader[Any]:
         """Return the same loader over this rank's batches; samples before them are not read."""
-        loader, dims = self._loader, self._dims
+        loader = self._loader
         if not len(loader):
             raise ConfigError(f"the {self._name} loader gives no batch")
-        first, step = (rounds, 1) if self._is_shared else (rounds * dims.dp, dims.dp)
-        offset = 0 if self._is_shared else dims.dp_rank
-        numbers = _Numbers(loader, self._shufflers, first + offset, step, self._seed)
+        step = 1 if self._is_shared else self._dims.dp
+        numbers = _Numbers(loader, self._shufflers, first, step, self._seed)
         how: dict[str, Any] = {"batch_sampler": numbers}
         collate = SeededCollate
         if loader.batch_sampler is None:  # batch_size=None: the items are batches

@@ -55,6 +55,13 @@ def test_ranks_share_one_order_whatever_their_number(own: bool) -> None:
         assert take(make(), 3, consumed=4 * dp) == alone[2 * dp : 2 * dp + 3]
 
 
+def test_other_ranks_go_on_between_two_of_their_rounds() -> None:
+    """Five batches were consumed, and two ranks take two at a time."""
+    alone = take(shuffled(), 11)
+    ranks = [take(shuffled(), 3, dp=2, rank=rank, consumed=10) for rank in range(2)]
+    assert [batch for batches in zip(*ranks) for batch in batches] == alone[5:]
+
+
 def weighted() -> DataLoader[Any]:
     return DataLoader(
         torch.arange(SIZE),  # type: ignore[arg-type]
