@@ -182,7 +182,8 @@ class FsdpStep:
         if not gradients:
             return torch.zeros((), device=where)
         real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-        norms = torch.stack(torch._foreach_norm(real, 2, torch.float32))
+        dtype = torch.float64 if any(g.dtype == torch.float64 for g in real) else torch.float32
+        norms = torch.stack(torch._foreach_norm(real, 2, dtype))
         self._shares = shares = self._shares.to(norms.device)
         if len(gradients) < len(self._trained):
             shares = shares[[p.grad is not None for p in self._trained]]

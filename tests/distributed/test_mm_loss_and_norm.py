@@ -18,6 +18,7 @@ from tests.ranks import run_ranks
 IGNORED, MICRO_BATCHES, CLIP = -100, 2, 0.3
 KINDS = {"copies of the weights": 1, "parts of a sequence": 2}
 """Ranks that split a sequence."""
+COMPLEX = (torch.complex64, torch.complex128)
 
 
 def losses(model: Any, sample: dict[str, torch.Tensor], part: int, parts: int) -> Any:
@@ -66,48 +67,50 @@ def take_steps() -> dict[str, list[float]]:
         length = torch.nn.utils.get_total_norm(steps).item()
         found[kind] = [result.metrics["loss"], result.grad_norm, length]
         parallel_state.destroy_model_parallel()
-    found["complex"] = complex_step()
+    found |= {str(dtype): complex_step(dtype) for dtype in COMPLEX}
     return found
 
 
 class Spectral(torch.nn.Module):
     """Weights of frequencies, as in a Fourier neural operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
-        self.filter = torch.nn.Parameter(torch.randn(9, dtype=torch.complex64, generator=generator))
+        self.filter = torch.nn.Parameter(torch.randn(9, dtype=dtype, generator=generator))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=16).square().mean()
 
 
-def signals(number: int) -> torch.Tensor:
-    return torch.randn(16, generator=torch.Generator().manual_seed(number))
+def signals(number: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(16, dtype=dtype.to_real(), generator=generator)
 
 
-def complex_step() -> list[float]:
+def complex_step(dtype: torch.dtype) -> list[float]:
     """Return the norm of the gradient of complex weights, and that of the clipped update."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    model: Any = Spectral()
+    model: Any = Spectral(dtype)
     shard(model, build(FsdpOptions, {"sharding_size": "auto"}))
     before = model.filter.full_tensor().detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     callbacks = Callbacks(None, None, lambda data, m: (m(next(data)), lambda x: x))  # type: ignore[arg-type]
     dims = ParallelDims(world=world, rank=rank)
     stepper = FsdpStep(model, optimizer, callbacks, dims, clip=CLIP, per_token=False)
-    result = stepper.train(iter([signals(rank)]), lambda: False).wait()
+    result = stepper.train(iter([signals(rank, dtype)]), lambda: False).wait()
     update = model.filter.full_tensor().detach() - before
     return [result.grad_norm, torch.linalg.vector_norm(update).item()]
 
 
-def test_norm_of_complex_weights(found: Any) -> None:
-    model = Spectral()
-    torch.stack([model(signals(rank)) for rank in range(2)]).mean().backward()
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_norm_of_complex_and_of_double_weights(found: Any, dtype: torch.dtype) -> None:
+    model = Spectral(dtype)
+    torch.stack([model(signals(rank, dtype)) for rank in range(2)]).mean().backward()
     norm = torch.linalg.vector_norm(model.filter.grad).item()
     assert norm > CLIP, "nothing to clip"
     for rank in found:
-        assert rank["complex"] == pytest.approx([norm, CLIP], abs=1e-5)
+        assert rank[str(dtype)] == pytest.approx([norm, CLIP], abs=1e-5)
 
 
 @pytest.fixture(scope="module")
