@@ -139,9 +139,10 @@ def _path_or_bytes(source: Any, medium: MediaItem) -> Path | bytes:
 
 def _check_exists(path: Path, modality: Modality) -> None:
     try:
-        if path.exists():
+        if path.is_file() or (modality == "video" and path.is_dir()):
             return
-        reason = "does not exist"
+        # A pipe, for example, has no end: reading it would wait for ever.
+        reason = "is not a regular file" if path.exists() else "does not exist"
     except OSError as error:  # no permission, or a name that is much too long
         reason = f"cannot be read: {error.strerror}"
     name = str(path)

@@ -4,6 +4,7 @@ import base64
 import importlib.metadata
 import importlib.util
 import io
+import os
 import re
 import sys
 
@@ -103,6 +104,19 @@ def test_damaged_and_missing_videos_raise(animation, pictures, tmp_path):
         picture.save(tmp_path / "frames" / f"{number}.png")
     with pytest.raises(MalformedRecord, match="the frames of the video frames differ in size"):
         open_video(MediaItem("video", "frames", tmp_path), options())
+
+
+@pytest.mark.parametrize("modality", ["image", "video"])
+def test_what_is_no_file_is_not_opened(modality, tmp_path):
+    """Opening a pipe waits for a writer, for ever."""
+    os.mkfifo(tmp_path / "a.png")
+    for source in ("a.png", ["a.png"]):
+        with pytest.raises(MalformedRecord, match=f"the {modality} .*a.png is not a regular file"):
+            MediaItem(modality, source, tmp_path).check()
+    (tmp_path / "folder").mkdir()
+    if modality == "image":
+        with pytest.raises(MalformedRecord, match="folder is not a regular file"):
+            MediaItem(modality, "folder", tmp_path).check()
 
 
 def test_video_files_need_pyav(tmp_path, monkeypatch):
