@@ -199,13 +199,18 @@ def _import_av(source: Path | bytes) -> Any:
 def _open_animation(path: Path) -> tuple[int, float, Frames]:
     with _decode_errors(path, DAMAGED):
         file = _open(path)
-        total, duration = getattr(file, "n_frames", 1), file.info.get("duration")
+        total = getattr(file, "n_frames", 1)
+        durations = [_duration(frame) for frame in ImageSequence.Iterator(file)]
         frames = (partial(as_rgb, frame) for frame in ImageSequence.Iterator(file))
-    return (
-        total,
-        MILLISECONDS / duration if duration else UNTIMED_FPS,
-        _with_errors(frames, path, DAMAGED),
-    )
+    seconds = sum(durations) / MILLISECONDS
+    fps = len(durations) / seconds if seconds else UNTIMED_FPS
+    return total, fps, _with_errors(frames, path, DAMAGED)
+
+
+def _duration(frame: Image.Image) -> float:
+    """Return the milliseconds that a frame is shown; frames may differ."""
+    frame.load()  # webp files tell it only then
+    return float(frame.info.get("duration") or 0.0)
 
 
 def _open_video_file(source: Path | bytes) -> tuple[int, float, Frames]:

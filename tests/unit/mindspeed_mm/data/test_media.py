@@ -74,6 +74,16 @@ def test_animations_lists_and_folders_are_videos(animation, pictures, tmp_path):
     assert small.frames.shape[1:] == (8, 8, 3)
 
 
+@pytest.mark.parametrize("kind", ["gif", "png", "webp"])
+@pytest.mark.parametrize("lasts", [[250] * 12, [2000, *[50] * 10, 500]], ids=["even", "uneven"])
+def test_frame_rate_of_an_animation_is_the_mean_of_its_frames(kind, lasts, pictures, tmp_path):
+    """All twelve frames take three seconds, however long the first is shown."""
+    path = tmp_path / f"a.{kind}"
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=lasts)
+    clip = open_video(MediaItem("video", path.name, tmp_path), options())
+    assert (clip.fps, clip.total, clip.indices) == (4.0, FRAMES, [0, 2, 4, 7, 9, 11])
+
+
 def test_images_from_data_urls_and_rotated_ones(pictures, tmp_path):
     buffer = io.BytesIO()
     pictures[0].save(buffer, "png")
