@@ -273,7 +273,11 @@ def as_rgb(image: Image.Image) -> Image.Image:
     Transparent pixels become white.
     """
     if image.mode.startswith("I"):
-        return _grey(_from_uint16(np.asarray(image)))
+        values = np.asarray(image)
+        grey = _from_uint16(values)
+        if isinstance(transparent := image.info.get("transparency"), int):
+            grey = np.where(values == transparent, UINT8_MAX, grey)
+        return _grey(grey)
     if image.mode == "F":
         return _grey(_from_float(np.asarray(image)))
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:

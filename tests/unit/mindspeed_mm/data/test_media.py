@@ -261,6 +261,13 @@ def test_16_bits_are_scaled(name, tmp_path):
     np.testing.assert_array_equal(read(tmp_path / name), as_rgb(GREY))
 
 
+def test_a_transparent_value_of_16_bits_is_white(tmp_path):
+    values = GREY.astype(np.uint16) * 257
+    Image.fromarray(values).save(tmp_path / "a.png", transparency=int(values[3, 4]))
+    shown = np.where(values == values[3, 4], 255, GREY)
+    np.testing.assert_array_equal(read(tmp_path / "a.png"), as_rgb(shown))
+
+
 def test_16_bits_of_the_other_byte_order(tmp_path):
     values = GREY.astype(">u2") * 257
     Image.frombytes("I;16B", (16, 16), values.astype(">u2").tobytes()).save(tmp_path / "a.tif")
