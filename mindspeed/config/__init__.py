@@ -9,7 +9,7 @@ from mindspeed.config.errors import (
 )
 from mindspeed.config.explain import Spelling, build
 from mindspeed.config.flags import add_flags, add_options, flag_name, from_namespace, read_options
-from mindspeed.config.options import Alias, CommaSeparated, Options
+from mindspeed.config.options import Alias, CommaSeparated, Options, SectionOptions
 from mindspeed.config.suggest import did_you_mean, misspelt, nearest, one_of, suggest_flags
 from mindspeed.config.yaml_file import load_yaml
 
@@ -19,6 +19,7 @@ __all__ = [
     "ConfigError",
     "Options",
     "RankConfigError",
+    "SectionOptions",
     "Spelling",
     "add_flags",
     "add_options",

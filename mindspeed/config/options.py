@@ -147,6 +147,22 @@ class Options(BaseModel):
         return value
 
 
+class SectionOptions(Options):
+    """Options of a section of a file, in which an entry that is left empty is the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_default(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {n: v for n, v in values.items() if v is not None or cls._allows_null(n)}
+
+    @classmethod
+    def _allows_null(cls, name: str) -> bool:
+        info = cls.model_fields.get(name)
+        return info is None or without_none(info.annotation)[1]
+
+
 def aliases(info: FieldInfo) -> list[str]:
     """Return the old names of a field."""
     return [mark.name for mark in info.metadata if isinstance(mark, Alias)]

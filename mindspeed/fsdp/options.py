@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from mindspeed.config import ConfigError, Options
+from mindspeed.config import ConfigError, SectionOptions
 from mindspeed.fsdp.patterns import Pattern
 
 DtypeName = Literal["bf16", "fp16", "fp32"]
@@ -22,7 +22,7 @@ def _reshard(value: Any) -> Any:
     raise ValueError("give true, false, or the number of ranks (at least 2) to reshard to")
 
 
-class FsdpOptions(Options):
+class FsdpOptions(SectionOptions):
     """How a model is sharded with FSDP2; modules are named by patterns like model.layers.{0-23}."""
 
     model: str | None = None
@@ -77,6 +77,11 @@ class FsdpOptions(Options):
                 "the modules that hold the experts"
             )
         return self
+
+    @classmethod
+    def _allows_null(cls, name: str) -> bool:
+        # An empty sharding_size could mean all ranks just as well: refused.
+        return name == "sharding_size" or super()._allows_null(name)
 
     def mesh_shape(self, world_size: int) -> tuple[int, int]:
         """Return the number of replicas of the model, and of ranks that shard one."""

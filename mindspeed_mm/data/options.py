@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from mindspeed.config import CommaSeparated, ConfigError, Options
+from mindspeed.config import CommaSeparated, ConfigError, SectionOptions
 
 OWN_TEMPLATES = (
     *("tokenizer", "qwen2vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_nothink", "glm4.1v", "glm4v_moe"),
@@ -15,7 +15,7 @@ OWN_TEMPLATES = (
 """Names of the chat template that comes with the model, the one it was trained with."""
 
 
-class AttrOptions(Options):
+class AttrOptions(SectionOptions):
     """Names of the columns, keys and roles of the data."""
 
     formatting: Literal["sharegpt", "openai", "alpaca"] = "sharegpt"
@@ -54,7 +54,7 @@ class AttrOptions(Options):
     """alpaca: column with earlier turns."""
 
 
-class BasicOptions(Options):
+class BasicOptions(SectionOptions):
     """Which records are read, and how they become samples."""
 
     dataset: Annotated[tuple[str, ...], CommaSeparated] = ()
@@ -109,7 +109,7 @@ class BasicOptions(Options):
         return self
 
 
-class ProcessorOptions(Options):
+class ProcessorOptions(SectionOptions):
     """The processor of the model, and the sizes of its inputs."""
 
     model_name_or_path: str
@@ -134,7 +134,7 @@ class ProcessorOptions(Options):
     """Maximum frames sampled from a video."""
 
 
-class DatasetOptions(Options):
+class DatasetOptions(SectionOptions):
     """The section dataset_param."""
 
     dataset_type: Literal["huggingface"] = "huggingface"
@@ -147,7 +147,7 @@ class DatasetOptions(Options):
     """The processor."""
 
 
-class CollateOptions(Options):
+class CollateOptions(SectionOptions):
     """How samples are collated."""
 
     model_name: str | None = None
@@ -158,7 +158,7 @@ class CollateOptions(Options):
     """Batches are padded to their longest sample, rounded up to a multiple of this."""
 
 
-class DataloaderOptions(Options):
+class DataloaderOptions(SectionOptions):
     """The section dataloader_param."""
 
     dataloader_mode: Literal["sampler", "base"] = "sampler"
@@ -190,7 +190,7 @@ class DataloaderOptions(Options):
     """How samples are collated."""
 
 
-class DataConfig(Options):
+class DataConfig(SectionOptions):
     """The contents of data.json."""
 
     dataset_param: DatasetOptions

@@ -4,13 +4,13 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from mindspeed.config import Options
+from mindspeed.config import SectionOptions
 from mindspeed.fsdp import Pattern
 
 CHUNKS = {"chunk": 1024, "dynamic_chunk": 4096}
 
 
-class LossConfig(Options):
+class LossConfig(SectionOptions):
     """How the loss is computed."""
 
     compute_mode: Literal["default", "chunk", "dynamic_chunk"] = "default"
@@ -38,7 +38,7 @@ class LossConfig(Options):
         return self
 
 
-class LoraConfig(Options):
+class LoraConfig(SectionOptions):
     """Low-rank adapters by peft; everything else is frozen."""
 
     r: int = Field(default=8, ge=1)
@@ -64,7 +64,7 @@ class LoraConfig(Options):
         }
 
 
-class SubmodelConfig(Options):
+class SubmodelConfig(SectionOptions):
     """A part of the model; values of config.json are accepted and not needed."""
 
     freeze: bool = False
@@ -75,7 +75,7 @@ class SubmodelConfig(Options):
     """Accepted, not needed."""
 
 
-class ImageEncoderConfig(Options):
+class ImageEncoderConfig(SectionOptions):
     """The image encoder."""
 
     vision_encoder: SubmodelConfig = SubmodelConfig()
@@ -103,7 +103,7 @@ class TextDecoderConfig(SubmodelConfig):
     """Accepted, not needed."""
 
 
-class ModelConfig(Options):
+class ModelConfig(SectionOptions):
     """The model, its source, and what of it is trained."""
 
     model_config = ConfigDict(protected_namespaces=())  # pydantic keeps "model_" for itself

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mindspeed.config import Options
+from mindspeed.config import SectionOptions
 from mindspeed.profiling import Trace
 
 
-class TraceOptions(Options):
+class TraceOptions(SectionOptions):
     """Steps to trace with torch's profiler, and what to record."""
 
     start_step: int = Field(default=10, ge=1)
@@ -47,14 +47,14 @@ class TraceOptions(Options):
         return self
 
 
-class DynamicOptions(Options):
+class DynamicOptions(SectionOptions):
     """Accepted: only static traces are made."""
 
     config_path: str | None = None
     """Accepted, without effect."""
 
 
-class ProfileOptions(Options):
+class ProfileOptions(SectionOptions):
     """Whether and where to trace."""
 
     enable: bool = False
@@ -69,7 +69,7 @@ class ProfileOptions(Options):
     """Accepted, without effect."""
 
 
-class MemoryProfileOptions(Options):
+class MemoryProfileOptions(SectionOptions):
     """A profile of memory alone, which there is not; a section that is switched off is accepted."""
 
     enable: bool = False
@@ -97,14 +97,14 @@ class MemoryProfileOptions(Options):
         return value
 
 
-class FeatureOptions(Options):
+class FeatureOptions(SectionOptions):
     """Where another script of existing tool files writes."""
 
     save_path: str | None = None
     """Accepted, without effect."""
 
 
-class ToolConfig(Options):
+class ToolConfig(SectionOptions):
     """The tool section."""
 
     profile: ProfileOptions = ProfileOptions()

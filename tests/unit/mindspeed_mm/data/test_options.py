@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.config import build
+from mindspeed.config import ConfigError, build
 from mindspeed_mm.data import options
 
 PAGE = (Path(__file__).parents[4] / "docs/mm/data.md").read_text()
@@ -25,6 +25,15 @@ def test_every_key_is_on_the_page(section):
     for name in section.model_fields:
         named = rf"`{name}`|^### {name}:"
         assert re.search(named, PAGE, re.MULTILINE), name
+
+
+def test_an_entry_left_empty_is_the_default():
+    empty = build(options.BasicOptions, {"template": None, "dataset": None, "val_rate": None})
+    assert empty == options.BasicOptions()
+    attr = build(options.AttrOptions, {"role_tag": None, "observation_tag": None})
+    assert (attr.role_tag, attr.observation_tag) == ("from", None), "null is allowed for the latter"
+    with pytest.raises(ConfigError, match="model_name_or_path is missing"):
+        build(options.ProcessorOptions, {"model_name_or_path": None})
 
 
 def test_the_example_is_valid():

@@ -8,7 +8,10 @@ import pytest
 import yaml
 
 from mindspeed.config import ConfigError, Options
+from mindspeed.fsdp import FsdpOptions
+from mindspeed_mm.models.options import ModelConfig
 from mindspeed_mm.training.arguments import Run, Schema, parse
+from mindspeed_mm.training.profile import ToolConfig
 
 NEEDED = ["--lr", "1e-4", "--train-iters", "5"]
 
@@ -61,6 +64,15 @@ def test_one_file_holds_everything_and_later_flags_win(tmp_path: Path) -> None:
         assert not options.bf16 and options.log_throughput
         assert run.fsdp.reshard_after_forward is False
         assert run.mm.tool.profile.ranks == (0, 1)
+
+
+def test_entries_of_sections_left_empty_are_defaults(tmp_path: Path) -> None:
+    model = {"init_from_hf_path": "./m", "freeze": None, "loss_cfg": None, "lora": None}
+    sharding = {"sub_modules_to_wrap": None, "num_to_forward_prefetch": None}
+    content = {"model": model, "fsdp2_config": sharding, "tool": {"profile": None}}
+    run = parse([write(tmp_path, "run.yaml", content), *NEEDED])
+    assert run.mm.model == ModelConfig(init_from_hf_path="./m")
+    assert (run.fsdp, run.mm.tool) == (FsdpOptions(), ToolConfig())
 
 
 def test_flags_default_to_what_the_data_section_has(tmp_path: Path) -> None:
