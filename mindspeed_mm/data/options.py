@@ -13,6 +13,8 @@ OWN_TEMPLATES = (
     *("internvl2_5", "llava", "mistral"),
 )
 """Names of the chat template that comes with the model, the one it was trained with."""
+MOST_PIXELS, MOST_SAMPLES, MOST_WORKERS = 2**26, 2**20, 1024
+"""Of an image that is upscaled, of a micro-batch, and of a rank: more is a slip."""
 
 
 class AttrOptions(SectionOptions):
@@ -85,7 +87,7 @@ class BasicOptions(SectionOptions):
     """Fraction of the records used for validation; always the same ones."""
     val_max_samples: int | None = Field(default=None, ge=1)
     """Maximum number of records for validation."""
-    preprocessing_num_workers: int | None = Field(default=None, ge=0)
+    preprocessing_num_workers: int | None = Field(default=None, ge=0, le=MOST_WORKERS)
     """Workers that check the records at start."""
     preprocessing_batch_size: int | None = None
     """Accepted for existing files: records are processed one by one."""
@@ -120,15 +122,15 @@ class ProcessorOptions(SectionOptions):
     """Run Python code that comes with the processor. Only for folders you trust."""
     image_max_pixels: int | None = Field(default=None, ge=1)
     """Larger images are downscaled before the processor; default no limit."""
-    image_min_pixels: int | None = Field(default=None, ge=0)
+    image_min_pixels: int | None = Field(default=None, ge=0, le=MOST_PIXELS)
     """Smaller images are upscaled."""
     crop_to_patches: bool | None = None
     """Whether the processor splits an image into tiles, if it supports that."""
     video_max_pixels: int | None = Field(default=None, ge=1)
     """Larger frames are downscaled."""
-    video_min_pixels: int | None = Field(default=None, ge=0)
+    video_min_pixels: int | None = Field(default=None, ge=0, le=MOST_PIXELS)
     """Smaller frames are upscaled."""
-    video_fps: float = Field(default=2.0, gt=0)
+    video_fps: float = Field(default=2.0, gt=0, le=1000)
     """Frames sampled per second of video."""
     video_maxlen: int = Field(default=128, ge=1)
     """Maximum frames sampled from a video."""
@@ -154,7 +156,7 @@ class CollateOptions(SectionOptions):
     """Accepted for existing files: the processor determines the contents of a batch."""
     ignore_pad_token_for_loss: Literal[True] = True
     """Accepted for existing files: padding never has a loss."""
-    pad_to_multiple_of: int = Field(default=8, ge=1)
+    pad_to_multiple_of: int = Field(default=8, ge=1, le=2**24)
     """Batches are padded to their longest sample, rounded up to a multiple of this."""
 
 
@@ -167,9 +169,9 @@ class DataloaderOptions(SectionOptions):
         "BaseRandomBatchSampler", "stateful_distributed_sampler", "SequentialSampler"
     ] = "BaseRandomBatchSampler"
     """SequentialSampler disables shuffle; the others are the same."""
-    batch_size: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=1, ge=1, le=MOST_SAMPLES)
     """Samples of a micro-batch; --micro-batch-size takes precedence."""
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """DataLoader workers; --num-workers takes precedence."""
     seed: int = 1234
     """Seed of the shuffle; --seed takes precedence."""

@@ -62,6 +62,13 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     except ImportError:
         raise ConfigError("lora needs the package peft: pip install peft") from None
     targets = _lora_targets(model, config)
+    for name in targets:
+        layer: Any = model.get_submodule(name)
+        if config.r > max(layer.weight.shape):
+            raise ConfigError(
+                f"lora.r: {config.r}: {name} maps {layer.in_features} to {layer.out_features} "
+                f"features: give at most {max(layer.weight.shape)}; more adds nothing"
+            )
     settings = PeftConfig(
         r=config.r,
         lora_alpha=config.alpha,

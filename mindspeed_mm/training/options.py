@@ -12,6 +12,7 @@ from mindspeed.training.options import (
     RunOptions,
     ScheduleOptions,
 )
+from mindspeed_mm.data.options import MOST_SAMPLES, MOST_WORKERS
 
 
 class FileOptions(Options):
@@ -32,13 +33,13 @@ class FileOptions(Options):
 class BatchOptions(Options):
     """How data becomes batches."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: int = Field(default=1, le=MOST_SAMPLES)
     """Samples in one pass."""
     global_batch_size: int | None = None
     """Samples in one step over all ranks (default: one micro-batch a rank)."""
     seq_length: int | None = None
     """Longest sample, in tokens (default: that of the data file)."""
-    num_workers: int | None = None
+    num_workers: int | None = Field(default=None, le=MOST_WORKERS)
     """Processes that prepare batches (default: that of the data file)."""
     calculate_per_token_loss: bool = False
     """Mean loss over all tokens of a step; without it the mean over micro-batches."""

@@ -27,6 +27,23 @@ def test_every_key_is_on_the_page(section):
         assert re.search(named, PAGE, re.MULTILINE), name
 
 
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("ProcessorOptions", {"image_min_pixels": 10**12}, "less than or equal to 67108864"),
+        ("ProcessorOptions", {"video_min_pixels": 10**12}, "less than or equal to 67108864"),
+        ("ProcessorOptions", {"video_fps": float("inf")}, "less than or equal to 1000"),
+        ("CollateOptions", {"pad_to_multiple_of": 10**12}, "less than or equal to 16777216"),
+        ("DataloaderOptions", {"batch_size": 10**9}, "less than or equal to 1048576"),
+        ("DataloaderOptions", {"num_workers": 10**6}, "less than or equal to 1024"),
+    ],
+)
+def test_absurd_sizes_are_errors_before_memory_is_spent(section, values, message):
+    needed = {"model_name_or_path": "m"} if section == "ProcessorOptions" else {}
+    with pytest.raises(ConfigError, match=message):
+        build(getattr(options, section), needed | values)
+
+
 def test_an_entry_left_empty_is_the_default():
     empty = build(options.BasicOptions, {"template": None, "dataset": None, "val_rate": None})
     assert empty == options.BasicOptions()

@@ -240,6 +240,10 @@ def test_an_untied_head_starts_as_the_embedding(tmp_path):
             {"lora": {"target_modules": ["model.vision_tower"]}},
             "model.vision_tower is not a linear",
         ),
+        (
+            {"lora": {"r": 100_000_000, "target_modules": ["q_proj"]}},
+            "lora.r: 100000000: .*q_proj maps 32 to 32 features: give at most 32",
+        ),
         ({"loss_cfg": {"router_aux_loss_coef": 0.1}}, "has no experts"),
         ({"loss_cfg": {"chunk_size": 4}}, "chunk_size is for compute_mode"),
         ({"loss_cfg": {"compute_mod": "chunk"}}, "did you mean .*compute_mode?"),
