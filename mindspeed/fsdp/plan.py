@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mindspeed.config import ConfigError
 from mindspeed.fsdp.options import FsdpOptions
@@ -68,6 +69,7 @@ def make_plan(model: nn.Module, options: FsdpOptions, world_size: int) -> Plan:
     """Return the plan for a model on `world_size` ranks; ConfigError if it is impossible."""
     replicas, shards = options.mesh_shape(world_size)
     tree = _ModuleTree(model)
+    tree.check_initialized()
     ignored = tree.find("ignored_modules", options.ignored_modules)
     experts = (
         tree.find("moe_modules", options.moe_modules) if options.expert_parallel_size > 1 else ()
@@ -84,6 +86,7 @@ def make_plan(model: nn.Module, options: FsdpOptions, world_size: int) -> Plan:
         for name in ignored
         for path, parameter in model.get_submodule(name).named_parameters(name)
     }
+    tree.check_gradients(ignored_params)
     owners = tree.owners(units, ignored_params)
     for name in units:
         _check_one_dtype(name, owners[name])
@@ -164,14 +167,30 @@ class _ModuleTree:
                     f"{_name(unit)} would be sharded separately, which unties it: remove both from "
                     "sub_modules_to_wrap, or untie them"
                 )
-            if parameter.dim() == 0:
-                raise ConfigError(
-                    f"{path} is a scalar, which cannot be sharded: make it a tensor of one "
-                    "element, or freeze its module and name it in ignored_modules"
-                )
+            _check_shardable(path, parameter)
             if first_path == path:
                 owned[unit][path] = parameter
         return owned
+
+    def check_initialized(self) -> None:
+        """Reject parameters of lazy modules, which have no shape before the first forward pass."""
+        for path, parameter in self._model.named_parameters():
+            if is_lazy(parameter):
+                module = self._model.get_submodule(path.rpartition(".")[0])
+                raise ConfigError(
+                    f"{path} has no shape yet ({type(module).__name__}): give its module all "
+                    "sizes, or run the model once before it is sharded, in model_provider"
+                )
+
+    def check_gradients(self, ignored: Mapping[nn.Parameter, object]) -> None:
+        """Reject embeddings with sparse gradients, which FSDP2 cannot reduce."""
+        for name, module in self._model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                if module.weight.requires_grad and module.weight not in ignored:
+                    raise ConfigError(
+                        f"{_name(name)} has sparse gradients (sparse=True), which cannot be "
+                        "reduced over ranks: build it with sparse=False"
+                    )
 
     def _ancestors(self, path: str) -> Iterator[str]:
         while path:
@@ -233,6 +252,34 @@ def _check_not_ignored(units: Iterable[str], ignored: Sequence[str]) -> None:
                 f"{_name(name)} is to be sharded, but ignored_modules contains {_name(parent)}: "
                 "remove it from one of the two lists"
             )
+
+
+def _check_shardable(path: str, parameter: nn.Parameter) -> None:
+    """Reject what torch cannot shard, or shards without what the user added to it."""
+    if parameter.dim() == 0:
+        raise ConfigError(
+            f"{path} is a scalar, which cannot be sharded: make it a tensor of one "
+            "element, or freeze its module and name it in ignored_modules"
+        )
+    if parameter.numel() == 0 and parameter.requires_grad:
+        raise ConfigError(
+            f"{path} has no elements (shape {tuple(parameter.shape)}), so nothing could be "
+            "reduced: leave it out (register_parameter(name, None))"
+        )
+    if not parameter.is_contiguous():
+        raise ConfigError(
+            f"{path} is not contiguous in memory (strides {parameter.stride()}), which torch "
+            "cannot shard: in model_provider, make it so (.contiguous(), or model.to("
+            "memory_format=torch.contiguous_format) after channels_last)"
+        )
+    if parameter.requires_grad and (
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ):
+        raise ConfigError(
+            f"{path} has a hook on its gradient, which sharding would silently drop: change the "
+            "weight in forward instead (to train some rows only: torch.where(rows, weight, "
+            "weight.detach())), or freeze it"
+        )
 
 
 def _check_one_dtype(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -90,6 +90,54 @@ def test_scalar_parameters_raise():
         plan(model)
 
 
+class Odd(nn.Module):
+    """Has one parameter, or a module with one, that cannot be sharded."""
+
+    def __init__(self, **parts) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def hooked():
+    layer = nn.Linear(4, 4)
+    layer.weight.register_hook(lambda gradient: gradient * 0)
+    return layer
+
+
+def hooked_after():
+    layer = nn.Linear(4, 4)
+    layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.LazyLinear(3), r"part.weight has no shape yet \(LazyLinear\): give its module"),
+        (lambda: nn.Embedding(4, 2, sparse=True), "part has sparse gradients .*sparse=False"),
+        (lambda: nn.EmbeddingBag(4, 2, sparse=True), "part has sparse gradients"),
+        (lambda: nn.Parameter(torch.zeros(0, 4)), r"part has no elements \(shape \(0, 4\)\)"),
+        (lambda: nn.Parameter(torch.ones(2, 3).T), "part is not contiguous in memory"),
+        (
+            lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+            "part.weight is not contiguous .*channels_last",
+        ),
+        (hooked, "part.weight has a hook on its gradient, which sharding would silently drop"),
+        (hooked_after, "part.bias has a hook"),
+    ],
+)
+def test_parameters_that_cannot_be_sharded_raise(make, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(Odd(part=make()))
+
+
+def test_frozen_ones_may_have_what_only_gradients_cannot():
+    frozen = Odd(a=hooked(), b=nn.Embedding(4, 2, sparse=True), c=nn.Parameter(torch.zeros(0, 4)))
+    assert plan(frozen.requires_grad_(False))
+
+
 def test_trained_parameters_of_two_dtypes_in_one_unit_raise():
     model = Decoder()
     model.blocks[1].bfloat16()
