@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mindspeed import device
 from mindspeed.config import ConfigError
@@ -80,8 +81,9 @@ def _explained() -> Iterator[None]:
     """Add to torch's error about a sharded weight what to do."""
     try:
         yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
+    except (RuntimeError, NotImplementedError) as error:
+        # Whatever torch says, and that differs by version, DTensor is the class of a shard.
+        if DTensor.__name__ in str(error):
             raise RuntimeError(
                 f"{error}\nFSDP2 gathers the weights of a unit only while the forward of its "
                 "module runs: call the model itself, not another method of it, use no weight in "
@@ -118,6 +120,12 @@ def read_loss(found: Any) -> MicroLoss:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ConfigError(
             f"loss_func returned {_kind(loss)} as loss: return a tensor of one number"
+        )
+    if isinstance(loss, DTensor):
+        raise ConfigError(
+            "loss_func returned a loss that is computed from sharded weights, outside of the "
+            "forward of their module: compute such a term within it; for a penalty on the size of "
+            "weights give --weight-decay"
         )
     if not isinstance(logs, Mapping):
         raise ConfigError(f"loss_func returned {_kind(logs)} as metrics: return a dict")

@@ -1,14 +1,17 @@
 """Callbacks in the document's short form and in Megatron's full form; others are refused."""
 
 from collections import OrderedDict, UserDict
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mindspeed.config import ConfigError
+from mindspeed.fsdp import FsdpOptions, shard
 from mindspeed_mm.training.callbacks import Callbacks, move_to_device, read_loss
 
 COUNTS = (40, 8, 4)
@@ -98,9 +101,29 @@ def test_batches_keep_their_kind_on_the_way_to_the_device() -> None:
         assert batch["x"][0].dtype == torch.bfloat16 and batch["n"].dtype == torch.int64
 
 
-def test_sharded_weights_outside_of_forward_are_explained() -> None:
+@pytest.fixture
+def sharded() -> Iterator[nn.Module]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Linear(3, 3)
+    shard(model, FsdpOptions())
+    yield model
+    dist.destroy_process_group()
+
+
+def test_sharded_weights_outside_of_forward_are_explained(sharded: Any) -> None:
+    """As torch itself says it: no text of ours stands in for it."""
+
     def step(data: Any, model: Any) -> Any:
-        raise RuntimeError("aten.mul.Tensor got mixed torch.Tensor and DTensor, need to convert")
+        return torch.nn.functional.linear(torch.ones(2, 3), model.weight), torch.sum
 
     with pytest.raises(RuntimeError, match="DTensor.*\n.*call the model itself, not another"):
-        make(step=step).loss(iter([]), nn.Linear(1, 1))
+        make(step=step).loss(iter([]), sharded)
+
+
+def test_losses_of_sharded_weights_are_refused(sharded: Any) -> None:
+    def step(data: Any, model: Any) -> Any:
+        penalty = sum(weight.square().sum() for weight in model.parameters())
+        return model(torch.ones(2, 3)).mean(), lambda output: output + penalty
+
+    with pytest.raises(ConfigError, match="computed from sharded weights.*give --weight-decay"):
+        make(step=step).loss(iter([]), sharded)
