@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import mindspeed.device
+from mindspeed.config import ConfigError
 from mindspeed.fsdp.param_group import UnitGroup, in_backward, param_groups
 from mindspeed.fsdp.plan import Plan
 
@@ -222,9 +223,23 @@ class CollectiveOrder:
     def unshard(self, number: int, async_op: bool = False) -> None:
         """All-gather now if all ranks are about to; wait_for_unshard gathers at the latest."""
         unit = self._units[number]
+        if unit.begins_backward:
+            self._check_last_use()
         if unit.needs_all_gather and not self._issue(self._gather_slot(number), is_prefetch=True):
             return
         unit.unshard(async_op)
+
+    def _check_last_use(self) -> None:
+        """Reject backward passes after which the freed weights would be used: torch may crash."""
+        is_forward = self._state is not None and not self._state.kind.is_backward
+        if is_forward or torch.is_grad_enabled():
+            when = "within a forward pass" if is_forward else "with create_graph=True"
+            raise ConfigError(
+                f"gradients are taken {when} through a sharded module, which frees its weights at "
+                "the end of that backward pass although they are needed again: call "
+                "torch.autograd.grad within the forward of the model, and name no module that it "
+                "passes through in sub_modules_to_wrap"
+            )
 
     def wait_for_unshard(self, number: int) -> None:
         """Wait for the gathered weights, gathering them if unshard did not."""

@@ -47,8 +47,12 @@ class UnitGroup:
     def needs_all_gather(self) -> bool:
         """Whether unshard would issue a collective."""
         group = self.group
-        is_backward = group._training_state == TrainingState.PRE_BACKWARD
-        return not self.is_gathered and (group.unshard_in_backward or not is_backward)
+        return not self.is_gathered and (group.unshard_in_backward or not self.begins_backward)
+
+    @property
+    def begins_backward(self) -> bool:
+        """Whether this rank is about to run its backward pass."""
+        return bool(self.group._training_state == TrainingState.PRE_BACKWARD)
 
     @property
     def was_gathered(self) -> bool:

@@ -25,6 +25,55 @@ def test_offload_needs_a_cpu_backend(group):
     assert not isinstance(model.weight, DTensor)
 
 
+class Critic(nn.Module):
+    """Scores its input; may add a penalty on the gradient of the score to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x, with_penalty):
+        score = self.layers(x)
+        return score.mean() + (penalty(score, x) if with_penalty else 0.0)
+
+
+def penalty(score, x):
+    (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return (slope.norm(dim=-1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("group", ["gloo"], indirect=True)
+def test_a_gradient_penalty_within_forward_is_that_of_the_plain_model(group):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    plain, sharded = Critic(), Critic()
+    shard(sharded, FsdpOptions())
+    plain(x, True).backward()
+    sharded(x, True).backward()
+    for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+
+@pytest.mark.parametrize("group", ["gloo"], indirect=True)
+@pytest.mark.parametrize("wrapped", [(), ("layers.{*}",)], ids=["the root", "parts"])
+def test_gradients_of_gradients_through_units_raise(group, wrapped):
+    """Without the error torch reads weights that were freed: it crashes."""
+    model = Critic()
+    shard(model, FsdpOptions(sub_modules_to_wrap=wrapped))
+    x = torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(ConfigError, match="taken with create_graph=True through a sharded module"):
+        penalty(model(x, False), x)
+
+
+@pytest.mark.parametrize("group", ["gloo"], indirect=True)
+def test_gradients_through_units_within_forward_raise(group):
+    model = Critic()
+    shard(model, FsdpOptions(sub_modules_to_wrap=("layers.{*}",)))
+    x = torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(ConfigError, match="taken within a forward pass through a sharded module"):
+        model(x, True)
+
+
 @pytest.mark.parametrize("group", ["gloo"], indirect=True)
 def test_a_model_on_meta_is_sharded_without_weights(group):
     with torch.device("meta"):
