@@ -26,6 +26,7 @@ import mindspeed.device
 from mindspeed.config import ConfigError
 from mindspeed.fsdp.param_group import UnitGroup, in_backward, param_groups
 from mindspeed.fsdp.plan import Plan
+from mindspeed.fsdp.recompute import flatten, hidden_tensors
 
 ALL_GATHER, PARTIAL_ALL_GATHER, REDUCE_SCATTER = range(3)
 """All-gather of all shards, all-gather after `reshard_after_forward: N`, reduce-scatter."""
@@ -254,7 +255,10 @@ class CollectiveOrder:
         unit = self._units[number]
         if torch.is_grad_enabled() and not (in_backward() and unit.pending_backwards):
             unit.pending_backwards += 1
-        return unit.post_forward(module, inputs, output)
+        output = unit.post_forward(module, inputs, output)
+        if torch.is_grad_enabled() and unit.trainable and not (unit.is_gathered or in_backward()):
+            _check_visible(type(module).__name__, output)
+        return output
 
     def post_backward(self, number: int, *_: Any) -> None:
         """Reduce the gradients of a unit together with all ranks."""
@@ -384,6 +388,21 @@ class CollectiveOrder:
         state.upcoming.extend((None, other) for other in free or result.requested)
         state.has_requests = state.has_requests or not result.is_end
         return result
+
+
+def _check_visible(kind: str, output: Any) -> None:
+    """Reject outputs in which torch finds no tensor to gather the weights for backward at."""
+    values, _ = flatten(output)
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+        return
+    for value in values:
+        if any(tensor.requires_grad for tensor in hidden_tensors(value)):
+            raise ConfigError(
+                f"sub_modules_to_wrap: {kind.removeprefix('FSDP')} returns an object "
+                f"({type(value).__name__}), whose tensors torch does not see, so the weights would "
+                "not be gathered for the backward pass: return tensors, containers or dataclasses, "
+                "or do not wrap it"
+            )
 
 
 def _split(values: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
@@ -24,6 +26,20 @@ def param_groups(state: Any) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+def unreduced(model: nn.Module) -> str | None:
+    """Return the class of a sharded module whose gradients a whole backward pass left behind.
+
+    torch begins the backward pass of a model at the tensors that it returned: it does not see those
+    in other objects, and reduces nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in param_groups(module._get_fsdp_state()):
+                if any(UnitGroup(group).has_grads()):
+                    return type(module).__name__.removeprefix("FSDP")
+    return None
 
 
 class UnitGroup:

@@ -36,13 +36,13 @@ def _call(forward: Any, args: Any, kwargs: Any) -> Any:
 
 def _reentrant(module: nn.Module, kind: str, forward: Any, args: Any, kwargs: Any) -> Any:
     """Pass every tensor by position: torch neither takes keywords nor inspects containers."""
-    leaves, input_shape = _flatten((args, kwargs))
+    leaves, input_shape = flatten((args, kwargs))
     output_shape: _Shape | None = None
 
     def run(_: torch.Tensor, *leaves: Any) -> tuple[Any, ...]:
         nonlocal output_shape
         inner_args, inner_kwargs = _unflatten(iter(leaves), input_shape)
-        values, output_shape = _flatten(forward(*inner_args, **inner_kwargs))
+        values, output_shape = flatten(forward(*inner_args, **inner_kwargs))
         _check_visible(kind, values)
         return tuple(values)
 
@@ -63,13 +63,14 @@ class _Shape(NamedTuple):
     """For each leaf of the tree that is a dataclass: a copy without values, and their shape."""
 
 
-def _flatten(values: Any) -> tuple[list[Any], _Shape]:
+def flatten(values: Any) -> tuple[list[Any], _Shape]:
+    """Return all values in containers and dataclasses, and how they were nested."""
     found: list[Any] = []
     objects: list[tuple[Any, _Shape] | None] = []
     leaves, tree = tree_flatten(values)
     for leaf in leaves:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            below, shape = _flatten({f.name: getattr(leaf, f.name) for f in _fields(leaf)})
+            below, shape = flatten({f.name: getattr(leaf, f.name) for f in _fields(leaf)})
             objects.append((_filled(leaf, {f.name: None for f in _fields(leaf)}), shape))
             found += below
         else:
@@ -98,12 +99,18 @@ def _filled(value: Any, values: dict[str, Any]) -> Any:
     return filled
 
 
+def hidden_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in an object that is no container, which torch does not look into."""
+    if isinstance(value, (torch.Tensor, nn.Module, type)):
+        return []
+    leaves = tree_leaves(getattr(value, "__dict__", {}))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def _check_visible(kind: str, values: list[Any]) -> None:
     """Reject outputs whose tensors torch's reentrant checkpoint would cut off from gradients."""
     for value in values:
-        inside = tree_leaves(getattr(value, "__dict__", {}))
-        is_opaque = not isinstance(value, (torch.Tensor, nn.Module, type))
-        if is_opaque and any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in inside):
+        if any(tensor.is_floating_point() for tensor in hidden_tensors(value)):
             raise ConfigError(
                 f"recompute_modules: {kind} returns an object ({type(value).__name__}), whose "
                 "tensors get no gradient with use_reentrant: true: return tensors, "

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
+from mindspeed.fsdp.param_group import unreduced
 from mindspeed.training.metrics import (
     PendingStep,
     StepResult,
@@ -145,6 +146,11 @@ class FsdpStep:
             loss = self._reports.add(loss)
             self._scaled(loss).backward()
         gradients = local_shards(p.grad for p in self._trained if p.grad is not None)
+        if len(gradients) < len(self._trained) and (kind := unreduced(self._model)):
+            raise ConfigError(
+                f"the gradients of {kind} were not reduced over ranks, as torch saw no tensor in "
+                "what its forward returned: return tensors, containers or dataclasses"
+            )
         totals = self._reports.reduce(self._squares(gradients), float(stop()))
         read = self._update(gradients, totals)
         self._optimizer.zero_grad()

@@ -1,5 +1,7 @@
 """Requirements on the process group, and models on the meta device, on one rank."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,6 +74,39 @@ def test_gradients_through_units_within_forward_raise(group):
     x = torch.randn(5, 4, requires_grad=True)
     with pytest.raises(ConfigError, match="taken within a forward pass through a sharded module"):
         model(x, True)
+
+
+class Opaque(nn.Linear):
+    """Returns an object, which torch does not look into."""
+
+    def forward(self, x):
+        return SimpleNamespace(states=super().forward(x))
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Opaque(4, 1)
+
+    def forward(self, x):
+        return self.part(x).states
+
+
+@pytest.mark.parametrize("group", ["gloo"], indirect=True)
+def test_units_that_hide_their_tensors_raise(group):
+    x = torch.ones(2, 4)
+    hidden, kept, root = Around(), Around(), Around()
+    shard(hidden, FsdpOptions(sub_modules_to_wrap=("part",)))
+    with pytest.raises(ConfigError, match="sub_modules_to_wrap: Opaque returns an object"):
+        hidden(x)
+    # Where weights stay gathered, nothing has to be gathered for the backward pass.
+    shard(kept, FsdpOptions(sub_modules_to_wrap=("part",), reshard_after_forward=False))
+    shard(root, FsdpOptions())
+    for model in (kept, root):
+        model(x).sum().backward()
+        assert (model.part.bias.grad.full_tensor() == 2).all()
+    with torch.no_grad():
+        assert hidden(x).shape == (2, 1)
 
 
 @pytest.mark.parametrize("group", ["gloo"], indirect=True)

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mindspeed import device
-from mindspeed_mm.training.callbacks import read_loss
-from mindspeed_mm.training.step import Reports
+from mindspeed.config import ConfigError
+from mindspeed.distributed.parallel_dims import ParallelDims
+from mindspeed.fsdp import FsdpOptions, shard
+from mindspeed_mm.training.callbacks import Callbacks, read_loss
+from mindspeed_mm.training.step import FsdpStep, Reports
 
 FAR = torch.device("meta")
 COPYING = ("tensor", "as_tensor", "to")
@@ -40,6 +44,32 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)  # gloo has no such device
     yield
     dist.destroy_process_group()
+
+
+class Sets(nn.Linear):
+    """Leaves its result in an attribute: torch sees no tensor at which backward would begin."""
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.result = super().forward(x)
+
+
+def test_gradients_that_were_left_unreduced_are_an_error() -> None:
+    def forward_step(batches: Any, model: Any) -> Any:
+        model(next(batches))
+        return model.result, torch.mean
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Sets(2, 2)
+        shard(model, FsdpOptions())
+        callbacks = Callbacks(lambda: None, lambda: None, forward_step)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        dims = ParallelDims(world=1)
+        step = FsdpStep(model, optimizer, callbacks, dims, clip=0.0, per_token=False)
+        with pytest.raises(ConfigError, match="gradients of Sets were not reduced over ranks"):
+            step.train(iter([torch.ones(1, 2)]), lambda: False)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_numbers_of_python_go_to_the_device_without_a_copy(one_rank: None) -> None:
