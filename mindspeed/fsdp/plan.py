@@ -131,13 +131,15 @@ class _ModuleTree:
         return tuple(name for name, _ in self._model.named_modules() if name in wanted)
 
     def check_callable(self, key: str, names: Iterable[str]) -> None:
-        """Reject containers."""
+        """Reject containers of modules or parameters."""
         for name in names:
-            kind = type(self._model.get_submodule(name))
-            if issubclass(kind, CONTAINERS):
+            module = self._model.get_submodule(name)
+            kind = type(module)
+            has_forward = kind.forward is not nn.Module.forward or "forward" in vars(module)
+            if issubclass(kind, CONTAINERS) or not has_forward:
+                below = f"write {name}.{{*}}" if len(list(module.children())) else "leave it out"
                 raise ConfigError(
-                    f"{key}: {name} is a {kind.__name__}, which is never called itself: "
-                    f"write {name}.{{*}}"
+                    f"{key}: {name} is a {kind.__name__}, which is never called itself: {below}"
                 )
 
     def check_experts(self, experts: Iterable[str]) -> None:

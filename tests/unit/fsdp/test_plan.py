@@ -133,6 +133,26 @@ def test_parameters_that_cannot_be_sharded_raise(make, message):
         plan(Odd(part=make()))
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: nn.ParameterList([nn.Parameter(torch.ones(2))]),
+            "a ParameterList, .*: leave it out",
+        ),
+        (lambda: nn.ParameterDict({"a": torch.ones(2)}), "a ParameterDict, .*: leave it out"),
+        (nn.Module, "a Module, which is never called itself: leave it out"),
+    ],
+)
+@pytest.mark.parametrize("key", ["sub_modules_to_wrap", "recompute_modules"])
+def test_modules_without_a_forward_raise(key, make, message):
+    part = make()
+    with pytest.raises(ConfigError, match=f"{key}: part is {message}"):
+        plan(Odd(part=part), **{key: ["part"]})
+    part.forward = lambda x: x  # one of this instance is called
+    assert plan(Odd(part=part), **{key: ["part"]})
+
+
 def test_frozen_ones_may_have_what_only_gradients_cannot():
     frozen = Odd(a=hooked(), b=nn.Embedding(4, 2, sparse=True), c=nn.Parameter(torch.zeros(0, 4)))
     assert plan(frozen.requires_grad_(False))
