@@ -257,7 +257,7 @@ class CollectiveOrder:
             unit.pending_backwards += 1
         output = unit.post_forward(module, inputs, output)
         if torch.is_grad_enabled() and unit.trainable and not (unit.is_gathered or in_backward()):
-            _check_visible(type(module).__name__, output)
+            unit.group.has_visible_output = _is_visible(type(module).__name__, output)
         return output
 
     def post_backward(self, number: int, *_: Any) -> None:
@@ -390,11 +390,15 @@ class CollectiveOrder:
         return result
 
 
-def _check_visible(kind: str, output: Any) -> None:
-    """Reject outputs in which torch finds no tensor to gather the weights for backward at."""
+def _is_visible(kind: str, output: Any) -> bool:
+    """Return whether torch finds a tensor in outputs at which to gather the weights for backward.
+
+    An object that hides one is rejected. Without any the result may not be needed, or have left the
+    module another way.
+    """
     values, _ = flatten(output)
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
-        return
+        return True
     for value in values:
         if any(tensor.requires_grad for tensor in hidden_tensors(value)):
             raise ConfigError(
@@ -403,6 +407,7 @@ def _check_visible(kind: str, output: Any) -> None:
                 "not be gathered for the backward pass: return tensors, containers or dataclasses, "
                 "or do not wrap it"
             )
+    return False
 
 
 def _split(values: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:

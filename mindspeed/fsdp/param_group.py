@@ -42,6 +42,17 @@ def unreduced(model: nn.Module) -> str | None:
     return None
 
 
+def invisible(model: nn.Module) -> list[str]:
+    """Return the classes of sharded modules whose last outputs had no tensor with a gradient."""
+    return [
+        type(module).__name__.removeprefix("FSDP")
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in param_groups(module._get_fsdp_state())
+        if not getattr(group, "has_visible_output", True)
+    ]
+
+
 class UnitGroup:
     """A parameter group with its original methods, saved before they are replaced."""
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
-from mindspeed.fsdp.param_group import unreduced
+from mindspeed.fsdp.param_group import invisible, unreduced
 from mindspeed.training.metrics import (
     PendingStep,
     StepResult,
@@ -144,7 +144,7 @@ class FsdpStep:
             if self._last is not None:
                 self._last.wait()  # the device is busy with this step
             loss = self._reports.add(loss)
-            self._scaled(loss).backward()
+            self._backward(self._scaled(loss))
         gradients = local_shards(p.grad for p in self._trained if p.grad is not None)
         if len(gradients) < len(self._trained) and (kind := unreduced(self._model)):
             raise ConfigError(
@@ -156,6 +156,20 @@ class FsdpStep:
         self._optimizer.zero_grad()
         self._last = PendingStep(partial(_result, read, self._per_token))
         return self._last
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Run backward; add to torch's error about freed weights what may be the cause."""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if found := invisible(self._model):
+                raise RuntimeError(
+                    f"{error}\n{found[0]} returned no tensor with a gradient, so its weights were "
+                    "not gathered for the backward pass: if its result left it another way (a list "
+                    "that it fills, an attribute), let forward return it, or do not name it in "
+                    "sub_modules_to_wrap"
+                ) from error
+            raise
 
     def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> TotalsRead:
         """Clip and update, unless anything is not finite; return the copy of the totals."""

@@ -53,21 +53,43 @@ class Sets(nn.Linear):
         self.result = super().forward(x)
 
 
-def test_gradients_that_were_left_unreduced_are_an_error() -> None:
-    def forward_step(batches: Any, model: Any) -> Any:
-        model(next(batches))
-        return model.result, torch.mean
+class Around(nn.Module):
+    """Reads the attribute of a part."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Sets(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.part(x)
+        return self.part.result
+
+
+def result_of(batches: Any, model: Any) -> Any:
+    found = model(next(batches))
+    return (model.result if found is None else found), torch.mean
+
+
+@pytest.mark.parametrize(
+    ("model", "wrapped", "error", "message"),
+    [
+        (Sets(2, 2), (), ConfigError, "gradients of Sets were not reduced over ranks"),
+        (Around(), ("part",), RuntimeError, "storage.*\n.*Sets returned no tensor with a gradient"),
+    ],
+    ids=["the root", "a part"],
+)
+def test_results_that_torch_does_not_see_are_explained(
+    model: Any, wrapped: Any, error: Any, message: str
+) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = Sets(2, 2)
-        shard(model, FsdpOptions())
-        callbacks = Callbacks(lambda: None, lambda: None, forward_step)
+        shard(model, FsdpOptions(sub_modules_to_wrap=wrapped))
+        callbacks = Callbacks(lambda: None, lambda: None, result_of)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         dims = ParallelDims(world=1)
         step = FsdpStep(model, optimizer, callbacks, dims, clip=0.0, per_token=False)
-        with pytest.raises(ConfigError, match="gradients of Sets were not reduced over ranks"):
-            step.train(iter([torch.ones(1, 2)]), lambda: False)
+        with pytest.raises(error, match=message):
+            step.train(iter([torch.ones(1, 2, requires_grad=True)]), lambda: False)
     finally:
         dist.destroy_process_group()
 
