@@ -257,7 +257,7 @@ class CollectiveOrder:
             unit.pending_backwards += 1
         output = unit.post_forward(module, inputs, output)
         if torch.is_grad_enabled() and unit.trainable and not (unit.is_gathered or in_backward()):
-            unit.group.has_visible_output = _is_visible(type(module).__name__, output)
+            unit.has_visible_output = _is_visible(type(module).__name__, output)
         return output
 
     def post_backward(self, number: int, *_: Any) -> None:

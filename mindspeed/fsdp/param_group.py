@@ -28,31 +28,6 @@ def param_groups(state: Any) -> list[Any]:
     return list(groups)
 
 
-def unreduced(model: nn.Module) -> str | None:
-    """Return the class of a sharded module whose gradients a whole backward pass left behind.
-
-    torch begins the backward pass of a model at the tensors that it returned: it does not see those
-    in other objects, and reduces nothing.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in param_groups(module._get_fsdp_state()):
-                if any(UnitGroup(group).has_grads()):
-                    return type(module).__name__.removeprefix("FSDP")
-    return None
-
-
-def invisible(model: nn.Module) -> list[str]:
-    """Return the classes of sharded modules whose last outputs had no tensor with a gradient."""
-    return [
-        type(module).__name__.removeprefix("FSDP")
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in param_groups(module._get_fsdp_state())
-        if not getattr(group, "has_visible_output", True)
-    ]
-
-
 class UnitGroup:
     """A parameter group with its original methods, saved before they are replaced."""
 
@@ -64,6 +39,15 @@ class UnitGroup:
         """Forward passes of this rank whose backward pass has not run yet."""
         self.grad_was_none: list[bool] | None = None
         """Which parameters had no gradient before this backward pass reduced any."""
+
+    @property
+    def has_visible_output(self) -> bool:
+        """Whether its last output had a tensor with a gradient, where that is known."""
+        return getattr(self.group, "has_visible_output", True)
+
+    @has_visible_output.setter
+    def has_visible_output(self, value: bool) -> None:
+        self.group.has_visible_output = value  # of all that wrap the group
 
     @property
     def is_gathered(self) -> bool:
@@ -80,6 +64,11 @@ class UnitGroup:
     def begins_backward(self) -> bool:
         """Whether this rank is about to run its backward pass."""
         return bool(self.group._training_state == TrainingState.PRE_BACKWARD)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether its backward pass has begun and not ended."""
+        return bool(self.group._training_state != TrainingState.IDLE)
 
     @property
     def was_gathered(self) -> bool:
@@ -212,6 +201,16 @@ class UnitGroup:
             if result.all_gather_work is not None:
                 result.all_gather_work.wait()
             group._all_gather_result = None
+
+
+def units_of(model: nn.Module) -> list[tuple[str, UnitGroup]]:
+    """Return the parameter groups of a sharded model, each with the class of its module."""
+    return [
+        (type(module).__name__.removeprefix("FSDP"), UnitGroup(group))
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in param_groups(module._get_fsdp_state())
+    ]
 
 
 def _has_grad(parameter: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed import device
 from mindspeed.config import ConfigError
 from mindspeed.distributed.parallel_dims import ParallelDims
-from mindspeed.fsdp.param_group import invisible, unreduced
+from mindspeed.fsdp.param_group import units_of
 from mindspeed.training.metrics import (
     PendingStep,
     StepResult,
@@ -127,6 +127,7 @@ class FsdpStep:
         self._model, self._optimizer, self._callbacks = model, optimizer, callbacks
         self._dims, self._clip, self._per_token = dims, clip, per_token
         self._roots = list(_outermost(model))
+        self._units = units_of(model)
         self._is_reducing: bool | None = None
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._shares = torch.tensor([1 / _copies(p) for p in self._trained])
@@ -146,11 +147,7 @@ class FsdpStep:
             loss = self._reports.add(loss)
             self._backward(self._scaled(loss))
         gradients = local_shards(p.grad for p in self._trained if p.grad is not None)
-        if len(gradients) < len(self._trained) and (kind := unreduced(self._model)):
-            raise ConfigError(
-                f"the gradients of {kind} were not reduced over ranks, as torch saw no tensor in "
-                "what its forward returned: return tensors, containers or dataclasses"
-            )
+        self._check_ended(is_complete=len(gradients) == len(self._trained))
         totals = self._reports.reduce(self._squares(gradients), float(stop()))
         read = self._update(gradients, totals)
         self._optimizer.zero_grad()
@@ -162,7 +159,7 @@ class FsdpStep:
         try:
             loss.backward()
         except RuntimeError as error:
-            if found := invisible(self._model):
+            if found := [kind for kind, unit in self._units if not unit.has_visible_output]:
                 raise RuntimeError(
                     f"{error}\n{found[0]} returned no tensor with a gradient, so its weights were "
                     "not gathered for the backward pass: if its result left it another way (a list "
@@ -170,6 +167,19 @@ class FsdpStep:
                     "sub_modules_to_wrap"
                 ) from error
             raise
+
+    def _check_ended(self, *, is_complete: bool) -> None:
+        """Raise for units whose gradients a backward pass left behind.
+
+        torch begins and ends the backward pass of a model at the tensors that it returned: it does
+        not see those in other objects.
+        """
+        for kind, unit in self._units:
+            if unit.is_in_backward or (not is_complete and any(unit.has_grads())):
+                raise ConfigError(
+                    f"the gradients of {kind} were not reduced over ranks, as torch saw no tensor "
+                    "in what its forward returned: return tensors, containers or dataclasses"
+                )
 
     def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> TotalsRead:
         """Clip and update, unless anything is not finite; return the copy of the totals."""

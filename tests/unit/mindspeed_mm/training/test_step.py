@@ -71,15 +71,22 @@ def result_of(batches: Any, model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "wrapped", "error", "message"),
+    ("model", "needs", "wrapped", "error", "message"),
     [
-        (Sets(2, 2), (), ConfigError, "gradients of Sets were not reduced over ranks"),
-        (Around(), ("part",), RuntimeError, "storage.*\n.*Sets returned no tensor with a gradient"),
+        (Sets(2, 2), False, (), ConfigError, "gradients of Sets were not reduced over ranks"),
+        (Sets(2, 2), True, (), ConfigError, "gradients of Sets were not reduced over ranks"),
+        (
+            Around(),
+            True,
+            ("part",),
+            RuntimeError,
+            "storage.*\n.*Sets returned no tensor with a gradient",
+        ),
     ],
-    ids=["the root", "a part"],
+    ids=["the root", "the root with a trained input", "a part"],
 )
 def test_results_that_torch_does_not_see_are_explained(
-    model: Any, wrapped: Any, error: Any, message: str
+    model: Any, needs: bool, wrapped: Any, error: Any, message: str
 ) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -89,7 +96,7 @@ def test_results_that_torch_does_not_see_are_explained(
         dims = ParallelDims(world=1)
         step = FsdpStep(model, optimizer, callbacks, dims, clip=0.0, per_token=False)
         with pytest.raises(error, match=message):
-            step.train(iter([torch.ones(1, 2, requires_grad=True)]), lambda: False)
+            step.train(iter([torch.ones(1, 2, requires_grad=needs)]), lambda: False)
     finally:
         dist.destroy_process_group()
 
