@@ -178,7 +178,9 @@ class FsdpStep:
             if unit.is_in_backward or (not is_complete and any(unit.has_grads())):
                 raise ConfigError(
                     f"the gradients of {kind} were not reduced over ranks, as torch saw no tensor "
-                    "in what its forward returned: return tensors, containers or dataclasses"
+                    "in what its forward returned, or the last loss of the step does not depend on "
+                    "it: return tensors, containers or dataclasses, and call the model for every "
+                    "loss (0 * its output for an empty batch)"
                 )
 
     def _update(self, gradients: list[torch.Tensor], totals: StepTotals) -> TotalsRead:

@@ -101,6 +101,28 @@ def test_results_that_torch_does_not_see_are_explained(
         dist.destroy_process_group()
 
 
+def test_a_last_loss_without_the_model_is_an_error() -> None:
+    """The gradients of the micro-batches before it would stay unreduced, and count a step later."""
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        x = next(batches)
+        return (torch.zeros(1, requires_grad=True) if x is None else model(x)), torch.mean
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        shard(model, FsdpOptions())
+        callbacks = Callbacks(lambda: None, lambda: None, forward_step)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        dims = ParallelDims(world=1, global_batch_size=2)
+        step = FsdpStep(model, optimizer, callbacks, dims, clip=0.0, per_token=False)
+        step.train(iter([None, torch.ones(1, 2)]), lambda: False)
+        with pytest.raises(ConfigError, match="the last loss of the step does not depend on it"):
+            step.train(iter([torch.ones(1, 2), None]), lambda: False)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_numbers_of_python_go_to_the_device_without_a_copy(one_rank: None) -> None:
     loss = torch.ones((), device=FAR)
     metrics = {"lm loss": loss, "share": 0.5, "pair": (loss, 3), "count": 2}
