@@ -111,10 +111,16 @@ class ContextSplit:
 
 
 class PaddingWatch:
-    """Warns once if much of a packed batch is padding, or of any batch if it is routed."""
+    """Warns once if much of a packed batch is padding, or of any batch if it is routed.
 
-    def __init__(self, split: ContextSplit, *, is_routed: bool = False) -> None:
+    `is_shortest` is whether neither --variable-seq-lengths nor packed rows would have less of it.
+    """
+
+    def __init__(
+        self, split: ContextSplit, *, is_routed: bool = False, is_shortest: bool = False
+    ) -> None:
         self._split, self._is_routed = split, is_routed
+        self._is_shortest = is_shortest
         self._has_warned = False
 
     def watch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -136,6 +142,11 @@ class PaddingWatch:
         if self._is_routed:
             reason += "; routers send it to experts, and count it in loads, losses and biases"
         advice = "give --variable-seq-lengths or a smaller --seq-length, or fill rows by preprocess"
+        if self._is_shortest:
+            advice = (
+                "rows hold one sample each: use samples of similar lengths, and a --seq-length "
+                "that is not above the longest"
+            )
         if is_packed:
             advice = (
                 "give a larger --micro-batch-size where training joins samples, and fill rows by "

@@ -32,5 +32,14 @@ def why_not_joined(options: TrainOptions, shape: ModelConfig) -> str | None:
     return None
 
 
+def has_shortest_rows(options: TrainOptions, shape: ModelConfig) -> bool:
+    """Return whether neither --variable-seq-lengths nor packed rows would be less padded.
+
+    Attention with sinks refuses both.
+    """
+    is_single = why_not_joined(options, shape) is not None
+    return shape.attention_sinks or (options.variable_seq_lengths and is_single)
+
+
 def _takes(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in inspect.signature(function).parameters

@@ -39,6 +39,7 @@ from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.hf_config import set_num_labels
 from mindspeed_llm.training.data import check_tokenizer, check_tokens, token_prefixes
 from mindspeed_llm.training.expert_load import expert_load_report
+from mindspeed_llm.training.joined_samples import has_shortest_rows
 from mindspeed_llm.training.memory import BatchRows, accepts, memory_model
 from mindspeed_llm.training.model import ModelRole, RoleModel, build_gpt
 from mindspeed_llm.training.options import TrainOptions
@@ -92,8 +93,12 @@ class Trainer(ABC):
         """Init the process groups, open the data, build the models and load their weights."""
         self.setup = prepare(self.options, splits_sequences=self.splits_sequences)
         self.context_split = ContextSplit.of(self.setup.dims, document_layout(self.options))
-        is_routed = self.setup.shape.moe is not None
-        self._padding = PaddingWatch(self.context_split, is_routed=is_routed)
+        shape = self.setup.shape
+        self._padding = PaddingWatch(
+            self.context_split,
+            is_routed=shape.moe is not None,
+            is_shortest=has_shortest_rows(self.options, shape),
+        )
         with release_on_error(self.setup.save_dir_lock):
             self.data_path = token_prefixes(
                 self.options, self.handler, self.setup.config_folder, self.longest_sample

@@ -116,6 +116,18 @@ def test_padding_that_routers_count_is_reported_of_any_rows(caplog):
     )
 
 
+def test_padding_that_cannot_be_joined_away_is_not_answered_by_joining(caplog):
+    rows = Rows(length=16, multiple=1, pad_id=0, kind="fixed")
+    with caplog.at_level(logging.WARNING):
+        watch = PaddingWatch(ContextSplit(), is_routed=True, is_shortest=True)
+        watch.watch(rows.collate(samples([9, 11])))
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "and biases: rows hold one sample each: use samples of similar lengths, and a --seq-length "
+        "that is not above the longest"
+    )
+
+
 def test_padding_is_that_of_rows_with_shared_prompts(caplog):
     """Nine rows of 16: whole sequences have 15 tokens, but the six of the prompt are there once."""
     ids, labels = np.arange(1, 9), np.array([-100] * 7 + [8])

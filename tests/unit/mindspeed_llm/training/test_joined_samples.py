@@ -10,7 +10,7 @@ from mindspeed.compat import megatron
 from mindspeed.config import ConfigError
 from mindspeed_llm.models.config import RotaryConfig
 from mindspeed_llm.tasks.posttrain.rows import Rows
-from mindspeed_llm.training.joined_samples import why_not_joined
+from mindspeed_llm.training.joined_samples import has_shortest_rows, why_not_joined
 from mindspeed_llm.training.options import TrainOptions
 from tests.unit.mindspeed_llm.training.test_setup import LATENT, SHAPE
 
@@ -36,6 +36,22 @@ def test_what_takes_one_sample(
     if expected and "megatron-core" in expected and megatron.version() >= Version("0.16"):
         expected = None
     assert found is None if expected is None else str(found).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "expected"),
+    [
+        ({}, {}, False),
+        ({"variable_seq_lengths": True}, {}, False),
+        ({"transformer_impl": "local"}, {}, False),
+        ({"transformer_impl": "local", "variable_seq_lengths": True}, {}, True),
+        ({}, {"attention_sinks": True}, True),
+    ],
+)
+def test_rows_that_no_flag_makes_shorter(
+    options: dict[str, Any], shape: dict[str, Any], expected: bool
+) -> None:
+    assert has_shortest_rows(TrainOptions(**options), SHAPE.model_copy(update=shape)) == expected
 
 
 class _PackedData:
