@@ -354,6 +354,21 @@ def _check_dispatch(options: TrainOptions) -> None:
             f"--moe-expert-capacity-factor {options.moe_expert_capacity_factor:g}: a completion "
             f"would depend on those sampled beside it: drop it for --stage {options.stage}"
         )
+    _check_precomputed(options)
+
+
+def _check_precomputed(options: TrainOptions) -> None:
+    """Refuse to keep values that depend on the pairs, or places in a row, of one micro-batch."""
+    given = []
+    if options.moe_expert_capacity_factor is not None:
+        given.append(f"--moe-expert-capacity-factor {options.moe_expert_capacity_factor:g}")
+    if options.fix_router:
+        given.append("--fix-router")
+    if given and options.precompute_ref_log_probs:
+        raise ConfigError(
+            f"{given[0]}: what the reference says about a pair would depend on its micro-batch, "
+            "and --precompute-ref-log-probs keeps it for all later ones: drop one"
+        )
 
 
 def _check_overlap(options: TrainOptions) -> None:

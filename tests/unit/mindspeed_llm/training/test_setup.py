@@ -296,6 +296,15 @@ def test_a_router_without_a_bias_has_no_rate_of_it() -> None:
         setup.check_experts(options, unbiased)
 
 
+@pytest.mark.parametrize("changes", [{"moe_expert_capacity_factor": 1.5}, {"fix_router": True}])
+def test_what_depends_on_a_micro_batch_is_not_kept(changes: dict[str, Any]) -> None:
+    options = TrainOptions(load="m", stage="dpo", **changes)
+    setup.check_experts(options, EXPERTS)
+    kept = options.model_copy(update={"precompute_ref_log_probs": True})
+    with pytest.raises(ConfigError, match="keeps it for all later ones: drop one$"):
+        setup.check_experts(kept, EXPERTS)
+
+
 @pytest.mark.parametrize(
     "name", ["moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor"]
 )
