@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.checkpoint.detection import ADAPTER_CONFIG, read_adapter_config
-from mindspeed.config import ConfigError, did_you_mean
+from mindspeed.config import ConfigError, Spelling, did_you_mean
 from mindspeed_llm.checkpoint.adapters import peft_names
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.registry import family_named
@@ -16,6 +16,7 @@ from mindspeed_llm.training.options import LORA_TARGETS, TrainOptions
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_FIELDS = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_train_router")
 UNSUPPORTED = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern", "fan_in_fan_out")
 """Keys of peft's config that change what adapters add."""
 
@@ -53,6 +54,7 @@ class LoraPlan:
 def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
     """Return the plan if adapters are asked for; raise if the model cannot have them."""
     if options.lora_r is None and options.lora_load is None:
+        _check_has_no_adapters(options)
         return None
     rank = 16 if options.lora_r is None else options.lora_r
     if rank < 1 or options.lora_alpha <= 0 or not 0 <= options.lora_dropout < 1:
@@ -87,6 +89,16 @@ def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
         options.load,
         _trained_routers(options, shape),
     )
+
+
+def _check_has_no_adapters(options: TrainOptions) -> None:
+    """Refuse what describes adapters where a forgotten switch would train all weights instead."""
+    for name in ADAPTER_FIELDS:
+        if getattr(options, name) != type(options).model_fields[name].default:
+            raise ConfigError(
+                f"{Spelling.FLAG.name_of(name)}: without --lora-r or --lora-load there are no "
+                "adapters, and all weights would be trained: add one of them, or drop it"
+            )
 
 
 def _targets(options: TrainOptions, parts: Mapping[str, Any], family: str) -> Sequence[str]:

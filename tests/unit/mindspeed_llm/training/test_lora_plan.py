@@ -54,3 +54,20 @@ def test_loaded_weights_that_would_be_left_out_are_refused(tmp_path, others, cha
     save_adapter(tmp_path, *others)
     with pytest.raises(ConfigError, match=message):
         plan_lora(options, SHAPE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_alpha": 16.0},
+        {"lora_dropout": 0.1},
+        {"lora_target_modules": ("q_proj",)},
+        {"lora_train_router": True},
+    ],
+)
+def test_a_forgotten_rank_does_not_train_all_weights(changes):
+    (name,) = changes
+    assert plan_lora(TrainOptions(), SHAPE) is None
+    message = f"^--{name.replace('_', '-')}: without --lora-r or --lora-load there are no adapters"
+    with pytest.raises(ConfigError, match=message):
+        plan_lora(TrainOptions(**changes), SHAPE)

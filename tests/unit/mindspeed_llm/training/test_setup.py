@@ -98,7 +98,11 @@ def cp(size: int, algo: str, **more: Any) -> dict[str, Any]:
         (4, cp(4, "ulysses", ulysses_degree_in_cp=2), "needs --context-parallel-algo hybrid"),
         (4, cp(4, "megatron", cp_window_size=3), "--cp-window-size 3 .* use 1 or 2"),
         (2, cp(2, "megatron", hidden_dropout=0.1), "--hidden-dropout 0.1 cannot be reproduced"),
-        (2, cp(2, "megatron", lora_dropout=0.1), "--lora-dropout 0.1 cannot be reproduced"),
+        (
+            2,
+            cp(2, "megatron", lora_r=4, lora_dropout=0.1),
+            "--lora-dropout 0.1 cannot be reproduced",
+        ),
         (2, cp(2, "megatron", stage="other"), "--stage other needs whole sequences: use 1"),
     ],
 )
