@@ -68,14 +68,14 @@ def load_model(options: TrainOptions) -> LoadedModel:
 
 
 def _check_ranks(options: TrainOptions) -> None:
+    """Refuse ranks that are no whole copies of the model; sets of experts are checked later."""
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    ep, world = options.expert_model_parallel_size, environment.world_size()
-    if world % (tp * pp * ep):
-        experts = f" x --expert-model-parallel-size {ep}" if ep > 1 else ""
+    world = environment.world_size()
+    if world % (tp * pp):
         raise ConfigError(
             f"{world} rank(s) cannot share --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp}{experts}: start {tp * pp * ep}, or a multiple of "
-            "it for copies of the model that share the prompts"
+            f"--pipeline-model-parallel-size {pp}: start {tp * pp}, or a multiple of it for copies "
+            "of the model that share the prompts"
         )
 
 

@@ -88,6 +88,8 @@ class CheckpointOptions(Options):
     """Ranks that hold consecutive layers."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices. Default: --tensor-model-parallel-size."""
     distributed_timeout_minutes: int = 10
     """How long ranks wait for each other; while a question is typed, without limit."""
 
@@ -103,6 +105,16 @@ class ScriptOptions(AcceptedOptions):
     """Accepted for existing scripts: the optimizer is never loaded."""
     no_gradient_accumulation_fusion: bool = False
     """Accepted for existing scripts: there are no gradients."""
+    moe_grouped_gemm: bool = False
+    """Accepted for existing scripts: experts are multiplied in one grouped GEMM without it."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """Accepted for existing scripts: tokens reach their experts by all-to-all."""
+    moe_router_load_balancing_type: str | None = None
+    """Accepted for existing scripts: there is no auxiliary loss."""
+    moe_aux_loss_coeff: float | None = None
+    """Accepted for existing scripts: there is no auxiliary loss."""
+    moe_z_loss_coeff: float | None = None
+    """Accepted for existing scripts: there is no z-loss."""
 
 
 SECTIONS = (
@@ -134,7 +146,11 @@ class GenerateOptions(
     """All options of generation."""
 
 
-NOT_SHARED = {"seq_length", "micro_batch_size", "prompt_type", "prompt_type_path"}
+NOT_SHARED = {
+    *("prompt_type", "prompt_type_path"),
+    *(ScriptOptions.model_fields.keys() - AcceptedOptions.model_fields.keys()),
+}
+"""Options that mean something else here, or nothing."""
 
 
 def as_training(options: Options) -> TrainOptions:
