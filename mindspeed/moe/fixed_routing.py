@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _CHOSEN = 10.0
-"""Score of a chosen expert, and of the others with the other sign: no bias outweighs both."""
+"""Score of a chosen expert, and of the others with the other sign."""
 
 
 def fixed_logits(logits: Tensor, topk: int) -> Tensor:
@@ -26,10 +26,17 @@ def fixed_logits(logits: Tensor, topk: int) -> Tensor:
 
 
 def wrap_routing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the router's scores before it chooses."""
+    """Replace the router's scores before it chooses, and leave out the bias that it adds to them.
+
+    No score would outweigh it: sigmoid is between 0 and 1, and trained biases lie further apart.
+    """
 
     @functools.wraps(original)
     def routing(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(self, fixed_logits(logits, self.topk), *args, **kwargs)
+        bias, self.expert_bias = self.expert_bias, None
+        try:
+            return original(self, fixed_logits(logits, self.topk), *args, **kwargs)
+        finally:
+            self.expert_bias = bias
 
     return routing

@@ -317,6 +317,21 @@ def test_a_model_that_generates_chooses_the_same_experts(inputs: tuple[Path, str
     assert all(torch.equal(bias, expected[number]) for number, bias in found.items())
 
 
+def test_fixed_routing_is_even_whatever_the_biases_are(inputs: tuple[Path, str, str]) -> None:
+    folder = shutil.copytree(inputs[1], inputs[0] / "biased")
+    tensors = load_file(folder / "model.safetensors")
+    for name in filter(lambda name: name.endswith("e_score_correction_bias"), tensors):
+        tensors[name] = 100 * tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = run_of(inputs, "fixed", load=str(folder), fix_router=True, seq_length=32)
+    (biases,) = run_ranks(biases_of_routers, 1, values)
+    lines = map(json.loads, Path(values["log_file"]).read_text().splitlines())
+    (load,) = [line for line in lines if "moe load" in line]
+    assert load["moe max load"] == load["moe min load"] == 1
+    for number, bias in loaded_biases((inputs[0], str(folder), "")).items():
+        assert torch.equal(biases[number], bias)  # nothing is left to balance
+
+
 def test_a_skipped_step_changes_no_bias_of_a_router(inputs: tuple[Path, str, str]) -> None:
     """Not one whose loss is not finite, nor one that overflows in half precision."""
     before = loaded_biases(inputs)
