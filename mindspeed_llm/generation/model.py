@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from mindspeed import device
+from mindspeed.compat import megatron
 from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
 from mindspeed.distributed.seeds import seed_everything
@@ -44,7 +46,8 @@ def load_model(options: TrainOptions) -> LoadedModel:
     if options.load is None:
         raise ConfigError("--load is missing: give a model or a checkpoint")
     _check_ranks(options)
-    setup = prepare(options, is_training=False)
+    setup = prepare(_accepted_by_first_release(options), is_training=False)
+    setup.config.sequence_parallel = False
     language_model(setup.shape, options.load)  # --hf-cfg-dir may name another model's config
     seed_everything(options.seed)  # some layers fork a random generator even in inference
     setup.config.perform_initialization = False  # random weights would be overwritten at once
@@ -77,6 +80,16 @@ def _check_ranks(options: TrainOptions) -> None:
             f"--pipeline-model-parallel-size {pp}: start {tp * pp}, or a multiple of it for copies "
             "of the model that share the prompts"
         )
+
+
+def _accepted_by_first_release(options: TrainOptions) -> TrainOptions:
+    """Ask for a shared sequence, where 0.12 makes no configuration of experts and TP without one.
+
+    The model is built without; the check is for trainings.
+    """
+    tp, ep = options.tensor_model_parallel_size, options.expert_model_parallel_size
+    is_needed = megatron.version() < Version("0.16") and tp > 1 and ep > 1
+    return options.model_copy(update={"sequence_parallel": is_needed})
 
 
 def _provider(setup: Setup, shape: ModelConfig) -> Any:

@@ -4,10 +4,8 @@ import shutil
 
 import pytest
 import torch
-from packaging.version import Version
 
 from mindspeed.checkpoint.detection import HF_FOLDER
-from mindspeed.compat import megatron
 from mindspeed_llm.checkpoint import ConvertOptions
 from mindspeed_llm.checkpoint.conversion import convert
 from mindspeed_llm.generation.sampling import BeamParams
@@ -148,11 +146,12 @@ def test_experts_are_shared_in_other_ways_than_the_rest(models):
     folder, model = models["qwen3_moe"]
     requests = [request(PROMPTS[:1]), *asked(model)]
     whole = {"tp": 2, "expert_tensor_parallel_size": 1}
-    layouts = [{"ep": 2, "expert_tensor_parallel_size": 2}]
-    if megatron.version() >= Version(
-        "0.16"
-    ):  # 0.12 has experts and TP with --sequence-parallel only
-        layouts += [whole | {"ep": 4}, whole | {"ep": 2, "pp": 2}]
+    layouts = [
+        {"tp": 2, "ep": 2},
+        whole | {"ep": 4},
+        whole | {"ep": 2, "pp": 2},
+        {"ep": 2, "expert_tensor_parallel_size": 2},
+    ]
     cases = [{"source": str(folder), "requests": requests, **layout} for layout in layouts]
     outputs, *_ = run_ranks(several, 4, cases)
     assert outputs == [[theirs(model, PROMPTS[:1]), *expected(model)]] * len(cases)
