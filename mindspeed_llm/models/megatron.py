@@ -152,9 +152,21 @@ def _mtp_spec(config: Any, spec: Any, impl: Impl, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     stage = _stage(get_gpt_mtp_block_spec, vp_stage)
-    return get_gpt_mtp_block_spec(
+    block = get_gpt_mtp_block_spec(
         config, spec, use_transformer_engine=impl == "transformer_engine", **stage
     )
+    if impl == "local" and block is not None:
+        _use_torch_norms(block)
+    return block
+
+
+def _use_torch_norms(block: Any) -> None:
+    """Use torch's, as in local layers: 0.12 chooses a layer norm, whatever is requested."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    for layer in block.layer_specs:
+        for name in ("enorm", "hnorm", "layer_norm"):
+            setattr(layer.submodules, name, WrappedTorchNorm)
 
 
 def _stage(function: Any, vp_stage: int | None) -> dict[str, Any]:

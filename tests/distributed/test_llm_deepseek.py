@@ -130,6 +130,7 @@ def test_the_gradient_is_that_of_the_formula(inputs: tuple[Path, str, str]) -> N
 def test_padding_and_layouts_change_nothing(inputs: tuple[Path, str, str]) -> None:
     runs = {"plain": run_of(inputs, "plain"), "padded": run_of(inputs, "padded", seq_length=48)}
     runs |= {"recompute": run_of(inputs, "recompute", **RECOMPUTE, recompute_num_layers=4)}
+    runs |= {"local": run_of(inputs, "local", transformer_impl="local")}
     steps = first_steps(1, runs, KEYS)
     runs = {name: run_of(inputs, name, **layout) for name, layout in LAYOUTS.items()}
     steps |= first_steps(2, runs, KEYS)
