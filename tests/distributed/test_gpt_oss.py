@@ -9,8 +9,8 @@ import pytest
 from mindspeed.compat import megatron
 from mindspeed.config import ConfigError
 from mindspeed_llm.models.registry import read_model_config
+from mindspeed_llm.training.expert_checks import check_experts
 from mindspeed_llm.training.options import TrainOptions
-from mindspeed_llm.training.setup import check_experts
 from tests.llm import tiny
 from tests.llm.generation import request, several
 from tests.ranks import RankFailed, run_ranks

@@ -16,11 +16,11 @@ from mindspeed_llm.tasks.posttrain.launcher import TRAINERS, get_trainer
 from mindspeed_llm.tasks.posttrain.pairwise import PairwiseTrainer
 from mindspeed_llm.tasks.posttrain.reference import ReferenceTrainer
 from mindspeed_llm.tasks.posttrain.sampling import SamplingTrainer
+from mindspeed_llm.training.expert_checks import check_experts
 from mindspeed_llm.training.lora_plan import adaptable_weights, projections
 from mindspeed_llm.training.options import TrainOptions, check
 from mindspeed_llm.training.preference_options import PREFERENCE_SECTIONS
 from mindspeed_llm.training.rollout_options import ROLLOUT_SECTIONS
-from mindspeed_llm.training.setup import check_experts
 
 DENSE = ModelConfig(
     family="llama",
