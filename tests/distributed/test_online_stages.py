@@ -290,6 +290,21 @@ def test_a_resumed_run_is_bit_exact(task: _Task, tmp_path: Path, stage: dict[str
     check_completions(read_completions(runs["whole"]))
 
 
+def test_a_resumed_run_that_logs_none_drops_those_of_lost_steps(
+    task: _Task, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    values = task.settings(tmp_path, save=str(saved), log_completions=2, train_iters=2)
+    run_ranks(letters.train, 1, values)
+    kept = (saved / FILE_NAME).read_text()
+    lost = {"iteration": 3, "completion": "of a step that was killed before it was saved"}
+    (saved / FILE_NAME).write_text(kept + json.dumps(lost) + "\n")
+    run_ranks(letters.train, 1, values | {"log_completions": 0, "train_iters": 4})
+    assert (saved / FILE_NAME).read_text() == kept
+    run_ranks(letters.train, 1, values | {"train_iters": 5})
+    assert [line["iteration"] for line in read_completions(values)] == [1, 1, 2, 2, 5, 5]
+
+
 def check_completions(lines: list[dict[str, Any]]) -> None:
     """Check that each is what was rewarded: texts with special tokens, which count for nothing."""
     assert [line["iteration"] for line in lines] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]

@@ -11,6 +11,14 @@ from mindspeed_llm.tasks.posttrain.rollouts import Rollout
 FILE_NAME = "completions.jsonl"
 
 
+def drop_later(folder: str, iteration: int) -> None:
+    """Drop the lines that an earlier run wrote beyond the iteration that this one starts after.
+
+    Also where this one writes none: a later one that does would keep them.
+    """
+    JsonLines(Path(folder, FILE_NAME)).start(iteration)
+
+
 class CompletionLog:
     """Writes the first completions of every step, with their prompts and rewards."""
 
@@ -19,10 +27,6 @@ class CompletionLog:
 
         self._tokenizer, self._count = Tokenizer.from_str(facts.backend), count
         self._lines = JsonLines(Path(folder, FILE_NAME))
-
-    def start(self, iteration: int) -> None:
-        """Start after an iteration; lines that an earlier run wrote beyond it are dropped."""
-        self._lines.start(iteration)
 
     def add(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
         """Write the completions of an iteration."""

@@ -21,7 +21,7 @@ from mindspeed_llm.generation.rollout import MegatronRollout, RolloutEngine, Sam
 from mindspeed_llm.generation.text import eos_ids
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.tasks.posttrain.base import Batch
-from mindspeed_llm.tasks.posttrain.completion_log import CompletionLog
+from mindspeed_llm.tasks.posttrain.completion_log import CompletionLog, drop_later
 from mindspeed_llm.tasks.posttrain.reference import ReferenceTrainer
 from mindspeed_llm.tasks.posttrain.rollout_engine import EngineMaker, RolloutPolicy
 from mindspeed_llm.tasks.posttrain.rollouts import (
@@ -158,8 +158,8 @@ class SamplingTrainer(ReferenceTrainer):
 
     def train(self) -> TrainState:
         """Train to the last step."""
-        if self._completion_log is not None:
-            self._completion_log.start(self.training.state.iteration)
+        if self.options.save is not None and self.setup.dims.rank == 0:
+            drop_later(self.options.save, self.training.state.iteration)
         try:
             return super().train()
         finally:
