@@ -24,7 +24,7 @@ from mindspeed_llm.data.indexed import CHUNK, IndexedTokens, TokenWriter
 from mindspeed_llm.data.options import PreprocessOptions
 from mindspeed_llm.data.packing import write_rows
 from mindspeed_llm.data.plan import Plan, make_chat, make_encoder
-from mindspeed_llm.data.samples import tokens_after_answer
+from mindspeed_llm.data.samples import end_of_answer
 from mindspeed_llm.data.summary import Summary
 
 
@@ -203,15 +203,15 @@ def _write_summary(plan: Plan, options: PreprocessOptions, folder: Path, summary
 
 
 def _ends_of_answers(plan: Plan, options: PreprocessOptions) -> dict[str, list[int]]:
-    """Return the tokens that may end a sample, and those that follow such a one."""
+    """Return the tokens that may end a sample, and what a chat template ends an answer with."""
     handler = find_handler(options.handler_name)
     if handler is not None and handler.needs_chat:
         chat = make_chat(plan)
         encoder = make_encoder(replace(plan, accelerate=False))  # one text: loading takes longer
-        after = tokens_after_answer(chat, encoder)
-        return {"stop_ids": list(chat.stop_ids), "after_answer_ids": after}
+        end = end_of_answer(chat, encoder)
+        return {"stop_ids": list(chat.stop_ids), "answer_end_ids": end}
     eos_id = plan.facts.eos_id
-    return {"stop_ids": [] if eos_id is None else [eos_id], "after_answer_ids": []}
+    return {"stop_ids": [] if eos_id is None else [eos_id], "answer_end_ids": []}
 
 
 def merge_groups(options: PreprocessOptions) -> dict[str, int]:

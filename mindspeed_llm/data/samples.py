@@ -9,9 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mindspeed_llm.data.chat import ChatFormat, Part, Segment, Thinking
+from mindspeed_llm.data.chat import PROBE, ChatFormat, Part, Segment, Thinking
 from mindspeed_llm.data.chat_jinja import make_chat_format
-from mindspeed_llm.data.conversation import Conversation, Message
+from mindspeed_llm.data.conversation import (
+    Conversation,
+    MalformedRecord,
+    Message,
+    UnusableRecord,
+)
 from mindspeed_llm.data.encoder import TextEncoder
 from mindspeed_llm.data.indexed import IGNORE_INDEX, Array, smallest_dtype
 from mindspeed_llm.data.template import load_template
@@ -339,14 +344,19 @@ def _truncate_end(completion: Track, budget: int) -> Track:
     return segments
 
 
-def tokens_after_answer(chat: ChatFormat, encoder: TextEncoder) -> list[int]:
-    """Return what a format puts behind the stop token of the last answer, such as a line break."""
-    probe = Conversation((Message("user", "a"), Message("assistant", "b")))
-    if not chat.trains_eos:
+def end_of_answer(chat: ChatFormat, encoder: TextEncoder) -> list[int]:
+    """Return what a format puts behind the text of the last answer, from a special token on."""
+    try:
+        track = chat.render(Conversation((Message("user", "a"), Message("assistant", PROBE))))
+    except (MalformedRecord, UnusableRecord):  # a template may want more than that
         return []
-    ids: list[int] = build(SampleEncoder(encoder).encode([chat.render(probe)])[0]).ids.tolist()
-    last = max(index for index, token in enumerate(ids) if token in chat.stop_ids)
-    return ids[last + 1 :]
+    parts = [part for segment in track for part in segment.parts]
+    text = [index for index, part in enumerate(parts) if isinstance(part, str) and PROBE in part]
+    special = {part for part in parts if isinstance(part, int)}
+    count = sum(isinstance(part, int) for part in parts[text[-1] :]) if text else 0
+    ids: list[int] = build(SampleEncoder(encoder).encode([track])[0]).ids.tolist()
+    places = [index for index, token in enumerate(ids) if token in special]
+    return ids[places[-count] :] if count else []
 
 
 class PromptEncoder:

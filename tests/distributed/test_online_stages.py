@@ -527,22 +527,24 @@ def _list(folder: Path) -> str:
     return f"{path}:make"
 
 
-@pytest.mark.parametrize("after", [[], [3, 6]])
+@pytest.mark.parametrize("end", [[], [letters.EOS, 3, 6], [5, 3]])
 def test_a_reward_model_gives_the_scores_of_transformers(
-    task: _Task, tmp_path: Path, after: list[int]
+    task: _Task, tmp_path: Path, end: list[int]
 ) -> None:
-    """Of whole answers, with what the chat template puts behind the stop token."""
+    """Of whole answers, which end as those of the chat template do."""
     from transformers import LlamaForSequenceClassification
 
     data = letters.write_prompts(tmp_path / "data")
-    Path(f"{data}.summary.json").write_text(json.dumps({"after_answer_ids": after}))
+    Path(f"{data}.summary.json").write_text(json.dumps({"answer_end_ids": end}))
     given = {"reward_model": task.critic, "data_path": (data,), "max_new_tokens": 8}
     (steps,) = run_ranks(record, 1, task.settings(tmp_path, train_iters=1, **given))
     model = LlamaForSequenceClassification.from_pretrained(task.critic, dtype=torch.float32)
     assert {one.completion[-1] == letters.EOS for one in steps[0]} == {True, False}
     for one in steps[0]:
-        tail = after if one.completion[-1] == letters.EOS else []
-        ids = torch.tensor([[*one.prompt, *one.completion, *tail]])
+        answer = list(one.completion)
+        if end and answer[-1] == letters.EOS:
+            answer[-1:] = end
+        ids = torch.tensor([[*one.prompt, *answer]])
         with torch.no_grad():
             score = model.score(model.model(ids).last_hidden_state)[0, -1, 0]
         assert one.reward == pytest.approx(score.item(), abs=1e-5)

@@ -55,17 +55,26 @@ class Rollout:
     parts: dict[str, float] = field(default_factory=dict)
     """The rewards that it is the sum of, where a function names them."""
 
-    def sample(self, after_answer: Sequence[int] = ()) -> Sample:
+    def sample(self, answer_end: Sequence[int] = ()) -> Sample:
         """Return the whole sequence, of which the completion is trained.
 
-        `after_answer` follows a completion that has ended.
+        With `answer_end` it is for a model that only reads it: a completion that has ended is
+        given this end.
         """
-        tail = after_answer if self.is_ended else ()
-        ids = np.array([*self.prompt.tokens, *self.completion.tokens, *tail])
+        prompt, answer = self.prompt.tokens, self.completion.tokens
+        if answer_end and self.is_ended:
+            answer = _with_end(answer, tuple(answer_end))
+        ids = np.array([*prompt, *answer])
         labels = ids.copy()
-        labels[: len(self.prompt.tokens)] = IGNORE_INDEX
-        labels[len(ids) - len(tail) :] = IGNORE_INDEX
+        labels[: len(prompt)] = IGNORE_INDEX
         return {"input_ids": ids, "labels": labels}
+
+
+def _with_end(answer: tuple[int, ...], end: tuple[int, ...]) -> tuple[int, ...]:
+    """Complete the end that an answer stops in, or put it in place of a stop token of others."""
+    sizes = range(1, min(len(answer), len(end)) + 1)
+    found = max((size for size in sizes if answer[-size:] == end[:size]), default=0)
+    return answer + end[found:] if found else answer[:-1] + end
 
 
 def collate_prompts(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
@@ -92,10 +101,10 @@ def _joined(arrays: Sequence[Any]) -> torch.Tensor:
 
 
 def collate_rollouts(
-    rollouts: Sequence[Rollout], rows: Rows, after_answer: Sequence[int] = ()
+    rollouts: Sequence[Rollout], rows: Rows, answer_end: Sequence[int] = ()
 ) -> dict[str, torch.Tensor]:
     """Pad or concatenate the sequences of some rollouts, and note the last token of each."""
-    samples = [rollout.sample(after_answer) for rollout in rollouts]
+    samples = [rollout.sample(answer_end) for rollout in rollouts]
     batch = rows.collate(samples)
     return batch | {LAST_TOKENS: last_tokens(batch, [len(each["input_ids"]) for each in samples])}
 

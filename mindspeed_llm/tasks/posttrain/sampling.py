@@ -133,7 +133,7 @@ class SamplingTrainer(ReferenceTrainer):
         self.rows = Rows.of(self.options, self.setup.shape, data)
         self._longest_prompt = max(one.longest for one in data)
         self.stop_ids = self._find_stop_ids(data)
-        self._after_answer = find_after_answer(data) if self.options.reward_model else ()
+        self._answer_end = find_answer_end(data) if self.options.reward_model else ()
         self._scores = None if self.options.reward_model else self._text_scores()
         if self.options.log_completions:
             self._completion_log = self._make_completion_log()
@@ -184,8 +184,8 @@ class SamplingTrainer(ReferenceTrainer):
 
     def make_batches(self, rollouts: Sequence[Rollout]) -> list[Batch]:
         """Make micro-batches of completions, with the log-probabilities of sampling."""
-        multiple, after = self.rows.multiple, self._after_answer
-        longest = max(len(each.sample(after)["input_ids"]) for each in rollouts)
+        multiple, end = self.rows.multiple, self._answer_end
+        longest = max(len(each.sample(end)["input_ids"]) for each in rollouts)
         self.rows = replace(self.rows, length=-(-longest // multiple) * multiple)
         batches: list[Batch] = []
         for few in self._micro_batches(rollouts):
@@ -198,7 +198,7 @@ class SamplingTrainer(ReferenceTrainer):
         """Set the rewards of rollouts, by the function or by the reward model.
 
         A reward model sees answers as its own data had them: it scores the last token of the whole
-        conversation, which may be a line break behind the stop token.
+        conversation, which may be a line break behind the token that ended the answer.
         """
 
         def by_model(rollouts: Sequence[Rollout]) -> Parts | None:
@@ -206,9 +206,9 @@ class SamplingTrainer(ReferenceTrainer):
                 return values.flatten()[batch[LAST_TOKENS]].float().cpu()
 
             rated = batches
-            if self._after_answer:
+            if self._answer_end:
                 rated = [
-                    self.split(collate_rollouts(few, self.rows, self._after_answer))
+                    self.split(collate_rollouts(few, self.rows, self._answer_end))
                     for few in self._micro_batches(rollouts)
                 ]
             found = self.collect(self.model("reward"), rated, last_values, has_labels=False)
@@ -395,13 +395,13 @@ class SamplingTrainer(ReferenceTrainer):
             )
 
 
-def find_after_answer(data: Sequence[InstructionData]) -> tuple[int, ...]:
-    """Return what the chat template puts behind the stop token, for a reward model."""
-    known = [one.facts["after_answer_ids"] for one in data if "after_answer_ids" in one.facts]
+def find_answer_end(data: Sequence[InstructionData]) -> tuple[int, ...]:
+    """Return what the chat template puts behind the text of an answer, for a reward model."""
+    known = [one.facts["answer_end_ids"] for one in data if "answer_end_ids" in one.facts]
     if len(known) < len(data):
         logger.warning(
-            "--data-path: prompts of an earlier version do not note what their chat template puts "
-            "behind an answer, so the reward model may score another token than in its own "
+            "--data-path: prompts of an earlier version do not note what their chat template ends "
+            "an answer with, so the reward model may score another token than in its own "
             "training: preprocess them again"
         )
     found = set(map(tuple, known))

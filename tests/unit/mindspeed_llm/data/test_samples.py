@@ -19,8 +19,8 @@ from mindspeed_llm.data.samples import (
     PromptEncoder,
     SampleEncoder,
     build,
+    end_of_answer,
     ends_with_stop_token,
-    tokens_after_answer,
 )
 from mindspeed_llm.data.template import (
     SHIPPED_PATH,
@@ -147,16 +147,36 @@ def test_a_prompt_is_the_beginning_of_the_sample(name, tokenizer):
     assert name == "empty" or prompts.stop_ids
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "chatml", "glm4", "empty"])
-def test_what_follows_an_answer_is_what_the_chat_template_adds(name):
-    """A line break in ChatML's Jinja template, which shipped templates put before a question."""
-    tokenizer = byte_level(template=CHAT)
+PHI = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}{{ m.content }}<|im_end|>{{ '\\n' }}"
+    "{% endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt else eos_token }}"
+)
+BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}"
+STRICT = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [CHAT, PHI, BARE])
+@pytest.mark.parametrize("eos", ["<|im_end|>", "</s>"])
+def test_the_end_of_an_answer_is_that_of_the_chat_template(template, eos):
+    """Also where the tokenizer's eos is not what ends a turn (Phi, the base models of Qwen)."""
+    tokenizer = byte_level(eos, template=template)
     facts = facts_of(tokenizer)
-    chat = JinjaFormat(facts)
-    if name != "tokenizer":
-        chat = TemplateFormat(Template(load_template(name), facts))
-    found = tokens_after_answer(chat, TextEncoder(facts, parse_special=False))
+    found = end_of_answer(JinjaFormat(facts), TextEncoder(facts, parse_special=False))
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     whole = tokenizer.apply_chat_template(talk, tokenize=False)
-    added = whole[whole.rindex("<|im_end|>") + len("<|im_end|>") :] if name == "tokenizer" else ""
-    assert tokenizer.decode(found) == added
+    assert tokenizer.decode(found) == (whole[whole.rindex("b") + 1 :] if template != BARE else "")
+
+
+@pytest.mark.parametrize("name", ["chatml", "glm4", "default", "phi3", "empty"])
+def test_the_end_of_an_answer_is_that_of_the_template(name):
+    """What chat templates put behind its end token, the shipped ones put before a question."""
+    facts = facts_of(byte_level("</s>"))
+    template = Template(load_template(name), facts)
+    chat = TemplateFormat(template)
+    found = end_of_answer(chat, TextEncoder(facts, parse_special=name == "empty"))
+    assert found == ([] if name == "empty" else [template.eos_id])
+
+
+def test_a_template_that_refuses_an_answer_has_no_end():
+    facts = facts_of(byte_level(template=STRICT + CHAT))
+    assert end_of_answer(JinjaFormat(facts), TextEncoder(facts, parse_special=False)) == []

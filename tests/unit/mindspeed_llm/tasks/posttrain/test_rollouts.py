@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from mindspeed.config import ConfigError
+from mindspeed_llm.data.indexed import IGNORE_INDEX
 from mindspeed_llm.data.instruction import InstructionData
-from mindspeed_llm.tasks.posttrain.rollouts import collate_prompts, split_prompts
-from mindspeed_llm.tasks.posttrain.sampling import find_after_answer
+from mindspeed_llm.generation.rollout import Completion
+from mindspeed_llm.tasks.posttrain.rollouts import (
+    Prompt,
+    Rollout,
+    collate_prompts,
+    split_prompts,
+)
+from mindspeed_llm.tasks.posttrain.sampling import find_answer_end
 from mindspeed_llm.tasks.posttrain.scoring import _check_finite
 from tests.llm import letters
 
@@ -50,10 +57,10 @@ def test_rewards_are_finite_as_they_are_shared() -> None:
         _check_finite({"one": [1.0, 3e38], "other": [1.0, 2e38]})
 
 
-def _prompts(folder: Path, after: list[int] | None) -> InstructionData:
-    prefix = letters.write_prompts(folder / f"data_{after}")
-    if after is not None:
-        Path(f"{prefix}.summary.json").write_text(json.dumps({"after_answer_ids": after}))
+def _prompts(folder: Path, end: list[int] | None) -> InstructionData:
+    prefix = letters.write_prompts(folder / f"data_{end}")
+    if end is not None:
+        Path(f"{prefix}.summary.json").write_text(json.dumps({"answer_end_ids": end}))
     return InstructionData(prefix)
 
 
@@ -61,11 +68,37 @@ def test_prompts_that_do_not_note_how_answers_end_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of an earlier version are scored like the others, where there are any."""
-    old, new, other = (_prompts(tmp_path, after) for after in (None, [3, 6], []))
-    assert find_after_answer([new, new]) == (3, 6) and find_after_answer([other]) == ()
+    old, new, other = (_prompts(tmp_path, end) for end in (None, [3, 6], []))
+    assert find_answer_end([new, new]) == (3, 6) and find_answer_end([other]) == ()
     assert not caplog.records
-    assert find_after_answer([old]) == () and find_after_answer([old, new]) == (3, 6)
+    assert find_answer_end([old]) == () and find_answer_end([old, new]) == (3, 6)
     assert all("preprocess them again" in record.message for record in caplog.records)
     assert len(caplog.records) == 2
     with pytest.raises(ConfigError, match="end answers differently"):
-        find_after_answer([new, other])
+        find_answer_end([new, other])
+
+
+@pytest.mark.parametrize(
+    ("answer", "end", "seen"),
+    [
+        ((5, 1), [], (5, 1)),
+        ((5, 1), [1], (5, 1)),
+        ((5, 1), [1, 8], (5, 1, 8)),  # ChatML: a line break behind <|im_end|>
+        ((5, 1), [1, 8, 2], (5, 1, 8, 2)),  # Phi: <|end|>, a line break, <|endoftext|>
+        ((5, 1, 8, 2), [1, 8, 2], (5, 1, 8, 2)),
+        ((5, 2), [1, 8, 2], (5, 1, 8, 2)),  # the other stop token, right behind the text
+        ((5, 2), [1], (5, 1)),
+        ((2,), [1, 8], (1, 8)),
+    ],
+)
+def test_a_reward_model_reads_the_end_of_its_template(
+    answer: tuple[int, ...], end: list[int], seen: tuple[int, ...]
+) -> None:
+    """Whichever of the stop tokens ended the answer; one that was cut stays as it is."""
+    completion = Completion(answer, (0.0,) * len(answer))
+    ended, cut = (Rollout(Prompt(0, (3, 4)), completion, is_ended) for is_ended in (True, False))
+    assert ended.sample(end)["input_ids"].tolist() == [3, 4, *seen]
+    assert cut.sample(end)["input_ids"].tolist() == [3, 4, *answer]
+    trained = ended.sample()
+    assert trained["input_ids"].tolist() == [3, 4, *answer]
+    assert trained["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, *answer]
