@@ -113,14 +113,20 @@ class ContextSplit:
 class PaddingWatch:
     """Warns once if much of a packed batch is padding, or of any batch if it is routed.
 
-    `is_shortest` is whether neither --variable-seq-lengths nor packed rows would have less of it.
+    `is_shortest` is whether neither --variable-seq-lengths nor packed rows would have less of it,
+    `may_pack` whether preprocess could fill the rows.
     """
 
     def __init__(
-        self, split: ContextSplit, *, is_routed: bool = False, is_shortest: bool = False
+        self,
+        split: ContextSplit,
+        *,
+        is_routed: bool = False,
+        is_shortest: bool = False,
+        may_pack: bool = False,
     ) -> None:
         self._split, self._is_routed = split, is_routed
-        self._is_shortest = is_shortest
+        self._is_shortest, self._may_pack = is_shortest, may_pack
         self._has_warned = False
 
     def watch(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -141,17 +147,16 @@ class PaddingWatch:
         reason = f"; {CP} {size} pads each document to a multiple of {2 * size}" * is_padded
         if self._is_routed:
             reason += "; routers send it to experts, and count it in loads, losses and biases"
-        advice = "give --variable-seq-lengths or a smaller --seq-length, or fill rows by preprocess"
+        fill = ", or fill rows by preprocess (--pack --neat-pack)" * self._may_pack
+        advice = f"give --variable-seq-lengths or a smaller --seq-length{fill}"
         if self._is_shortest:
             advice = (
                 "rows hold one sample each: use samples of similar lengths, and a --seq-length "
                 "that is not above the longest"
             )
         if is_packed:
-            advice = (
-                "give a larger --micro-batch-size where training joins samples, and fill rows by "
-                "preprocess where it does not"
-            )
+            where = " where training joins samples" * self._may_pack
+            advice = f"give a larger --micro-batch-size{where}{fill}"
         kind = "packed batch" if is_packed else "batch"
         return f"{share:.0%} of the {tokens} tokens of a {kind} are padding{reason}: {advice}"
 

@@ -78,6 +78,8 @@ class Trainer(ABC):
     """How records of data files are read where --handler-name is not given."""
     splits_sequences: ClassVar[bool] = False
     """Whether the loss may be computed for a part of each sequence (--context-parallel-size)."""
+    may_pack: ClassVar[bool] = False
+    """Whether preprocess can fill rows with several samples (--pack --neat-pack)."""
     balances_rows: ClassVar[bool] = False
     """Whether rows hold several samples, which --balance-packs shares out by their attention."""
     _rows: BatchRows | None = None
@@ -98,6 +100,7 @@ class Trainer(ABC):
             self.context_split,
             is_routed=shape.moe is not None,
             is_shortest=has_shortest_rows(self.options, shape),
+            may_pack=self.may_pack,
         )
         with release_on_error(self.setup.save_dir_lock):
             self.data_path = token_prefixes(

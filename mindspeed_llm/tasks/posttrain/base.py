@@ -28,8 +28,6 @@ class BaseTrainer(Trainer):
     handler = "AlpacaStyleInstructionHandler"
     data_kind: ClassVar[str] = "instruction"
     """What preprocess has to have made of the records."""
-    may_pack: ClassVar[bool] = False
-    """Whether preprocess can fill rows with several samples (--pack --neat-pack)."""
 
     @property
     def stage_name(self) -> str:

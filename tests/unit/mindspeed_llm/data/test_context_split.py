@@ -5,6 +5,7 @@ import math
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,6 +127,25 @@ def test_padding_that_cannot_be_joined_away_is_not_answered_by_joining(caplog):
         "and biases: rows hold one sample each: use samples of similar lengths, and a --seq-length "
         "that is not above the longest"
     )
+
+
+@pytest.mark.parametrize(
+    ("may_pack", "is_packed", "advice"),
+    [
+        (True, False, "variable-seq-lengths or a smaller --seq-length, or fill rows by "),
+        (False, False, "variable-seq-lengths or a smaller --seq-length"),
+        (True, True, "larger --micro-batch-size where training joins samples, or fill rows by "),
+        (False, True, "larger --micro-batch-size"),  # --pack is refused for preference pairs
+    ],
+)
+def test_what_is_refused_is_not_advised(caplog, may_pack, is_packed, advice):
+    kind = "concatenated" if is_packed else "fixed"
+    batch = Rows(length=16, multiple=64, pad_id=0, kind=kind).collate(samples([9, 11]))
+    with caplog.at_level(logging.WARNING):
+        PaddingWatch(ContextSplit(), is_routed=True, may_pack=may_pack).watch(batch)
+    (record,) = caplog.records
+    _, _, given = record.getMessage().rpartition(": give ")
+    assert advice in given and given.endswith("(--pack --neat-pack)") == may_pack
 
 
 def test_padding_is_that_of_rows_with_shared_prompts(caplog):
