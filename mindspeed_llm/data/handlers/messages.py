@@ -20,6 +20,8 @@ from mindspeed_llm.data.handlers.base import (
 from mindspeed_llm.data.readers import kind_of
 
 THOUGHTS = ("<think>\n", "\n</think>\n\n")
+UNREAD = ("tool_calls", "function_call", "reasoning_content")
+"""What OpenAI's messages may have beside their content, and ShareGPT's do not."""
 OPENAI_ROLES = {"user": "human", "assistant": "gpt", "tool": "observation"}
 """Roles of OpenAI's messages, and the tags of ShareGPT that mean the same."""
 
@@ -43,6 +45,8 @@ class SharegptStyleInstructionHandler(Handler):
         "function_tag": "function_call",
         "system_tag": "system",
     }
+    for_messages: ClassVar[str] = "OpenAIInstructionHandler"
+    """The handler of the same kind of data that reads all of OpenAI's messages."""
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation."""
@@ -84,6 +88,11 @@ class SharegptStyleInstructionHandler(Handler):
         tags = self._columns.tags
         if not isinstance(entry, dict):
             raise MalformedRecord(f"a message is {kind_of(entry)}, not an object")
+        if unread := next((name for name in UNREAD if entry.get(name)), None):
+            raise MalformedRecord(
+                f"a message has {unread}, which {type(self).__name__} does not read: give "
+                f"--handler-name {self.for_messages}"
+            )
         if tags is self.tags and tags["role_tag"] not in entry and "role" in entry:
             role = as_text(entry["role"], "role")
             return OPENAI_ROLES.get(role, role), text_of(entry.get("content"), "content")
@@ -117,6 +126,7 @@ class SharegptStylePairwiseHandler(SharegptStyleInstructionHandler):
     outputs = PAIRWISE
     roles = {**SharegptStyleInstructionHandler.roles, "chosen": "chosen", "rejected": "rejected"}
     required = ("messages", "chosen", "rejected")
+    for_messages = "OpenAIPairwiseHandler"
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation twice, with either response."""
@@ -151,6 +161,7 @@ class SharegptStyleKTOHandler(UnpairedHandler, SharegptStyleInstructionHandler):
     outputs = UNPAIRED
     roles = {**SharegptStyleInstructionHandler.roles, "kto_tag": "label"}
     required = ("messages", "kto_tag")
+    for_messages = "OpenAIKTOHandler"
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation; only its last answer is trained."""

@@ -54,6 +54,7 @@ class R1SharegptStyleInstructionHandler(PromptHandler, SharegptStyleInstructionH
 
     outputs = PROMPTS
     asked = ("messages", "system", "tools")
+    for_messages = "OpenAIPromptHandler"
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation up to the last question."""

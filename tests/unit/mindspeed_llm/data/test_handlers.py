@@ -172,6 +172,17 @@ REFUSED = [
     ("Sharegpt", {"conversations": "x"}, "conversations holds text, not a list of messages"),
     ("Sharegpt", {"conversations": [1]}, "a message is a number, not an object"),
     ("Sharegpt", {"conversations": [{"from": "human"}]}, "a message has no value; it has from"),
+    (
+        "Sharegpt",
+        OPENAI,
+        "a message has tool_calls, which SharegptStyleInstructionHandler does not "
+        "read: give --handler-name OpenAIInstructionHandler",
+    ),
+    (
+        "Sharegpt",
+        {"messages": [{"role": "user", "content": "Hi"}, OPENAI["messages"][-1]]},
+        "a message has reasoning_content, which",
+    ),
 ]
 
 
