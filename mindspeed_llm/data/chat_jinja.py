@@ -69,8 +69,9 @@ class JinjaFormat:
         tools = read_tools(self._escape_special(conversation.tools)) or None
         whole = self._render_text(messages, tools, generate=messages[-1]["role"] != "assistant")
         spans: list[tuple[int, int]] = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
+        answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+        for index, answer in zip(answers, conversation.messages[1::2]):
+            if answer.is_trained:
                 spans.append(self._completion_span(whole, messages, index, tools))
         return self._segments(whole, [span for span in spans if span[0] < span[1]])
 

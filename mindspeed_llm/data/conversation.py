@@ -27,6 +27,8 @@ class Message(NamedTuple):
     """For a result: the id of the call, where the data names it."""
     before: "tuple[Message, ...]" = ()
     """For a result: the results before it, where several tools were called at once."""
+    is_trained: bool = True
+    """For an answer: whether it is trained, or only part of the prompt of a later one."""
 
 
 class Conversation(NamedTuple):

@@ -272,12 +272,14 @@ class TemplateFormat:
             else:
                 form = self._cached_prompt(opening, prompt.role == "observation", thoughts)
             values = {"content": prompt.content, "idx": str(turn)}
-            first_label = self.eos_id if late_eos and turn else None
+            ended = late_eos and turn and messages[2 * turn - 1].is_trained
+            first_label = self.eos_id if ended else None
             segments.append(Segment(form.apply(values), False, first_label))
             if completion is not None:
-                segments.append(Segment(self._render_completion(completion, text), True))
-        if late_eos and segments[-1].is_completion:
-            segments.append(Segment([self.eos_id], True))  # type: ignore[list-item]
+                parts = self._render_completion(completion, text)
+                segments.append(Segment(parts, completion.is_trained))
+        if late_eos and messages[-1].role == "assistant":
+            segments.append(Segment([self.eos_id], messages[-1].is_trained))  # type: ignore[list-item]
         return segments
 
     def _make_prompt(

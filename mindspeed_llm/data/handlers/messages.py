@@ -173,7 +173,7 @@ class OpenAIInstructionHandler(Handler):
     """Conversations: messages of system, user, assistant and tool, with calls of tools.
 
     Messages of one role that follow each other are joined with a line break; results of tools that
-    were called at once stay apart.
+    were called at once stay apart. An answer with "weight": 0 is not trained.
     """
 
     outputs = INSTRUCTION
@@ -188,14 +188,18 @@ class OpenAIInstructionHandler(Handler):
         entries = record[column]
         if not isinstance(entries, list):
             raise MalformedRecord(f"{column} holds {kind_of(entries)}, not a list of messages")
-        found = conversation_of(entries, self._text(record, "system"), self._tools(record))
+        found = conversation_of(
+            entries, self._text(record, "system"), self._tools(record), has_weights=True
+        )
         return [self._render_chat(found.check())]
 
 
-def conversation_of(entries: list[Any], system_text: str = "", tools: str = "") -> Conversation:
+def conversation_of(
+    entries: list[Any], system_text: str = "", tools: str = "", *, has_weights: bool = False
+) -> Conversation:
     """Read messages of system, user, assistant and tool; a column may hold a system text as well.
 
-    Where both are the same they count once.
+    Where both are the same they count once. `has_weights` says whether answers may have a weight.
     """
     system: list[str] = []
     messages: list[Message] = []
@@ -205,7 +209,10 @@ def conversation_of(entries: list[Any], system_text: str = "", tools: str = "") 
         if entry["role"] in ("system", "developer"):
             system.append(_content(entry))
         else:
-            messages.append(_message(entry))
+            message = _message(entry)
+            if has_weights and message.role == "assistant":
+                message = message._replace(is_trained=_is_weighted(entry))
+            messages.append(message)
     said = "\n".join(system)
     if system_text not in ("", said):
         said = "\n".join(filter(None, (system_text, said)))
@@ -228,6 +235,13 @@ def _message(entry: dict[str, Any]) -> Message:
         f"a message has the role {entry['role']!r:.40}: give system, developer, user, assistant, "
         "tool or function"
     )
+
+
+def _is_weighted(entry: dict[str, Any]) -> bool:
+    weight = entry.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise MalformedRecord(f"a message has the weight {weight!r:.20}: give 0 or 1")
+    return weight != 0
 
 
 def _content(entry: dict[str, Any]) -> str:
@@ -262,8 +276,10 @@ def _merge_turns(messages: list[Message]) -> list[Message]:
         last = merged[-1] if merged else None
         if last is None or last.role != message.role or last.calls or message.calls:
             merged.append(message)
+        elif message.is_trained != last.is_trained:
+            raise MalformedRecord("answers that follow each other differ in weight: join them")
         elif message.role == "observation":
             merged[-1] = message._replace(before=(*last.before, last._replace(before=())))
         else:
-            merged[-1] = Message(last.role, f"{last.content}\n{message.content}")
+            merged[-1] = last._replace(content=f"{last.content}\n{message.content}")
     return merged

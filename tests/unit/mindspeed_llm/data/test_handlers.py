@@ -8,8 +8,13 @@ import pytest
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import IGNORE_INDEX, IndexedTokens
 from mindspeed_llm.data.instruction import InstructionData
+from mindspeed_llm.data.tokenizer import facts_of
 from tests.small_tokenizers import byte_level
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}{{ m.content }}<|im_end|>{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
+)
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 SHAREGPT = {
     "conversations": [
@@ -162,6 +167,46 @@ def test_documents(run, write_lines):
     titles = IndexedTokens(f"{prefix}_title_document")
     assert [decode(ids) for ids in titles] == ["t<|im_end|>", "u<|im_end|>"]
     assert (summary.records, summary.written) == (2, 2)
+
+
+@pytest.mark.parametrize("prompt_type", ["chatml", "glm4", "tokenizer"])
+def test_answers_without_weight_are_not_trained(run, write_lines, prompt_type):
+    """As in OpenAI's fine-tuning; the tokens are the same, and so are the labels of the others."""
+    options = {"handler_name": "OpenAIInstructionHandler", "prompt_type": prompt_type}
+    options["facts"] = facts_of(byte_level(template=CHATML))
+    questions = [{"role": "user", "content": text, "weight": 1} for text in ("A?", "B?", "C?")]
+    found = []
+    for weights in ((None, None, None), (0, 1, None), (1, 0, 0), (0, 0, 0)):
+        answers = [
+            {"role": "assistant", "content": text} | ({} if weight is None else {"weight": weight})
+            for text, weight in zip(("one", "two", "three"), weights)
+        ]
+        messages = [message for pair in zip(questions, answers) for message in pair]
+        name = f"{prompt_type}{len(found)}"
+        if weights == (0, 0, 0):
+            with pytest.raises(ConfigError, match="none of 1 records can be used"):
+                run(write_lines([{"messages": messages}]), name=name, **options)
+            break
+        _, prefix = run(write_lines([{"messages": messages}]), name=name, **options)
+        (sample,) = InstructionData(prefix)
+        labels = sample["labels"][sample["labels"] != IGNORE_INDEX]
+        found.append((sample["input_ids"].tolist(), decode(labels)))
+    end = "<|im_end|>"
+    assert len({tuple(ids) for ids, _ in found}) == 1
+    trained = [text.replace("\n", "") for _, text in found]
+    assert trained == [f"one{end}two{end}three{end}", f"two{end}three{end}", f"one{end}"]
+
+
+@pytest.mark.parametrize(
+    "weights, reason",
+    [((0.5, 1), "a message has the weight 0.5: give 0 or 1"), ((0, 1), "differ in weight")],
+)
+def test_weights_that_cannot_be_trained_stop_the_run(run, write_lines, weights, reason):
+    answers = [{"role": "assistant", "content": "A", "weight": weight} for weight in weights]
+    record = {"messages": [{"role": "user", "content": "Q"}, *answers]}
+    options = {"handler_name": "OpenAIInstructionHandler", "prompt_type": "chatml"}
+    with pytest.raises(ConfigError, match=reason):
+        run(write_lines([record]), **options)
 
 
 REFUSED = [
