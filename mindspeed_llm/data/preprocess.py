@@ -29,7 +29,7 @@ from mindspeed_llm.data.worker import Encoded, encode_blocks
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Incremented when the output changes, so that no run resumes one of another version."""
 LOG_SECONDS = 10.0
 NEUTRAL_OPTIONS = {"workers", "n_subs", "log_interval", "cache_dir", "accelerator", "output_prefix"}
