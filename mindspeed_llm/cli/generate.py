@@ -13,7 +13,9 @@ from typing import Any
 from mindspeed.config import add_options, read_options
 from mindspeed.distributed import environment
 from mindspeed.training.entry import importing, run_rank
-from mindspeed_llm.generation.options import SECTIONS, GenerateOptions, check
+from mindspeed_llm.generation.options import SECTIONS, GenerateOptions, Task, check, in_vain
+
+logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -41,7 +43,7 @@ def run_tasks(options: GenerateOptions) -> int:
         from mindspeed_llm.generation.text import read_prompts
 
         prompts += read_prompts(options.prompts)
-    tasks = options.task or (("greedy",) if prompts else ("chat",))
+    tasks: tuple[Task, ...] = options.task or (("greedy",) if prompts else ("chat",))
     if not prompts and set(tasks) != {"chat"}:
         from mindspeed.config import ConfigError
 
@@ -50,6 +52,8 @@ def run_tasks(options: GenerateOptions) -> int:
     level = logging.INFO if is_first else logging.ERROR
     # Standard output is for answers.
     logging.basicConfig(format="%(message)s", level=level, stream=sys.stderr)
+    for text in in_vain(options, tasks):
+        logger.warning("%s", text)
 
     def work() -> None:
         with importing():

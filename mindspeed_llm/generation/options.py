@@ -1,10 +1,11 @@
 """Typed options of text generation, in sections."""
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed.config import ConfigError, Options, Spelling
+from mindspeed.config import ConfigError, Options, Spelling, one_of
 from mindspeed.features.registry import registry
 from mindspeed.training.options import check_precision
 from mindspeed_llm.training.architecture_options import ArchitectureOptions
@@ -180,6 +181,35 @@ def check(options: GenerateOptions) -> None:
             raise ConfigError(f"{spelled} is too small: give {limit} or more")
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p:g}: give a probability above 0, up to 1")
+
+
+SAMPLED: tuple[Task, ...] = ("do_sample", "beam_search_with_sampling", "chat")
+SEARCHED: tuple[Task, ...] = ("beam_search", "beam_search_with_sampling")
+USED_BY: dict[str, tuple[Task, ...]] = {
+    **dict.fromkeys(("temperature", "top_k", "top_p"), SAMPLED),
+    **dict.fromkeys(("num_beams", "length_penalty", "early_stopping"), SEARCHED),
+    "history_turns": ("chat",),
+}
+"""Which tasks read an option."""
+
+
+def in_vain(options: GenerateOptions, tasks: Sequence[Task]) -> Iterator[str]:
+    """Yield what is to be said about options that were given and that no task reads."""
+    has_template = options.hf_chat_template or options.prompt_type or "chat" in tasks
+    for name in ("system", "enable_thinking"):
+        if getattr(options, name) not in ("", "none") and not has_template:
+            yield (
+                f"{Spelling.FLAG.name_of(name)}: no effect on prompts without a template: give "
+                "--hf-chat-template or --prompt-type"
+            )
+    for name, users in USED_BY.items():
+        is_given = name in options.model_fields_set
+        is_greedy = name == "temperature" and options.temperature == 0
+        if is_given and not is_greedy and not set(users) & set(tasks):
+            yield (
+                f"{Spelling.FLAG.name_of(name)}: no effect with --task {' '.join(tasks)}: "
+                f"{one_of(users)} would read it"
+            )
 
 
 def can_be_written(path: Path) -> bool:

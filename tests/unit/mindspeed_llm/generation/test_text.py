@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.cli.chat import talk
-from mindspeed_llm.generation.options import GenerateOptions
+from mindspeed_llm.generation.options import GenerateOptions, in_vain
 from mindspeed_llm.generation.text import TextCodec, TextStream, read_prompts
 from tests.small_tokenizers import byte_level, metaspace
 
@@ -100,3 +100,25 @@ def test_wrong_lines_of_a_prompt_file(tmp_path, line, message):
     path.write_text(f'{{"prompt": "good"}}\n{line}\n')
     with pytest.raises(ConfigError, match=message):
         read_prompts(str(path))
+
+
+@pytest.mark.parametrize(
+    ("given", "tasks", "said"),
+    [
+        ({}, ["greedy"], []),
+        ({"temperature": 0.7, "num_beams": 4}, ["greedy"], ["--temperature", "--num-beams"]),
+        ({"temperature": 0.0, "seed": 3}, ["greedy"], []),  # the best token, as greedy takes it
+        ({"top_k": 5, "top_p": 0.5, "early_stopping": True}, ["do_sample", "beam_search"], []),
+        ({"top_k": 5, "length_penalty": 2.0}, ["beam_search_with_sampling"], []),
+        ({"history_turns": 1, "top_p": 0.5}, ["beam_search"], ["--top-p", "--history-turns"]),
+        ({"system": "Be.", "temperature": 1.0, "history_turns": 1}, ["chat"], []),
+        ({"system": "Be.", "enable_thinking": "true"}, ["greedy"], ["--system", "--enable-thin"]),
+        ({"system": "Be.", "hf_chat_template": True}, ["greedy"], []),
+        ({"system": "Be.", "prompt_type": "qwen"}, ["greedy"], []),
+    ],
+)
+def test_what_no_task_reads_is_said(given, tasks, said):
+    lines = list(in_vain(GenerateOptions(load="model", **given), tasks))
+    assert len(lines) == len(said)
+    for line, flag in zip(lines, said):
+        assert line.startswith(flag) and ": no effect " in line
