@@ -24,7 +24,7 @@ from mindspeed_llm.data.indexed import (
     TokenFile,
     describe_folder,
 )
-from mindspeed_llm.data.stream import MicroBatches, Part, Sample, SampleStream
+from mindspeed_llm.data.stream import MicroBatches, Sample, SampleStream, take_part
 
 KINDS = {
     "kto": ("input_ids", "attention_mask", "labels", "desirable"),
@@ -257,13 +257,7 @@ def open_stream(
         raise ConfigError(f"--data-path mixes {' and '.join(sorted(kinds))} data")
     starts = accumulate([len(one) for one in data], initial=0)
     whole = [Numbered(one, start) if is_numbered else one for one, start in zip(data, starts)]
-    views = [Part(one, *part) for one in whole]
-    for one, view in zip(data, views):
-        if len(view) == 0:
-            raise ConfigError(
-                f"--split: {100 * (part[1] - part[0]):.3g} % of the {len(one)} samples of "
-                f"{one.prefix} are none: give larger shares, or more data"
-            )
+    views = [take_part(one, part, prefix) for one, prefix in zip(whole, prefixes)]
     fingerprint = "-".join(one.fingerprint for one in data)
     return SampleStream(
         views,

@@ -104,6 +104,17 @@ class Part(Sequence[Sample]):
         return works[self._first : self._first + self._size]
 
 
+def take_part(data: Sequence[Sample], part: tuple[float, float], name: str) -> Part:
+    """Return a share of a data set, from and to; raise ConfigError if no sample is in it."""
+    taken = Part(data, *part)
+    if len(taken) == 0:
+        raise ConfigError(
+            f"--split: {100 * (part[1] - part[0]):.3g} % of the {len(data)} samples of {name} are "
+            "none: give larger shares, or more data"
+        )
+    return taken
+
+
 class Prefetcher(Generic[T]):
     """Iterates over items that a thread prepares ahead; what it raises is raised here."""
 

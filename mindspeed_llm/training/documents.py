@@ -18,7 +18,7 @@ from mindspeed_llm.data.indexed import (
     describe_folder,
 )
 from mindspeed_llm.data.instruction import split_weights
-from mindspeed_llm.data.stream import Part, Sample, SampleStream
+from mindspeed_llm.data.stream import Sample, SampleStream, take_part
 
 SUFFIXES = ("", "_text_document")
 PROBES = 16
@@ -105,7 +105,7 @@ def open_documents(
     weights, prefixes = split_weights(data_path)
     data = [DocumentWindows(prefix, length, separate=separate) for prefix in prefixes]
     return SampleStream(
-        [Part(one, *part) for one in data],
+        [take_part(one, part, prefix) for one, prefix in zip(data, prefixes)],
         weights,
         seed=seed,
         shuffle=shuffle,

@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed.config import ConfigError
 from mindspeed_llm.data.indexed import IGNORE_INDEX, TokenWriter
-from mindspeed_llm.training.documents import DocumentWindows, ends_with_stop_token
+from mindspeed_llm.training.documents import DocumentWindows, ends_with_stop_token, open_documents
 
 
 @pytest.fixture
@@ -53,6 +53,13 @@ def test_documents_without_an_end_of_text_token_are_noticed(prefix, stop_ids, ex
 def test_too_few_tokens_are_an_error(prefix):
     with pytest.raises(ConfigError, match="its 11 tokens are fewer than the 12 of one sample"):
         DocumentWindows(prefix, 11)
+
+
+def test_a_share_without_a_window_names_its_data(prefix):
+    path = ["1", prefix, "1", prefix]
+    expected = rf"--split: 5 % of the 2 samples of {prefix} are none: give larger shares"
+    with pytest.raises(ConfigError, match=expected):
+        open_documents(path, 5, seed=0, shuffle=True, part=(0.9, 0.95))
 
 
 def test_files_without_a_token_are_an_error(tmp_path):
