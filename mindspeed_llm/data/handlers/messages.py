@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mindspeed_llm.data.chat import Segment
-from mindspeed_llm.data.conversation import Conversation, MalformedRecord, Message, dump
+from mindspeed_llm.data.conversation import (
+    Conversation,
+    MalformedRecord,
+    Message,
+    UnusableRecord,
+    dump,
+)
 from mindspeed_llm.data.handlers.base import (
     INSTRUCTION,
     PAIRWISE,
@@ -173,12 +179,20 @@ class OpenAIInstructionHandler(Handler):
     """Conversations: messages of system, user, assistant and tool, with calls of tools.
 
     Messages of one role that follow each other are joined with a line break; results of tools that
-    were called at once stay apart. An answer with "weight": 0 is not trained.
+    were called at once stay apart. An answer with "weight": 0, or "loss": false, is not trained.
+    Data from before `tools` have `functions`.
     """
 
     outputs = INSTRUCTION
     roles = {"messages": "messages", "system": "system", "tools": "tools"}
     required = ("messages",)
+
+    @classmethod
+    def _defaults(cls, map_keys: Mapping[str, Any], present: Sequence[str]) -> dict[str, str]:
+        names = super()._defaults(map_keys, present)
+        if "tools" not in present and "functions" in present:
+            names["tools"] = "functions"
+        return names
 
     def render(self, record: Record) -> list[list[Segment]]:
         """Render the conversation."""
@@ -207,6 +221,8 @@ def conversation_of(
         if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
             raise MalformedRecord("a message must be an object with a role and a content")
         if entry["role"] in ("system", "developer"):
+            if messages:
+                raise UnusableRecord(f"a {entry['role']} message is not in front")
             system.append(_content(entry))
         else:
             message = _message(entry)
@@ -238,10 +254,13 @@ def _message(entry: dict[str, Any]) -> Message:
 
 
 def _is_weighted(entry: dict[str, Any]) -> bool:
-    weight = entry.get("weight")
-    if weight is not None and weight not in (0, 1):
-        raise MalformedRecord(f"a message has the weight {weight!r:.20}: give 0 or 1")
-    return weight != 0
+    for name in ("weight", "loss"):  # OpenAI's name, and that of ms-swift
+        value = entry.get(name)
+        if value is not None and value not in (0, 1):
+            raise MalformedRecord(f"a message has the {name} {value!r:.20}: give 0 or 1")
+        if value == 0:
+            return False
+    return True
 
 
 def _content(entry: dict[str, Any]) -> str:

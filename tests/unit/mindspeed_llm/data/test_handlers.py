@@ -169,16 +169,17 @@ def test_documents(run, write_lines):
     assert (summary.records, summary.written) == (2, 2)
 
 
+@pytest.mark.parametrize("key", ["weight", "loss"])
 @pytest.mark.parametrize("prompt_type", ["chatml", "glm4", "tokenizer"])
-def test_answers_without_weight_are_not_trained(run, write_lines, prompt_type):
-    """As in OpenAI's fine-tuning; the tokens are the same, and so are the labels of the others."""
+def test_answers_without_weight_are_not_trained(run, write_lines, prompt_type, key):
+    """As OpenAI and ms-swift do; the tokens are the same, and so are the labels of the others."""
     options = {"handler_name": "OpenAIInstructionHandler", "prompt_type": prompt_type}
     options["facts"] = facts_of(byte_level(template=CHATML))
     questions = [{"role": "user", "content": text, "weight": 1} for text in ("A?", "B?", "C?")]
     found = []
     for weights in ((None, None, None), (0, 1, None), (1, 0, 0), (0, 0, 0)):
         answers = [
-            {"role": "assistant", "content": text} | ({} if weight is None else {"weight": weight})
+            {"role": "assistant", "content": text} | ({} if weight is None else {key: weight})
             for text, weight in zip(("one", "two", "three"), weights)
         ]
         messages = [message for pair in zip(questions, answers) for message in pair]
@@ -207,6 +208,17 @@ def test_weights_that_cannot_be_trained_stop_the_run(run, write_lines, weights, 
     options = {"handler_name": "OpenAIInstructionHandler", "prompt_type": "chatml"}
     with pytest.raises(ConfigError, match=reason):
         run(write_lines([record]), **options)
+
+
+def test_tools_may_be_called_functions(run, write_lines):
+    """As in OpenAI's data from before tools; both describe the tool in the same way."""
+    old = {"messages": OPENAI["messages"], "functions": [OPENAI["tools"][0]["function"]]}
+    options = {"handler_name": "OpenAIInstructionHandler", "prompt_type": "qwen"}
+    found = []
+    for name, record in (("new", OPENAI), ("old", old)):
+        _, prefix = run(write_lines([record], f"{name}.jsonl"), name=name, **options)
+        found.append(InstructionData(prefix)[0]["input_ids"].tolist())
+    assert found[0] == found[1] and '{"name": "clock"}' in decode(found[0])
 
 
 REFUSED = [
@@ -276,6 +288,16 @@ def test_unusable_records_are_dropped_and_counted(run, write_lines, style, recor
     assert {name: tally.count for name, tally in summary.skipped.items()} == {reason: 1}
     assert summary.skipped[reason].first.endswith("data.jsonl, line 2")
     assert (summary.records, summary.written, len(InstructionData(prefix))) == (3, 2, 2)
+
+
+def test_a_system_message_behind_others_is_not_moved_to_the_front(run, write_lines):
+    """Answers before it would be trained as if it had been there."""
+    first, *others = OPENAI["messages"]
+    late = {**OPENAI, "messages": [*others, first, *others]}
+    options = {"handler_name": "OpenAIInstructionHandler", "prompt_type": "qwen"}
+    summary, _ = run(write_lines([OPENAI, late]), **options)
+    tallies = {name: tally.count for name, tally in summary.skipped.items()}
+    assert tallies == {"a system message is not in front": 1} and summary.written == 1
 
 
 @pytest.mark.parametrize(
