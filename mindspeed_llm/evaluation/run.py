@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.checkpoint.commit import atomic_write
-from mindspeed.checkpoint.detection import detect
 from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
 from mindspeed_llm.evaluation.options import EvaluateOptions
 from mindspeed_llm.evaluation.tasks import load_tasks, reason_of
 from mindspeed_llm.generation.engine import Engine
-from mindspeed_llm.generation.model import load_model
+from mindspeed_llm.generation.model import find_language_model, load_model
 from mindspeed_llm.generation.options import as_training
 from mindspeed_llm.generation.session import length_limit
 from mindspeed_llm.generation.text import eos_ids
@@ -23,10 +22,9 @@ TIMEOUT_MINUTES = 24 * 60
 
 def evaluate(options: EvaluateOptions) -> str | None:
     """Return the table of scores; None on ranks that only serve. Files are written here."""
-    assert options.load is not None  # checked with the options
     is_rank_zero = environment.is_rank_zero()
     tasks, tokenizer = [], None
-    folder = detect(options.load).config_folder
+    folder = find_language_model(options.load, options.model_type_hf)
     if is_rank_zero:  # before the weights, so that errors come at once
         tokenizer = _tokenizer(options, folder)
         tasks = load_tasks(options.tasks, options.include_path, trust_code=options.trust_task_code)

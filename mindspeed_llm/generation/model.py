@@ -8,6 +8,7 @@ import torch
 from packaging.version import Version
 
 from mindspeed import device
+from mindspeed.checkpoint.detection import detect
 from mindspeed.compat import megatron
 from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
@@ -15,6 +16,7 @@ from mindspeed.distributed.seeds import seed_everything
 from mindspeed_llm.checkpoint.loading import load_weights
 from mindspeed_llm.models.config import ModelConfig, language_model
 from mindspeed_llm.models.megatron import gpt_model
+from mindspeed_llm.models.registry import read_model_config
 from mindspeed_llm.training.model import build_chunks, unrounded_routers
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import Setup, prepare
@@ -36,6 +38,15 @@ class LoadedModel:
     def is_last(self) -> bool:
         """Return whether this rank has the last pipeline stage."""
         return bool(self.chunks[-1].post_process)
+
+
+def find_language_model(load: str | None, family: str | None) -> Path | None:
+    """Return the folder with config.json of --load, if any; raise if it is no language model."""
+    assert load is not None  # checked with the options
+    folder = detect(load).config_folder
+    if folder is not None:
+        language_model(read_model_config(folder, named=family), load)
+    return folder
 
 
 def load_model(options: TrainOptions) -> LoadedModel:

@@ -4,17 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mindspeed.checkpoint.detection import detect
 from mindspeed.config import ConfigError
 from mindspeed.distributed import environment
 from mindspeed_llm.data.conversation import Message
 from mindspeed_llm.generation.engine import Engine, Request, Step
-from mindspeed_llm.generation.model import load_model
+from mindspeed_llm.generation.model import find_language_model, load_model
 from mindspeed_llm.generation.options import GenerateOptions, as_training
 from mindspeed_llm.generation.sampling import BeamParams, SamplingParams
 from mindspeed_llm.generation.text import TextCodec, TextStream
-from mindspeed_llm.models.config import language_model
-from mindspeed_llm.models.registry import read_model_config
 
 INTERACTIVE_TIMEOUT_MINUTES = 60 * 24 * 365
 """How long ranks wait for the next line of a user."""
@@ -104,11 +101,8 @@ def run_session(
 ) -> None:
     """Load the model and call `run` on rank 0; the other ranks serve its requests."""
     is_rank_zero = environment.is_rank_zero()
-    assert options.load is not None  # checked with the options
     # Before the weights, so that errors of the model, the tokenizer or the template come at once.
-    folder = detect(options.load).config_folder
-    if folder is not None:
-        language_model(read_model_config(folder, named=options.model_type_hf), options.load)
+    folder = find_language_model(options.load, options.model_type_hf)
     codec = TextCodec(options, folder, interactive=interactive) if is_rank_zero else None
     training = as_training(options)
     if interactive:

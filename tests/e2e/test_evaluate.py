@@ -12,6 +12,7 @@ import pytest
 
 from mindspeed_llm.cli.main import main
 from tests.commands import ROOT
+from tests.llm import letters
 from tests.llm.smollm2 import smollm2_file
 
 LIBRARIES = Path(sys.prefix) / "lm-eval"
@@ -217,3 +218,19 @@ def test_a_completion_has_to_leave_room_for_its_question(folder):
     assert code == 2 and not output
     last = errors.splitlines()[-1]
     assert last.startswith("mindspeed-llm: error: a task asks for 16 new tokens"), errors
+
+
+def test_a_reward_model_is_refused(folder):
+    """Its checkpoint stores the shape of the language model that it was made of."""
+    letters.save_model(folder / "letters")
+    pairs = [{"prompt": "ab", "chosen": "cc", "rejected": "dd"}] * 2
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    flags = ["--stage", "orm", "--load", "letters", "--save", "scorer", "--data-path"]
+    flags += ["pairs.jsonl", "--handler-name", "OpenAIPairwiseHandler", "--prompt-type", "empty"]
+    flags += ["--seq-length", "16", "--lr", "1e-3", "--train-iters", "1"]
+    code, _, errors = run("-m", "mindspeed_llm", "posttrain", *flags, folder=folder)
+    assert code == 0, errors
+    tasks = ("--tasks", "examples/evaluate/capitals_written.yaml")
+    code, output, errors = run(*EVALUATE, "--load", "scorer", *tasks, folder=folder)
+    assert code == 2 and not output
+    assert "error: --load scorer: is a reward model, which has no output" in errors.splitlines()[-1]
