@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed.checkpoint.detection import ADAPTER_CONFIG, read_adapter_config
+from mindspeed.checkpoint.detection import ADAPTER_CONFIG, TRACKER, read_adapter_config
 from mindspeed.config import ConfigError, Spelling, did_you_mean
-from mindspeed_llm.checkpoint.adapters import peft_names
+from mindspeed_llm.checkpoint.adapters import WEIGHTS, peft_names
 from mindspeed_llm.models.config import ModelConfig
 from mindspeed_llm.models.registry import family_named
 from mindspeed_llm.models.weight_table import Weight
@@ -149,7 +149,15 @@ def _trained_routers(options: TrainOptions, shape: ModelConfig) -> tuple[str, ..
 
 
 def _check_loaded(folder: Path, rank: int, alpha: float) -> None:
-    """Refuse adapters whose config says that they add something else than this run would."""
+    """Refuse what are no adapters of peft, or add something else than this run would."""
+    if not (folder / WEIGHTS).is_file():
+        advice = "give a folder of peft"
+        if (folder / TRACKER).is_file():
+            advice = (
+                "it is a training checkpoint: write its adapters with mindspeed-llm export-lora "
+                f"{folder} DIR, and give DIR"
+            )
+        raise ConfigError(f"--lora-load {folder}: there is no {WEIGHTS} in it: {advice}")
     if not (folder / ADAPTER_CONFIG).is_file():
         return
     config = read_adapter_config(folder)

@@ -199,7 +199,7 @@ def test_a_run_resumes_in_another_layout_and_only_with_its_adapters(
             {"moe_grouped_gemm": False},
             "adapters of experts need grouped GEMMs: drop --no-moe-grouped-gemm",
         ),
-        ("llama", {"lora_load": "/nowhere"}, "/nowhere/adapter_model.safetensors: cannot be read"),
+        ("llama", {"lora_load": "/nowhere"}, "--lora-load /nowhere: there is no adapter_"),
     ],
     ids=["module", "rank", "experts", "load"],
 )

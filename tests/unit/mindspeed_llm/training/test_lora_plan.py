@@ -71,3 +71,15 @@ def test_a_forgotten_rank_does_not_train_all_weights(changes):
     message = f"^--{name.replace('_', '-')}: without --lora-r or --lora-load there are no adapters"
     with pytest.raises(ConfigError, match=message):
         plan_lora(TrainOptions(**changes), SHAPE)
+
+
+def test_what_is_no_folder_of_peft_is_named(tmp_path):
+    """A training checkpoint has its adapters in shards, under Megatron's names."""
+    options = TrainOptions(lora_r=8, lora_load=str(tmp_path))
+    missing = f"--lora-load {tmp_path}: there is no adapter_model.safetensors in it"
+    with pytest.raises(ConfigError, match=f"{missing}: give a folder of peft$"):
+        plan_lora(options, SHAPE)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    advice = f"it is a training checkpoint: .* mindspeed-llm export-lora {tmp_path} DIR, and give"
+    with pytest.raises(ConfigError, match=f"{missing}: {advice}"):
+        plan_lora(options, SHAPE)
