@@ -95,6 +95,7 @@ def make_plan(
     find_handler(options.handler_name)
     if not options.output_prefix:
         raise ConfigError("--output-prefix is missing: give a path and how the names begin")
+    _check_end(options)
     sources = find_sources(options.input)
     template = _find_template(options)
     columns = _find_columns(options, sources)
@@ -113,6 +114,16 @@ def make_plan(
         if not is_installed() and is_supported(facts):
             logger.info("`pip install gigatoken` would make this many times faster")
     return plan, sources
+
+
+def _check_end(options: PreprocessOptions) -> None:
+    """Refuse end-of-text tokens behind prompts and judged steps, where they would be trained."""
+    handler = find_handler(options.handler_name)
+    if options.append_eod and handler is not None and not handler.ends_with_answer():
+        raise ConfigError(
+            f"--append-eod: what {options.handler_name} makes does not end with an answer, so no "
+            "end-of-text token belongs behind it: drop the flag"
+        )
 
 
 def _find_template(options: PreprocessOptions) -> TemplateEntry | None:

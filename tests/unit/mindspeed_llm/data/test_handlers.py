@@ -321,6 +321,8 @@ def test_a_system_message_behind_others_is_not_moved_to_the_front(run, write_lin
         ({"tokenizer_type": "BertWordPieceCase"}, "use PretrainedFromHF"),
         ({"handler_name": "GeneralPretrainHandler", "pack": True, "seq_length": 8}, "drop --pack"),
         ({"handler_name": "GeneralPretrainHandler"}, "has no column text; it has input, in"),
+        ({"handler_name": "OpenAIPromptHandler", "append_eod": True}, "--append-eod: .*: drop the"),
+        ({"handler_name": "StepwiseProcessRewardHandler", "append_eod": True}, "--append-eod: "),
     ],
 )  # fmt: skip
 def test_errors_before_work_starts(run, write_lines, tmp_path, options, message):
