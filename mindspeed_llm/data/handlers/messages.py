@@ -68,7 +68,7 @@ class SharegptStyleInstructionHandler(Handler):
         messages, system = self._read(entries)
         return Conversation(
             tuple(messages),
-            system=self._text(record, "system") or system,
+            system=_joined_system(self._text(record, "system"), system),
             tools=self._tools(record),
         )
 
@@ -213,7 +213,7 @@ def conversation_of(
 ) -> Conversation:
     """Read messages of system, user, assistant and tool; a column may hold a system text as well.
 
-    Where both are the same they count once. `has_weights` says whether answers may have a weight.
+    `has_weights` says whether answers may have a weight.
     """
     system: list[str] = []
     messages: list[Message] = []
@@ -229,10 +229,13 @@ def conversation_of(
             if has_weights and message.role == "assistant":
                 message = message._replace(is_trained=_is_weighted(entry))
             messages.append(message)
-    said = "\n".join(system)
-    if system_text not in ("", said):
-        said = "\n".join(filter(None, (system_text, said)))
+    said = _joined_system(system_text, "\n".join(system))
     return Conversation(tuple(_merge_turns(messages)), said, tools)
+
+
+def _joined_system(column: str, said: str) -> str:
+    """Return the system texts of a column and of messages; those that are the same count once."""
+    return said if column == said else "\n".join(filter(None, (column, said)))
 
 
 def _message(entry: dict[str, Any]) -> Message:

@@ -210,6 +210,23 @@ def test_weights_that_cannot_be_trained_stop_the_run(run, write_lines, weights, 
         run(write_lines([record]), **options)
 
 
+@pytest.mark.parametrize(
+    "column, message, system",
+    [("A", "B", "A\nB"), ("A", "A", "A"), ("", "B", "B"), ("A", "", "A"), (None, "B", "B")],
+)
+@pytest.mark.parametrize("style", ["Sharegpt", "OpenAI"])
+def test_system_texts_of_a_column_and_of_messages(run, write_lines, style, column, message, system):
+    """Neither is left out."""
+    role, text = ("from", "value") if style == "Sharegpt" else ("role", "content")
+    speakers = ["system", *(("human", "gpt") if style == "Sharegpt" else ("user", "assistant"))]
+    entries = [{role: who, text: what} for who, what in zip(speakers, (message, "Hi", "Ho"))]
+    key = "conversations" if style == "Sharegpt" else "messages"
+    handler = f"{style}{'Style' if style == 'Sharegpt' else ''}InstructionHandler"
+    options = {"handler_name": handler, "prompt_type": "chatml"}
+    _, prefix = run(write_lines([{key: entries, "system": column}]), **options)
+    assert f"<|im_start|>system\n{system}<|im_end|>" in parts(InstructionData(prefix)[0])[0]
+
+
 def test_tools_may_be_called_functions(run, write_lines):
     """As in OpenAI's data from before tools; both describe the tool in the same way."""
     old = {"messages": OPENAI["messages"], "functions": [OPENAI["tools"][0]["function"]]}
