@@ -222,10 +222,11 @@ def _handlers_of(handler: type[Handler], present: Sequence[str]) -> list[str]:
     found = []
     for name, other in similar_handlers(handler).items():
         try:
-            other.find_columns({}, present)
+            columns = other.find_columns({}, present)
         except ConfigError:
             continue
-        found.append(name)
+        if columns["prompt"] or not set(other.checked) & set(present):  # else it may be refused
+            found.append(name)
     return found
 
 

@@ -394,6 +394,17 @@ def test_answers_of_messages_have_their_handler(run, write_lines):
             )
 
 
+def test_a_handler_that_would_not_read_the_question_is_not_named(run, write_lines):
+    from mindspeed.config import ConfigError
+
+    record = {"system": "s", "question": "q", "chosen": "a", "rejected": "b"}
+    options = {"handler_name": "AlpacaStylePairwiseHandler", "prompt_type": "chatml"}
+    with pytest.raises(ConfigError, match=r"has no column instruction .* with --map-keys$"):
+        run(write_lines([record]), **options)
+    summary, _ = run(write_lines([record]), map_keys='{"prompt": "question"}', **options)
+    assert summary.written == 1
+
+
 def test_a_handler_that_fits_the_columns_is_named(run, write_lines):
     from mindspeed.config import ConfigError
 
