@@ -2,7 +2,7 @@
 
 from mindspeed_llm.models.config import ModelConfig, MoEConfig
 
-SHAPE = ModelConfig(
+DENSE = ModelConfig(
     family="llama",
     num_layers=4,
     hidden_size=32,
@@ -23,4 +23,4 @@ ROUTED = MoEConfig(
     score_function="sigmoid",
     expert_bias=True,
 )
-EXPERTS = SHAPE.model_copy(update={"moe": ROUTED})
+EXPERTS = DENSE.model_copy(update={"moe": ROUTED})

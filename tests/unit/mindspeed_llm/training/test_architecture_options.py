@@ -9,20 +9,8 @@ from mindspeed_llm.models.config import MLAConfig, ModelConfig, MoEConfig, Rotar
 from mindspeed_llm.training.architecture_options import check_architecture, parse_pattern
 from mindspeed_llm.training.model_shape import find_shape
 from mindspeed_llm.training.options import TrainOptions
+from tests.unit.mindspeed_llm.training.shapes import DENSE
 
-DENSE = ModelConfig(
-    family="llama",
-    num_layers=4,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=8,
-    vocab_size=99,
-    max_position_embeddings=64,
-    norm_epsilon=1e-6,
-    tied=False,
-)
 # As a small DeepSeek-V3.
 LATENT = DENSE.model_copy(
     update={

@@ -13,7 +13,7 @@ from mindspeed_llm.training.expert_checks import check_experts
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import parallel_dims
-from tests.unit.mindspeed_llm.training.shapes import EXPERTS, ROUTED, SHAPE
+from tests.unit.mindspeed_llm.training.shapes import DENSE, EXPERTS, ROUTED
 
 PADDED = {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.5}
 
@@ -88,7 +88,7 @@ def test_micro_batches_take_turns_where_megatron_can(changes: dict[str, Any], wo
 
 def test_shared_experts_overlap_with_the_alltoall_dispatcher_only() -> None:
     shared = ROUTED.model_copy(update={"shared_ffn_hidden_size": ROUTED.ffn_hidden_size})
-    shape = SHAPE.model_copy(update={"moe": shared})
+    shape = DENSE.model_copy(update={"moe": shared})
     given = {"load": "m", "moe_shared_expert_overlap": True}
     check_experts(TrainOptions(**given), shape)
     with pytest.raises(ConfigError, match="dispatcher-type allgather has no .*: use alltoall, or"):
@@ -100,14 +100,14 @@ def test_a_dense_model_has_no_options_of_experts(name: str) -> None:
     options = TrainOptions(load="m", **{name: 5})
     words = f"--{name.replace('_', '-')}: the model has no experts: drop it"
     with pytest.raises(ConfigError, match=words):
-        check_experts(options, SHAPE)
-    check_experts(TrainOptions(load="m"), SHAPE)
+        check_experts(options, DENSE)
+    check_experts(TrainOptions(load="m"), DENSE)
 
 
 def test_a_router_without_a_bias_has_no_rate_of_it() -> None:
     options = TrainOptions(load="m", moe_router_bias_update_rate=0.0)
     words = "--moe-router-bias-update-rate 0: .* choose experts without a bias: drop it"
-    unbiased = SHAPE.model_copy(update={"moe": ROUTED.model_copy(update={"expert_bias": False})})
+    unbiased = DENSE.model_copy(update={"moe": ROUTED.model_copy(update={"expert_bias": False})})
     check_experts(options, EXPERTS)
     with pytest.raises(ConfigError, match=words):
         check_experts(options, unbiased)
@@ -159,7 +159,7 @@ def test_the_router_is_fused_where_asked_for_or_by_default(
         ({"transformer_impl": "local"}, EXPERTS, False),
         ({"moe_grouped_gemm": False}, EXPERTS, False),
         ({"moe_grouped_gemm": True, "transformer_impl": "local"}, EXPERTS, True),
-        ({}, SHAPE, None),  # given, the flag would be refused
+        ({}, DENSE, None),  # given, the flag would be refused
     ],
 )
 def test_experts_are_grouped_unless_they_are_local(
@@ -170,9 +170,9 @@ def test_experts_are_grouped_unless_they_are_local(
 
 
 def test_a_model_without_experts_takes_what_switches_them_off() -> None:
-    check_experts(TrainOptions(load="m", moe_grouped_gemm=False), SHAPE)
+    check_experts(TrainOptions(load="m", moe_grouped_gemm=False), DENSE)
     with pytest.raises(ConfigError, match="--moe-grouped-gemm: the model has no experts: drop it"):
-        check_experts(TrainOptions(load="m", moe_grouped_gemm=True), SHAPE)
+        check_experts(TrainOptions(load="m", moe_grouped_gemm=True), DENSE)
 
 
 def test_local_experts_are_grouped_in_bf16_only() -> None:
@@ -186,7 +186,7 @@ def test_the_number_of_shared_experts_is_that_of_the_model() -> None:
     with pytest.raises(ConfigError, match="--n-shared-experts 2: this llama model has 0, which"):
         check_experts(TrainOptions(load="m", n_shared_experts=2), EXPERTS)
     shared = ROUTED.model_copy(update={"shared_ffn_hidden_size": 2 * ROUTED.ffn_hidden_size})
-    shape = SHAPE.model_copy(update={"moe": shared})
+    shape = DENSE.model_copy(update={"moe": shared})
     check_experts(TrainOptions(load="m", n_shared_experts=2), shape)
     with pytest.raises(ConfigError, match="--n-shared-experts 1: this llama model has 2, which"):
         check_experts(TrainOptions(load="m", n_shared_experts=1), shape)

@@ -13,7 +13,7 @@ from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import find_shape
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import parallel_dims
-from tests.unit.mindspeed_llm.training.shapes import EXPERTS, ROUTED, SHAPE
+from tests.unit.mindspeed_llm.training.shapes import DENSE, EXPERTS, ROUTED
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_parallel_sizes(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ConfigError, match=words):
-        parallel_dims(TrainOptions(**changes), SHAPE)
+        parallel_dims(TrainOptions(**changes), DENSE)
 
 
 def cp(size: int, algo: str, **more: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_sequences_that_cannot_be_split(
 ) -> None:
     """One line, before a process group or a model exists."""
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    monkeypatch.setattr(setup, "find_shape", lambda options: (SHAPE, None))
+    monkeypatch.setattr(setup, "find_shape", lambda options: (DENSE, None))
     options = TrainOptions(load=str(tmp_path), **changes)
     with pytest.raises(ConfigError, match=words) as caught:
         setup.prepare(options, splits_sequences=options.stage == "sft")
@@ -105,26 +105,26 @@ LATENT = MLAConfig(
 
 def test_what_megatron_refuses_is_one_line() -> None:
     options = TrainOptions(recompute_granularity="full")
-    dims = parallel_dims(TrainOptions(), SHAPE)
+    dims = parallel_dims(TrainOptions(), DENSE)
     with pytest.raises(ConfigError, match="Megatron refuses these options: .*recompute_method"):
-        make_config(options, SHAPE, dims)
+        make_config(options, DENSE, dims)
 
 
 def test_groups_of_recomputed_layers_fill_a_stage() -> None:
     """Megatron ends in an IndexError."""
-    dims = parallel_dims(TrainOptions(), SHAPE)
+    dims = parallel_dims(TrainOptions(), DENSE)
     values = {"recompute_granularity": "full", "recompute_method": "uniform"}
-    assert make_config(TrainOptions(**values, recompute_num_layers=2), SHAPE, dims)
+    assert make_config(TrainOptions(**values, recompute_num_layers=2), DENSE, dims)
     with pytest.raises(ConfigError, match="--recompute-num-layers 3 does not divide the 4 layers"):
-        make_config(TrainOptions(**values, recompute_num_layers=3), SHAPE, dims)
+        make_config(TrainOptions(**values, recompute_num_layers=3), DENSE, dims)
 
 
 def test_fused_paths_of_layers_are_on_unless_switched_off() -> None:
-    dims = parallel_dims(TrainOptions(), SHAPE)
-    config = make_config(TrainOptions(), SHAPE, dims)
+    dims = parallel_dims(TrainOptions(), DENSE)
+    config = make_config(TrainOptions(), DENSE, dims)
     assert config.bias_activation_fusion and config.bias_dropout_fusion
     unfused = TrainOptions(no_bias_swiglu_fusion=True, no_bias_dropout_fusion=True)
-    config = make_config(unfused, SHAPE, dims)
+    config = make_config(unfused, DENSE, dims)
     assert not config.bias_activation_fusion and not config.bias_dropout_fusion
 
 
@@ -143,7 +143,7 @@ def test_a_single_expert_has_its_score_as_its_weight(score_function: str) -> Non
     def config_of(topk: int, is_normalized: bool) -> Any:
         changes = {"topk": topk, "normalize_topk": is_normalized, "expert_bias": False}
         moe = ROUTED.model_copy(update=changes | {"score_function": score_function})
-        shape = SHAPE.model_copy(update={"moe": moe})
+        shape = DENSE.model_copy(update={"moe": moe})
         return make_config(TrainOptions(), shape, parallel_dims(TrainOptions(), shape))
 
     assert config_of(1, False).moe_router_topk == 1
@@ -167,7 +167,7 @@ def test_the_auxiliary_loss_is_as_given_or_that_of_the_model(
     given: dict[str, Any], expected: float
 ) -> None:
     routed = ROUTED.model_copy(update={"aux_loss_coeff": 0.25})
-    shape = SHAPE.model_copy(update={"moe": routed})
+    shape = DENSE.model_copy(update={"moe": routed})
     options = TrainOptions(load="m", **given)
     config = make_config(options, shape, parallel_dims(options, shape))
     assert config.moe_aux_loss_coeff == expected
@@ -183,7 +183,7 @@ def test_multi_token_prediction_is_no_part_of_other_losses(stage: str, factor: f
 
 def test_a_reward_model_with_experts_has_grouped_ones_beside_a_dense_policy() -> None:
     options = TrainOptions(load="m")
-    assert make_config(options, EXPERTS, parallel_dims(options, SHAPE)).moe_grouped_gemm
+    assert make_config(options, EXPERTS, parallel_dims(options, DENSE)).moe_grouped_gemm
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_reward_model_with_experts_has_grouped_ones_beside_a_dense_policy() ->
 def test_the_factor_of_multi_token_prediction(
     stage: str, given: float | None, expected: float
 ) -> None:
-    shape = SHAPE.model_copy(update={"mtp_num_layers": 1})
+    shape = DENSE.model_copy(update={"mtp_num_layers": 1})
     options = TrainOptions(load="m", stage=stage, mtp_loss_scaling_factor=given)
     setup.check_further_tokens(options, shape)
     config = make_config(options, shape, parallel_dims(options, shape))
@@ -204,7 +204,7 @@ def test_the_factor_of_multi_token_prediction(
     [("sft", 0, "this llama model has no such layers"), ("dpo", 1, "--stage dpo keeps those")],
 )
 def test_a_factor_without_multi_token_prediction(stage: str, layers: int, words: str) -> None:
-    shape = SHAPE.model_copy(update={"mtp_num_layers": layers})
+    shape = DENSE.model_copy(update={"mtp_num_layers": layers})
     options = TrainOptions(load="m", stage=stage, mtp_loss_scaling_factor=0.0)
     with pytest.raises(ConfigError, match=f"--mtp-loss-scaling-factor 0: {words}"):
         setup.check_further_tokens(options, shape)
@@ -212,10 +212,10 @@ def test_a_factor_without_multi_token_prediction(stage: str, layers: int, words:
 
 def test_flags_that_describe_the_model_leave_its_config_alone() -> None:
     """The frozen reward model of PPO may be another than the policy that they describe."""
-    latent = SHAPE.model_copy(update={"mla": LATENT, "moe": ROUTED})
+    latent = DENSE.model_copy(update={"mla": LATENT, "moe": ROUTED})
     given = {"q_lora_rank": 3, "moe_router_num_groups": 1, "moe_router_score_function": "sigmoid"}
     plain, described = TrainOptions(load="m"), TrainOptions(load="m", **given)
-    for shape in (SHAPE, latent):
+    for shape in (DENSE, latent):
         dims = parallel_dims(plain, shape)
         config = make_config(plain, shape, dims)
         assert config.multi_latent_attention == (shape is latent)
