@@ -1,6 +1,8 @@
 """--overlap-moe-expert-parallel-comm: two micro-batches in turns take the steps of each alone."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +42,40 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-def train_all(runs: list[dict[str, Any]]) -> list[int]:
-    """Train each; return how many micro-batches were planned."""
+def train_all(runs: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Train each; return how many micro-batches were planned, and had a loss without logits."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from mindspeed.ops.linear_cross_entropy.megatron import PendingLogits
     from mindspeed_llm.tasks.posttrain.sft import SFTTrainer
     from mindspeed_llm.training.options import TrainOptions
 
-    build, planned = GPTModel.build_schedule_plan, []
+    counts = []
+    plan, loss = counted(GPTModel, "build_schedule_plan"), counted(PendingLogits, "loss")
+    with plan as plans, loss as losses:
+        for values in runs:
+            plans.clear()
+            losses.clear()
+            SFTTrainer(TrainOptions(**values)).train()
+            parallel_state.destroy_model_parallel()
+            counts.append((len(plans), len(losses)))
+    return counts
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        planned[-1] += 1
-        return build(self, *args, **kwargs)
 
-    GPTModel.build_schedule_plan = counted
-    for values in runs:
-        planned.append(0)
-        SFTTrainer(TrainOptions(**values)).train()
-        parallel_state.destroy_model_parallel()
-    return planned
+@contextmanager
+def counted(owner: type, name: str) -> Iterator[list[None]]:
+    """Append to a list at each call of a method."""
+    calls: list[None] = []
+    original = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, name, method)
+    yield calls
+    setattr(owner, name, original)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +105,7 @@ def runs_of(inputs: Path, name: str) -> list[dict[str, Any]]:
 def test_steps_are_those_of_one_micro_batch_after_the_other(inputs: Path, world: int) -> None:
     chosen = [name for name, (ranks, *_) in CASES.items() if ranks == world]
     runs = [run for name in chosen for run in runs_of(inputs, name)]
-    planned = run_ranks(train_all, world, runs, timeout=600)[0]
+    counts = run_ranks(train_all, world, runs, timeout=600)[0]
     logs = [
         [json.loads(line) for line in Path(run["log_file"]).read_text().splitlines()]
         for run in runs
@@ -100,5 +116,6 @@ def test_steps_are_those_of_one_micro_batch_after_the_other(inputs: Path, world:
         plain, *turns = steps[3 * number : 3 * number + 3]
         assert len(plain) == STEPS
         assert turns == [plain, plain], name
-        none, *counts = planned[3 * number : 3 * number + 3]
-        assert none == 0 and min(counts) >= STEPS * BATCHES // 2, name
+        plans, losses = zip(*counts[3 * number : 3 * number + 3])
+        assert plans[0] == 0 and min(plans[1:]) >= STEPS * BATCHES // 2, name
+        assert len(set(losses)) == 1 and bool(losses[0]) == (name == "linear loss"), name
