@@ -54,7 +54,6 @@ class LoraPlan:
 def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
     """Return the plan if adapters are asked for; raise if the model cannot have them."""
     if options.lora_r is None and options.lora_load is None:
-        _check_has_no_adapters(options)
         return None
     rank = 16 if options.lora_r is None else options.lora_r
     if rank < 1 or options.lora_alpha <= 0 or not 0 <= options.lora_dropout < 1:
@@ -91,7 +90,7 @@ def plan_lora(options: TrainOptions, shape: ModelConfig) -> LoraPlan | None:
     )
 
 
-def _check_has_no_adapters(options: TrainOptions) -> None:
+def check_has_no_adapters(options: TrainOptions) -> None:
     """Refuse what describes adapters where a forgotten switch would train all weights instead."""
     for name in ADAPTER_FIELDS:
         if getattr(options, name) != type(options).model_fields[name].default:

@@ -35,7 +35,7 @@ from mindspeed_llm.training.architecture_options import check_architecture
 from mindspeed_llm.training.checkpoint import MegatronCheckpoints
 from mindspeed_llm.training.expert_checks import check_experts, check_group_score
 from mindspeed_llm.training.lora import add_adapters
-from mindspeed_llm.training.lora_plan import LoraPlan, check_same, plan_lora
+from mindspeed_llm.training.lora_plan import LoraPlan, check_has_no_adapters, check_same, plan_lora
 from mindspeed_llm.training.model import ModelRole, RoleModel
 from mindspeed_llm.training.model_shape import find_shape, vocabulary
 from mindspeed_llm.training.options import TrainOptions
@@ -92,6 +92,8 @@ def prepare(
         lora = plan_lora(options, shape)
         if resumed is not None and is_training:  # others read merged weights
             check_same(lora, read_state(resumed).lora)
+        if lora is None:
+            check_has_no_adapters(options)
         dims = parallel_dims(options, shape)
         context = chosen(options, dict(options))
         if dims.cp > 1:

@@ -199,9 +199,10 @@ def test_a_run_resumes_in_another_layout_and_only_with_its_adapters(
             {"moe_grouped_gemm": False},
             "adapters of experts need grouped GEMMs: drop --no-moe-grouped-gemm",
         ),
+        ("llama", {"lora_r": None}, "--lora-alpha: without --lora-r or --lora-load"),
         ("llama", {"lora_load": "/nowhere"}, "--lora-load /nowhere: there is no adapter_"),
     ],
-    ids=["module", "rank", "experts", "load"],
+    ids=["module", "rank", "experts", "forgotten", "load"],
 )
 def test_misuse_is_reported(
     tmp_path_factory: pytest.TempPathFactory,

@@ -1,6 +1,6 @@
 """Sizes of a tiny model, dense and with experts, that no weights have to be loaded for."""
 
-from mindspeed_llm.models.config import ModelConfig, MoEConfig
+from mindspeed_llm.models.config import MLAConfig, ModelConfig, MoEConfig
 
 DENSE = ModelConfig(
     family="llama",
@@ -24,3 +24,6 @@ ROUTED = MoEConfig(
     expert_bias=True,
 )
 EXPERTS = DENSE.model_copy(update={"moe": ROUTED})
+LATENT = MLAConfig(
+    q_lora_rank=None, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
+)

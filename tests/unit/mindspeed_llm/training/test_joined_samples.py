@@ -12,7 +12,7 @@ from mindspeed_llm.models.config import RotaryConfig
 from mindspeed_llm.tasks.posttrain.rows import Rows
 from mindspeed_llm.training.joined_samples import has_shortest_rows, why_not_joined
 from mindspeed_llm.training.options import TrainOptions
-from tests.unit.mindspeed_llm.training.test_setup import LATENT, SHAPE
+from tests.unit.mindspeed_llm.training.shapes import DENSE, LATENT
 
 YARN = {"mla": LATENT, "rotary": RotaryConfig(scaling="yarn")}
 CP2 = {"context_parallel_size": 2}
@@ -32,7 +32,7 @@ CP2 = {"context_parallel_size": 2}
 def test_what_takes_one_sample(
     options: dict[str, Any], shape: dict[str, Any], expected: str | None
 ) -> None:
-    found = why_not_joined(TrainOptions(**options), SHAPE.model_copy(update=shape))
+    found = why_not_joined(TrainOptions(**options), DENSE.model_copy(update=shape))
     if expected and "megatron-core" in expected and megatron.version() >= Version("0.16"):
         expected = None
     assert found is None if expected is None else str(found).startswith(expected)
@@ -51,7 +51,7 @@ def test_what_takes_one_sample(
 def test_rows_that_no_flag_makes_shorter(
     options: dict[str, Any], shape: dict[str, Any], expected: bool
 ) -> None:
-    assert has_shortest_rows(TrainOptions(**options), SHAPE.model_copy(update=shape)) == expected
+    assert has_shortest_rows(TrainOptions(**options), DENSE.model_copy(update=shape)) == expected
 
 
 class _PackedData:
@@ -63,4 +63,4 @@ def test_packed_rows_are_refused_in_one_line() -> None:
     options = TrainOptions(transformer_impl="local")
     local = "--transformer-impl local takes rows of one sample only: use transformer_engine"
     with pytest.raises(ConfigError, match=f"^packed samples: {local}$"):
-        Rows.of(options, SHAPE, [_PackedData()], may_pack=True)  # type: ignore[list-item]
+        Rows.of(options, DENSE, [_PackedData()], may_pack=True)  # type: ignore[list-item]

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed.config import ConfigError
-from mindspeed_llm.training.lora_plan import plan_lora
+from mindspeed_llm.training.lora_plan import check_has_no_adapters, plan_lora
 from mindspeed_llm.training.options import TrainOptions
-from tests.unit.mindspeed_llm.training.test_setup import SHAPE
+from tests.unit.mindspeed_llm.training.shapes import DENSE
 
 
 def save_adapter(folder, *others, layer="model.layers.0.self_attn.q_proj"):
@@ -34,10 +34,10 @@ def test_the_config_of_loaded_adapters_must_be_that_of_the_run(tmp_path, saved, 
     options = TrainOptions(lora_r=8, lora_load=str(tmp_path))
     save_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert plan_lora(options, SHAPE).alpha == 32
+    assert plan_lora(options, DENSE).alpha == 32
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | saved))
     with pytest.raises(ConfigError, match=message):
-        plan_lora(options, SHAPE)
+        plan_lora(options, DENSE)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_loaded_weights_that_would_be_left_out_are_refused(tmp_path, others, cha
     options = TrainOptions(lora_r=8, lora_load=str(tmp_path), **changes)
     save_adapter(tmp_path, *others)
     with pytest.raises(ConfigError, match=message):
-        plan_lora(options, SHAPE)
+        plan_lora(options, DENSE)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,11 @@ def test_loaded_weights_that_would_be_left_out_are_refused(tmp_path, others, cha
 )
 def test_a_forgotten_rank_does_not_train_all_weights(changes):
     (name,) = changes
-    assert plan_lora(TrainOptions(), SHAPE) is None
+    assert plan_lora(TrainOptions(), DENSE) is None
     message = f"^--{name.replace('_', '-')}: without --lora-r or --lora-load there are no adapters"
+    check_has_no_adapters(TrainOptions())
     with pytest.raises(ConfigError, match=message):
-        plan_lora(TrainOptions(**changes), SHAPE)
+        check_has_no_adapters(TrainOptions(**changes))
 
 
 def test_what_is_no_folder_of_peft_is_named(tmp_path):
@@ -78,8 +79,8 @@ def test_what_is_no_folder_of_peft_is_named(tmp_path):
     options = TrainOptions(lora_r=8, lora_load=str(tmp_path))
     missing = f"--lora-load {tmp_path}: there is no adapter_model.safetensors in it"
     with pytest.raises(ConfigError, match=f"{missing}: give a folder of peft$"):
-        plan_lora(options, SHAPE)
+        plan_lora(options, DENSE)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     advice = f"it is a training checkpoint: .* mindspeed-llm export-lora {tmp_path} DIR, and give"
     with pytest.raises(ConfigError, match=f"{missing}: {advice}"):
-        plan_lora(options, SHAPE)
+        plan_lora(options, DENSE)

@@ -7,13 +7,12 @@ import pytest
 
 import mindspeed.megatron_adaptor  # noqa: F401
 from mindspeed.config import ConfigError
-from mindspeed_llm.models.config import MLAConfig
 from mindspeed_llm.training import setup
 from mindspeed_llm.training.model import make_config
 from mindspeed_llm.training.model_shape import find_shape
 from mindspeed_llm.training.options import TrainOptions
 from mindspeed_llm.training.setup import parallel_dims
-from tests.unit.mindspeed_llm.training.shapes import DENSE, EXPERTS, ROUTED
+from tests.unit.mindspeed_llm.training.shapes import DENSE, EXPERTS, LATENT, ROUTED
 
 
 @pytest.mark.parametrize(
@@ -96,11 +95,6 @@ def test_sequences_that_cannot_be_split(
     with pytest.raises(ConfigError, match=words) as caught:
         setup.prepare(options, splits_sequences=options.stage == "sft")
     assert "\n" not in str(caught.value)
-
-
-LATENT = MLAConfig(
-    q_lora_rank=None, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
-)
 
 
 def test_what_megatron_refuses_is_one_line() -> None:

@@ -11,7 +11,7 @@ from mindspeed_llm.tasks.posttrain.rows import Rows
 from mindspeed_llm.training.options import TrainOptions, check
 from mindspeed_llm.training.shared_prompts import shares_prompts, why_not_shared
 from tests.unit.mindspeed_llm.data.test_shared_prompts import pair_of
-from tests.unit.mindspeed_llm.training.test_setup import ROUTED, SHAPE
+from tests.unit.mindspeed_llm.training.shapes import DENSE, ROUTED
 
 LATENT = MLAConfig(
     q_lora_rank=None, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
@@ -24,22 +24,22 @@ def options(**changes: Any) -> TrainOptions:
 
 
 def shape(**changes: Any) -> ModelConfig:
-    return SHAPE.model_copy(update=changes)
+    return DENSE.model_copy(update=changes)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "simpo", "orm"])
 def test_stages_on_pairs_share_unless_switched_off(stage: str) -> None:
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "lora_r": 4}
     for changes in ({}, layout, {"pipeline_model_parallel_size": 2, "variable_seq_lengths": True}):
-        assert shares_prompts(options(stage=stage, **changes), SHAPE)
+        assert shares_prompts(options(stage=stage, **changes), DENSE)
     assert shares_prompts(options(stage=stage), shape(sliding_window=4, qk_layernorm=True))
-    assert not shares_prompts(options(stage=stage, no_share_prompts=True), SHAPE)
+    assert not shares_prompts(options(stage=stage, no_share_prompts=True), DENSE)
     check(options(stage=stage, no_share_prompts=True))
 
 
 @pytest.mark.parametrize("stage", ["sft", "kto", "prm"])
 def test_other_stages_have_nothing_to_share(stage: str) -> None:
-    assert not shares_prompts(options(stage=stage), SHAPE)
+    assert not shares_prompts(options(stage=stage), DENSE)
     with pytest.raises(ConfigError, match="no-share-prompts: is for --stage dpo and simpo and orm"):
         check(options(stage=stage, no_share_prompts=True))
 
@@ -68,7 +68,7 @@ def test_what_needs_whole_sequences_is_named(
 
 def test_another_engine_has_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PathFinder, "find_spec", lambda name: ModuleSpec(name, None))
-    assert why_not_shared(options(), SHAPE) == "NVIDIA's transformer_engine"
+    assert why_not_shared(options(), DENSE) == "NVIDIA's transformer_engine"
 
 
 def test_tokens_are_those_of_both_sequences() -> None:
