@@ -1,6 +1,5 @@
 """Training checkpoints: weights and optimizer in torch_dist, which any layout can load."""
 
-import inspect
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mindspeed.checkpoint.dcp_files import check_files
@@ -17,6 +17,7 @@ from mindspeed.checkpoint.dcp_metadata import METADATA, dcp_tensors, read_dcp_me
 from mindspeed.checkpoint.dcp_reader import verify_except_entries, weights_only
 from mindspeed.checkpoint.dcp_writer import digest_writes
 from mindspeed.checkpoint.digests import FileRecord
+from mindspeed.compat import megatron
 from mindspeed.config import ConfigError
 from mindspeed.launch.process import bound_forks
 from mindspeed.training.checkpoint_dir import (
@@ -231,12 +232,10 @@ class _Names:
 
 def _reshardable() -> dict[str, Any]:
     """Return the request for optimizer state that other parallel sizes can read."""
-    from megatron.core.optimizer import MegatronOptimizer
-
-    # Newer releases have to be asked for it.
-    known = inspect.signature(MegatronOptimizer.sharded_state_dict).parameters
-    form = {"distrib_optim_sharding_type": "fully_reshardable"}
-    return {"metadata": form} if "metadata" in known else {}
+    # Releases before 0.15 do not know the word: theirs is the default.
+    if megatron.version() < Version("0.15"):
+        return {}
+    return {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}}
 
 
 def _parallel_sizes() -> dict[str, int]:

@@ -48,7 +48,11 @@ def route(options, is_fused):
     tracked = moe_utils.get_moe_layer_wise_logging_tracker()
     tracked.clear()
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    router = TopKRouter(config, moe_utils.get_default_pg_collection())
+    try:
+        groups = moe_utils.get_default_pg_collection()
+    except AttributeError:  # 0.14 has another name
+        groups = moe_utils.get_default_model_comm_pgs()
+    router = TopKRouter(config, groups)
     router.set_layer_number(1)
     weight = torch.Generator().manual_seed(9)
     router.weight.data.copy_(torch.randn(EXPERTS, HIDDEN, generator=weight))

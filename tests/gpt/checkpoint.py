@@ -1,11 +1,11 @@
 """Save and load a training through Megatron's distributed checkpoint (torch_dist)."""
 
-import inspect
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer import MegatronOptimizer
+from packaging.version import Version
 
+from mindspeed.compat import megatron
 from tests.gpt.training import Training
 
 
@@ -27,7 +27,7 @@ def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
         f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(training.chunks)
     }
     # Newer releases have to be asked for optimizer state that another layout can read.
-    newer = "metadata" in inspect.signature(MegatronOptimizer.sharded_state_dict).parameters
+    newer = megatron.version() >= Version("0.15")
     form = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}} if newer else {}
     optimizer = training.optimizer.sharded_state_dict(models, is_loading, **form)
     return models | {"optimizer": optimizer}

@@ -17,6 +17,7 @@ of floating point has no gradient; one that nothing has used has zeros.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -411,14 +412,16 @@ def wrap_deallocate_output_tensor(original: Callable[..., Any]) -> Callable[...,
 
 def wrap_backward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Go backward from every output that has a gradient, to every input."""
+    signature = inspect.signature(original)  # 0.14 has one more parameter
 
     @functools.wraps(original)
-    def backward_step(
-        input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
-    ) -> Any:
-        inputs, outputs = _flat(input_tensor), _flat(output_tensor)
+    def backward_step(*args: Any, **kwargs: Any) -> Any:
         if _hops.get() is None:
-            return original(input_tensor, output_tensor, output_tensor_grad, model_type, config)
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        input_tensor, output_tensor_grad = given["input_tensor"], given["output_tensor_grad"]
+        inputs, outputs = _flat(input_tensor), _flat(given["output_tensor"])
+        config = given["config"]
         for x in inputs:
             if x.requires_grad:
                 x.retain_grad()
