@@ -29,6 +29,7 @@ DATASETS = (
     *("datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19"),
     'pandas==3.1.1; python_version >= "3.11"',
     'pandas==2.3.3; python_version < "3.11"',
+    'pytz==2026.6; python_version < "3.11"',  # which that pandas imports
 )
 # For clients that read the configs of transformers 4 (rope_theta beside the other fields).
 TRANSFORMERS_4 = (
